@@ -1,0 +1,1 @@
+"""Checkpoints and weight files for distributed PyTorch."""

@@ -1,0 +1,1 @@
+"""Sharded, exact, resumable data loaders for PyTorch."""

@@ -1,0 +1,1 @@
+"""One launcher for every PyTorch setup."""

@@ -1,0 +1,1 @@
+"""Collectives over nested data for distributed PyTorch."""

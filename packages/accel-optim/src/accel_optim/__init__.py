@@ -1,0 +1,1 @@
+"""Optimizers, schedules, precision and gradient accumulation for distributed PyTorch."""
