@@ -1,0 +1,166 @@
+"""A worker of the persistent world: imports torch once, then runs one function per call as one rank."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from accel_world import leaks
+from accel_world.functions import find_function
+from accel_world.messages import Call, Reply, Setup
+
+__all__ = ["main"]
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FATAL_LEAKS = ("threads", "child processes")  # everything else is put back without a word
+_unraised: list[str] = []  # exceptions of threads and finalizers during the present call
+
+
+def main(descriptor: int) -> None:
+    """Serve calls from the test process on this socket until it closes."""
+    connection = Connection(descriptor)
+    setup: Setup = pickle.loads(connection.recv_bytes())
+    sys.path[:] = setup.sys_path
+    _prepare_process(setup)
+    connection.send_bytes(b"ready")
+    while True:
+        _serve(connection, _receive(connection))
+
+
+def _receive(connection: Connection) -> Any:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        os._exit(0)  # not sys.exit: gloo's destructors can deadlock at interpreter exit
+
+
+def _prepare_process(setup: Setup) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != setup.parent_pid:  # it died before the line above
+        os._exit(1)
+    faulthandler.enable()
+    stack_file = open(setup.stack_file, "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    sys.unraisablehook = lambda hook: _note(hook.exc_value, f"ignored in {hook.object!r}")
+    threading.excepthook = lambda hook: _note(hook.exc_value, f"in thread {hook.thread}")
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+
+
+def _note(error: BaseException | None, where: str) -> None:
+    text = "".join(traceback.format_exception(error)) if error else ""
+    _unraised.append(f"Exception {where}:\n{text}")
+
+
+def _serve(connection: Connection, call: Call) -> None:
+    """Run one call and leave this process as it was before."""
+    before = leaks.capture()
+    _unraised.clear()
+    with _warnings(call):
+        try:
+            reply = Reply(result=_run(call))
+        except BaseException as error:
+            reply = Reply(failure=_describe(error))
+        connection.send_bytes(pickle.dumps(reply))
+        _receive(connection)
+        problems = _leave_world()
+    left = leaks.restore(before)
+    problems += [f"The function left {name}: {'; '.join(left[name])}" for name in FATAL_LEAKS if name in left]
+    problems += _unraised
+    connection.send_bytes(pickle.dumps(Reply(failure="\n".join(problems), left=True)))
+
+
+def _run(call: Call) -> bytes:
+    _set_environment(call.environment)
+    function = find_function(call.function)
+    args, kwargs = pickle.loads(call.arguments)
+    _seed()
+    if call.init:
+        _join_world(call)
+    result = function(*args, **kwargs)
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"{call.function} returned {type(result).__name__}, which cannot be pickled ({error}). Return "
+            "plain values or tensors."
+        ) from error
+
+
+def _join_world(call: Call) -> None:
+    import torch.distributed as dist
+
+    # Longer than the caller waits, so that a stuck collective is reported with every rank's stack.
+    timeout = datetime.timedelta(seconds=call.timeout_s + 60)
+    store = dist.FileStore(call.store_file, call.size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.size, timeout=timeout)
+
+
+def _leave_world() -> list[str]:
+    import torch.distributed as dist
+
+    try:
+        leaks.reset_singletons()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:
+        return [_describe(error)]
+    # A failed initialisation leaves the counter that names groups ahead of the other ranks', and the next
+    # one would wait for ever under another name.
+    dist.distributed_c10d._world.group_count = 0
+    return []
+
+
+def _seed() -> None:
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _set_environment(variables: dict[str, str | None]) -> None:
+    for key, value in variables.items():  # leaks.restore puts back what was there
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+@contextmanager
+def _warnings(call: Call) -> Iterator[None]:
+    """Install the filters that hold in the test, which pytest made from its settings and marks."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(call.warning_filters):
+            warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line)
+        yield
+
+
+def _pattern(expression: Any) -> str:
+    return str(getattr(expression, "pattern", expression) or "")
+
+
+def _describe(error: BaseException) -> str:
+    """Format the traceback from the test's function on; the frames of this file say nothing."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -1,0 +1,234 @@
+"""The persistent world: results, failures of every kind, replacement of workers."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_world.report import WorldFailure
+
+
+def add_ranks(base: int) -> int:
+    value = torch.tensor(base + dist.get_rank())
+    dist.all_reduce(value)
+    return int(value)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def sleep_on(rank: int, seconds: float) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+    return os.getpid()
+
+
+def exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        print("last words", flush=True)
+        os._exit(3)
+    dist.barrier()
+
+
+def kill_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault() -> None:
+    faulthandler._sigsegv()
+
+
+def compare(a: int, b: int) -> None:
+    assert a == b
+
+
+def return_lock() -> object:
+    return threading.Lock()
+
+
+def environment() -> dict[str, str]:
+    os.environ["LEFT_BEHIND"] = "1"
+    return dict(os.environ)
+
+
+def warn() -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def leave_thread() -> None:
+    threading.Thread(target=time.sleep, args=(4,)).start()
+
+
+def raise_in_thread() -> None:
+    thread = threading.Thread(target=compare, args=(1, 2))
+    thread.start()
+    thread.join()
+
+
+def is_initialized() -> bool:
+    return dist.is_initialized()
+
+
+def speak() -> None:
+    print("spoken by", dist.get_rank())
+
+
+class Value:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def double(value: Value) -> Value:
+    return Value(2 * value.number)
+
+
+def test_results_come_in_rank_order(world):
+    assert world.run(add_ranks, 10) == [21, 21]
+    assert world.run(add_ranks, base=0, size=3) == [3, 3, 3]
+    assert world.run(add_ranks, 5, size=1) == [5]
+
+
+def test_workers_persist_across_runs(world):
+    assert world.run(pid) == world.run(pid)
+
+
+def test_classes_of_the_test_file_travel(world):
+    assert [value.number for value in world.run(double, Value(4))] == [8, 8]
+
+
+def test_without_init_there_is_no_group(world):
+    assert world.run(is_initialized, init=False) == [False, False]
+    assert world.run(is_initialized) == [True, True]
+
+
+def test_exception_while_the_other_rank_waits_in_a_collective(world):
+    pids = world.run(pid)
+    begin = time.monotonic()
+    with pytest.raises(WorldFailure, match="rank 0 raised, rank 1 raised") as info:
+        world.run(fail_on, 0)
+    assert time.monotonic() - begin < 10
+    assert "KeyError: 'the reason'" in str(info.value)
+    assert "dist.barrier()" in str(info.value)
+    assert world.run(pid) == pids
+
+
+def test_exception_while_the_other_rank_is_stuck(world):
+    pids = world.run(pid)
+    with pytest.raises(WorldFailure, match="rank 0 returned, rank 1 stuck") as info:
+        world.run(sleep_on, 1, 60.0, timeout_s=0.5)
+    assert "in sleep_on" in str(info.value)
+    after = world.run(pid)
+    assert after[0] == pids[0]
+    assert after[1] != pids[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "account"),
+    [
+        (exit_on, (1,), "exit code 3"),
+        (kill_on, (1,), "killed by SIGKILL"),
+        (segfault, (), "killed by SIGSEGV"),
+    ],
+)
+def test_a_dead_worker_is_reported_and_replaced(world, function, args, account):
+    with pytest.raises(WorldFailure, match="rank 1 died") as info:
+        world.run(function, *args)
+    assert account in str(info.value)
+    assert world.run(add_ranks, 0) == [1, 1]
+
+
+def test_asserts_say_what_was_compared(world):
+    with pytest.raises(WorldFailure, match="assert 1 == 2"):
+        world.run(compare, 1, 2)
+
+
+def test_a_result_that_cannot_be_pickled(world):
+    with pytest.raises(WorldFailure, match="returned lock, which cannot be pickled"):
+        world.run(return_lock)
+
+
+def test_arguments_that_cannot_be_pickled(world):
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        world.run(compare, threading.Lock(), 2)
+
+
+def test_functions_that_another_process_cannot_find(world):
+    def closure() -> None:
+        pass
+
+    with pytest.raises(TypeError, match="top level of a module"):
+        world.run(closure)
+    with pytest.raises(TypeError, match="top level of a module"):
+        world.run(lambda: None)
+    with pytest.raises(TypeError, match="top level of a module"):
+        world.run(os.getpid)
+
+
+def test_size_out_of_range(world):
+    with pytest.raises(ValueError, match="from 1 to 8, got 0"):
+        world.run(pid, size=0)
+
+
+def test_environment_is_set_and_restored(world):
+    first = world.run(environment, env={"EXTRA": "x", "LOCAL_RANK": None}, size=2)
+    assert [one["RANK"] for one in first] == ["0", "1"]
+    assert first[0]["WORLD_SIZE"] == first[0]["LOCAL_WORLD_SIZE"] == "2"
+    assert first[0]["ACCELERATE_USE_CPU"] == "true"
+    assert first[0]["EXTRA"] == "x"
+    assert "LOCAL_RANK" not in first[0]
+    second = world.run(environment, size=2)[1]
+    assert "EXTRA" not in second
+    assert second["LOCAL_RANK"] == "1"
+
+
+def test_warnings_are_errors_as_in_the_test(world):
+    with pytest.raises(WorldFailure, match="UserWarning: careful"):
+        world.run(warn)
+
+
+@pytest.mark.filterwarnings("ignore:careful")
+def test_a_filter_of_the_test_holds_in_the_workers(world):
+    world.run(warn)
+
+
+def test_a_thread_left_in_a_worker_is_a_failure(world):
+    with pytest.raises(WorldFailure, match="left threads"):
+        world.run(leave_thread, size=1)
+
+
+def test_an_exception_in_a_thread_is_a_failure(world):
+    with pytest.raises(WorldFailure, match="Exception in thread"):
+        world.run(raise_in_thread, size=1)
+
+
+def test_output_is_shown_by_rank(world, capsys):
+    world.run(speak)
+    assert capsys.readouterr().out == "[rank 0] spoken by 0\n[rank 1] spoken by 1\n"
+
+
+def test_a_warm_run_costs_tens_of_milliseconds(world, record_property):
+    world.run(add_ranks, 0)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        world.run(add_ranks, 0)
+        seconds.append(time.perf_counter() - begin)
+    median = sorted(seconds)[10]
+    print(f"median {median * 1000:.1f} ms")
+    assert median < 0.5  # ten times what an idle machine shows: catches seconds, not noise
