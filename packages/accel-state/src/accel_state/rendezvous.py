@@ -1,0 +1,310 @@
+"""Making, joining and ending the process group.
+
+The group is made once per process from what the launcher wrote into the environment. A group that exists
+already (made by the script, or before a reset of the state) is joined. Groups made here are destroyed when
+the interpreter exits; those of others are left to their owners.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state import env
+from accel_state.devices import DeviceRow, asked_index
+from accel_state.env import CPUInformation
+
+__all__ = ["backend_for", "barrier", "check_options", "destroy", "has_group", "launched", "place", "start"]
+
+# What init_process_group takes, and PartialState hands on.
+_OPTIONS = frozenset(
+    {
+        "backend",
+        "init_method",
+        "timeout",
+        "world_size",
+        "rank",
+        "store",
+        "group_name",
+        "pg_options",
+        "device_id",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Made:
+    group: Any
+    options: Mapping[str, Any]
+    pid: int
+
+
+_made: _Made | None = None
+
+
+def has_group() -> bool:
+    """Tell whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `init_process_group` that were set (those that are not None).
+
+    Args:
+        options: Options by name.
+
+    Returns:
+        The ones with a value.
+
+    Raises:
+        TypeError: If `init_process_group` has no such option.
+    """
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"PartialState got unknown option(s) {', '.join(unknown)}; it takes cpu and the options of "
+            f"torch.distributed.init_process_group: {', '.join(sorted(_OPTIONS))}."
+        )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def launched(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
+    """Return this process's place in the run.
+
+    An existing group knows rank and size; else explicit options, the device's runtime, and the environment
+    (torchrun's names, then MPI's) are asked in this order. Where nothing names the place on the machine, one
+    machine is assumed.
+
+    Args:
+        row: The hardware.
+        options: Checked options of `init_process_group`.
+
+    Returns:
+        Rank and size, in the run and on the machine.
+
+    Raises:
+        ValueError: If the numbers do not fit each other.
+    """
+    if has_group():
+        return _on_machine(dist.get_rank(), dist.get_world_size())
+    if "world_size" in options or "rank" in options:
+        return _on_machine(int(options.get("rank", -1)), int(options.get("world_size", -1)))
+    runtime = row.launched_as()
+    if runtime is not None:
+        return CPUInformation(*runtime)
+    found = env.get_cpu_distributed_information()
+    return _on_machine(found.rank, found.world_size)
+
+
+def _on_machine(rank: int, world_size: int) -> CPUInformation:
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"Rank {rank} is not one of {world_size} process(es): ranks count from 0 to the number of "
+            "processes less one. Set RANK and WORLD_SIZE (or rank and world_size) both, or neither."
+        )
+    local_rank, local_size = _local(rank, world_size)
+    if not local_rank < local_size <= world_size:
+        raise ValueError(
+            f"Local rank {local_rank} of {local_size} process(es) on this machine, in a run of "
+            f"{world_size}: the local rank must be below the local size, and that not above the whole. "
+            "Check LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE."
+        )
+    return CPUInformation(rank, world_size, local_rank, local_size)
+
+
+def _local(rank: int, world_size: int) -> tuple[int, int]:
+    if world_size == 1 or env.get_int_from_env(env._SIZE, world_size) != world_size:
+        return rank, world_size  # the environment names no run, or another one
+    if not any(env.is_set(name) for name in env._LOCAL_RANK) and env.get("SLURM_NTASKS") == world_size:
+        per_machine = (env.get("SLURM_TASKS_PER_NODE") or str(world_size)).partition("(")[0].partition(",")[0]
+        return env.get("SLURM_LOCALID") or 0, int(per_machine)
+    return env.get_int_from_env(env._LOCAL_RANK, rank), env.get_int_from_env(env._LOCAL_SIZE, world_size)
+
+
+def place(row: DeviceRow, facts: CPUInformation) -> int | None:
+    """Return the index of this process's device, or None for the current one.
+
+    Args:
+        row: The hardware.
+        facts: This process's place in the run.
+
+    Returns:
+        The local rank; 0 where each process sees just its own device; what ACCELERATE_TORCH_DEVICE says for
+        one process.
+
+    Raises:
+        ValueError: If there are fewer devices than processes on this machine.
+    """
+    if not row.indexed:
+        return None
+    if facts.world_size == 1:
+        return asked_index(row)
+    count = row.count()
+    if facts.local_rank < count:
+        return facts.local_rank
+    restricted = row.visible_devices is not None and env.is_set(row.visible_devices)
+    if count == 1 and restricted and not env.is_set("TORCHELASTIC_RUN_ID"):
+        return 0
+    raise ValueError(
+        f"Local rank {facts.local_rank} has no device of its own: this process sees {count} {row.type} "
+        f"device(s) for {facts.local_world_size} processes on this machine. Start at most {count} per machine"
+        + (f", or widen {row.visible_devices}" if restricted else "")
+        + ", or run on the CPU (ACCELERATE_USE_CPU=true). On several machines, LOCAL_RANK must be set."
+    )
+
+
+def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]) -> None:
+    """Make the default process group, unless there is one already.
+
+    Args:
+        row: The hardware.
+        facts: This process's place in the run.
+        device: This process's device.
+        options: Checked options of `init_process_group`; they win over what the environment says.
+
+    Raises:
+        ValueError: If the environment does not say where rank 0 is, or the group there cannot serve the
+            device.
+    """
+    if has_group():
+        warn_ignored(options)
+        _check_serves(device)
+        return
+    if not dist.is_available():
+        raise RuntimeError(
+            f"WORLD_SIZE={facts.world_size}, but this build of torch has no distributed package. Install a "
+            "build that has it, or start one process."
+        )
+    settings = _settings(row, facts, device, options)
+    row.share_cores(facts.local_world_size)
+    dist.init_process_group(**settings)
+    _remember(options)
+
+
+def _settings(
+    row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {"backend": row.backend, **options}
+    if settings["backend"] == "mpi":  # MPI itself knows ranks and addresses
+        return settings
+    settings.update(rank=facts.rank, world_size=facts.world_size)
+    if "store" not in settings and "init_method" not in settings:
+        settings["init_method"] = _init_method(row, settings["backend"])
+    if row.binds_group and settings["backend"] == row.backend:
+        settings.setdefault("device_id", device)
+    return settings
+
+
+def _init_method(row: DeviceRow, backend: str) -> str:
+    file = env.get("ACCELERATE_DEBUG_RDV_FILE")
+    if file:
+        return f"file://{file}"
+    if row.init_method is not None and backend == row.backend:
+        return row.init_method
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.is_set(name)]
+    if missing:
+        raise ValueError(
+            f"The environment asks for several processes, but {' and '.join(missing)} is not set, so they "
+            "cannot find each other. Start the script with accel launch or torchrun, or set MASTER_ADDR to "
+            "the address of rank 0 and MASTER_PORT to a free port there (mpirun: -x MASTER_ADDR -x "
+            "MASTER_PORT)."
+        )
+    return "env://"
+
+
+def warn_ignored(options: Mapping[str, Any]) -> None:
+    """Warn about options that a live process group does not follow.
+
+    Args:
+        options: Checked options of `init_process_group`.
+    """
+    given = dict(options)
+    if given.get("backend") in (dist.get_backend(), dist.get_backend_config()):
+        del given["backend"]
+    if _is_ours():
+        assert _made is not None
+        given = {name: value for name, value in given.items() if _made.options.get(name) != value}
+    if given:
+        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        warnings.warn(
+            f"{listed} ignored: the process group is already there (backend {dist.get_backend_config()}). "
+            "Give these settings where the first PartialState or Accelerator is made, or to "
+            "init_process_group.",
+            stacklevel=4,
+        )
+
+
+def _check_serves(device: torch.device) -> None:
+    if backend_for(device) is None:
+        raise ValueError(
+            f"The process group that is there (backend {dist.get_backend_config()}) cannot serve {device}. "
+            "Leave out cpu=True, or make the group with a backend for this device (gloo serves the CPU)."
+        )
+
+
+def backend_for(device: torch.device) -> str | None:
+    """Return the backend with which the process group serves a device, or None when it does not.
+
+    Args:
+        device: The device.
+    """
+    config = dist.get_backend_config()
+    by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return by_device.get(device.type) if by_device else config
+
+
+def _remember(options: Mapping[str, Any]) -> None:
+    global _made
+    if _made is None:
+        atexit.register(_destroy_at_exit)
+    _made = _Made(dist.group.WORLD, dict(options), os.getpid())
+
+
+def _is_ours() -> bool:
+    return _made is not None and _made.pid == os.getpid() and has_group() and _made.group is dist.group.WORLD
+
+
+def _destroy_at_exit() -> None:
+    # gloo can deadlock in its destructor while the interpreter goes down, NCCL warns about a leak. After an
+    # unhandled exception the peers may be inside a collective, for which NCCL would wait: leave it to the
+    # launcher.
+    failed = getattr(sys, "last_value", None) is not None
+    if _is_ours() and not (failed and dist.get_backend_config() != "cpu:gloo"):
+        destroy()
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy a process group; nothing when there is none.
+
+    Args:
+        group: The group; None for the default one and all others with it.
+    """
+    global _made
+    if not has_group():
+        return
+    dist.destroy_process_group(group)
+    if not dist.is_initialized():
+        _made = None
+
+
+def barrier(row: DeviceRow, device: torch.device) -> None:
+    """Wait until every process has come here.
+
+    Args:
+        row: The hardware.
+        device: This process's device.
+    """
+    if "barrier" in row.calls:
+        row.calls["barrier"]()
+    elif row.binds_group and backend_for(device) == row.backend:
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
