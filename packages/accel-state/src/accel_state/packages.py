@@ -1,0 +1,133 @@
+"""Which packages are installed, and in which version; no package is imported to find out."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+__all__ = ["compare_versions", "is_package_available", "is_torch_version", "require"]
+
+_OPERATIONS = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+@functools.cache
+def is_package_available(module: str) -> bool:
+    """Tell whether a module can be imported, without importing it.
+
+    A folder without `__init__.py` does not count: many tools leave one named after themselves (`wandb/`,
+    `aim/`) in the working folder.
+
+    Args:
+        module: Import name; of a dotted one the parents are imported.
+
+    Returns:
+        True if it is installed. The answer is kept for the life of the process.
+    """
+    from importlib.util import find_spec
+
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def require(module: str, extra: str, package: str = "accel") -> ModuleType:
+    """Import an optional dependency.
+
+    Args:
+        module: Import name.
+        extra: The extra that installs it.
+        package: The package that has this extra.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: If it is missing or fails to import; the message names the command that installs it.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
+        state = "is not installed" if missing else f"cannot be imported ({error})"
+        raise ImportError(
+            f"{module} is needed here, but {state}. Install it with: pip install '{package}[{extra}]'",
+            name=module,
+        ) from error
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Compare the version of a library with a given one.
+
+    As in PEP 440, a local suffix such as `+cu126` is left out of account unless the given version has one.
+
+    Args:
+        library_or_version: Name of an installed distribution, or a parsed version.
+        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
+        requirement_version: The version to compare with.
+
+    Returns:
+        The truth of `library_or_version operation requirement_version`.
+
+    Raises:
+        ValueError: If the operation or the version is none.
+        importlib.metadata.PackageNotFoundError: If the library is not installed.
+    """
+    if operation not in _OPERATIONS:
+        raise ValueError(f"{operation!r} is not a comparison; use one of {', '.join(_OPERATIONS)}.")
+    if isinstance(library_or_version, str):
+        return _compare_library(library_or_version, operation, requirement_version)
+    return _compare(library_or_version, operation, requirement_version)
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare torch's version with a given one, without importing torch.
+
+    Args:
+        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
+        version: The version to compare with, e.g. `2.6.0`.
+
+    Returns:
+        The truth of `torch operation version`.
+
+    Raises:
+        ValueError: If the operation or the version is none.
+    """
+    return compare_versions("torch", operation, version)
+
+
+@functools.cache
+def _compare_library(library: str, operation: str, requirement: str) -> bool:
+    from importlib.metadata import version
+
+    from packaging.version import Version
+
+    return _compare(Version(version(library)), operation, requirement)
+
+
+def _compare(version: Version, operation: str, requirement: str) -> bool:
+    from packaging.version import Version
+
+    wanted = Version(requirement)
+    if wanted.local is None and version.local is not None:
+        version = Version(version.public)
+    compare: Any = _OPERATIONS[operation]
+    return bool(compare(version, wanted))
