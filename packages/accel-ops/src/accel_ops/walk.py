@@ -1,0 +1,235 @@
+"""Walking nested data: what counts as a container, and how a changed copy of one is made.
+
+A *tree* is any nesting of dict, list and tuple (with their subclasses), namedtuple, Mapping and
+dataclass instances. Everything else is a leaf. Types, key order and extra attributes are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "children",
+    "find_path",
+    "flatten",
+    "honor_type",
+    "is_namedtuple",
+    "is_torch_tensor",
+    "keys",
+    "rebuild",
+    "recursively_apply",
+]
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Tell whether `tensor` is a `torch.Tensor` (or an instance of a subclass)."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Tell whether `data` is an instance of a namedtuple class."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Make a sequence of the same type as `obj` from the items of `generator`.
+
+    Args:
+        obj: A list, tuple or namedtuple, or an instance of a subclass. Attributes that a list
+            subclass carries are kept.
+        generator: The new items.
+
+    Returns:
+        The new sequence; `obj` is not changed.
+    """
+    items = list(generator)
+    if is_namedtuple(obj):
+        return type(obj)._make(items)
+    if isinstance(obj, list) and type(obj) is not list:
+        new = copy.copy(obj)
+        new[:] = items
+        return new
+    return type(obj)(items)
+
+
+def children(data: Any) -> Sequence[Any] | None:
+    """Return the values directly inside the container `data`, in order; None for a leaf."""
+    kind = type(data)
+    if kind is list or kind is tuple:
+        return data  # type: ignore[no-any-return]
+    if kind is dict:
+        return list(data.values())
+    if isinstance(data, (list, tuple)):
+        return data
+    if isinstance(data, Mapping):
+        return [data[key] for key in data]
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return [getattr(data, name) for name in _field_names(data)]
+    return None
+
+
+def keys(data: Any) -> list[Any]:
+    """Return the names of `children(data)`: mapping keys, dataclass fields or positions."""
+    if isinstance(data, (list, tuple)):
+        return list(range(len(data)))
+    return list(data) if isinstance(data, Mapping) else _field_names(data)
+
+
+def rebuild(data: Any, values: Sequence[Any]) -> Any:
+    """Return a copy of the container `data` that holds `values` in place of its children.
+
+    Args:
+        data: A container, that is, `children(data)` is not None.
+        values: The new children, in the order of `children(data)`.
+
+    Returns:
+        A container of the same type. Dataclass instances are copied without running `__init__`, so
+        frozen classes and fields with `init=False` work. `data` is not changed.
+    """
+    if type(data) is dict:
+        return dict(zip(data, values, strict=True))
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, values)
+    if isinstance(data, Mapping):
+        return _rebuild_mapping(data, values)
+    new = copy.copy(data)
+    for name, value in zip(_field_names(data), values, strict=True):
+        object.__setattr__(new, name, value)  # also where the class is frozen
+    return new
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func` to every leaf of `data` that passes `test_type`.
+
+    Args:
+        func: Called as `func(leaf, *args, **kwargs)`.
+        data: A tree. An object that passes `test_type` is a leaf even if it is a container.
+        *args: Passed on to `func`.
+        test_type: Tells which objects `func` is applied to; by default tensors.
+        error_on_other_type: Raise on a leaf that does not pass `test_type`, instead of keeping it.
+        **kwargs: Passed on to `func`.
+
+    Returns:
+        A tree of the same structure with the results.
+
+    Raises:
+        TypeError: If `error_on_other_type` is True and a leaf does not pass `test_type`.
+    """
+
+    def visit(node: Any) -> Any:
+        if test_type(node):
+            return func(node, *args, **kwargs)
+        inside = children(node)
+        if inside is not None:
+            return rebuild(node, [visit(child) for child in inside])
+        if error_on_other_type:
+            name = getattr(func, "__name__", type(func).__name__)
+            raise TypeError(_unsupported(name, data, test_type))
+        return node
+
+    return visit(data)
+
+
+def flatten(
+    tree: Any, *, required_by: str | None = None
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """Take the tensors out of a tree.
+
+    Args:
+        tree: A tree of tensors and of other objects.
+        required_by: Name of an operation that can handle tensors only; a leaf of another type then
+            raises. By default such leaves are kept as they are.
+
+    Returns:
+        The tensors in order, and a function that takes as many tensors and returns a tree of the
+        same structure with those in their places.
+
+    Raises:
+        TypeError: If `required_by` is given and a leaf is not a tensor.
+    """
+    leaves: list[torch.Tensor] = []
+
+    def collect(node: Any) -> None:
+        if isinstance(node, torch.Tensor):
+            leaves.append(node)
+            return
+        inside = children(node)
+        if inside is not None:
+            for child in inside:
+                collect(child)
+        elif required_by is not None:
+            raise TypeError(_unsupported(required_by, tree, is_torch_tensor))
+
+    collect(tree)
+    return leaves, lambda tensors: _replace(tree, iter(tensors))
+
+
+def find_path(data: Any, test: Callable[[Any], bool], path: str = "data") -> tuple[str, Any] | None:
+    """Find the first leaf for which `test` holds.
+
+    Args:
+        data: A tree. An object for which `test` holds is a leaf even if it is a container.
+        test: Called with each leaf.
+        path: How to call the root.
+
+    Returns:
+        The place, written as code (`data['a'][0]`), and the leaf; None if there is none.
+    """
+    if test(data):
+        return path, data
+    inside = children(data)
+    named = not isinstance(data, (list, tuple, Mapping))
+    for key, child in zip(keys(data), inside, strict=True) if inside is not None else ():
+        found = find_path(child, test, f"{path}.{key}" if named else f"{path}[{key!r}]")
+        if found:
+            return found
+    return None
+
+
+def _replace(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        return next(tensors)
+    inside = children(node)
+    return node if inside is None else rebuild(node, [_replace(child, tensors) for child in inside])
+
+
+def _field_names(data: Any) -> list[str]:
+    # A field with init=False may not have been set yet.
+    return [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
+
+
+def _rebuild_mapping(data: Mapping[Any, Any], values: Sequence[Any]) -> Any:
+    # copy.copy of a mapping that is no dict and has no __copy__ would share its inner storage.
+    if not isinstance(data, dict) and not hasattr(type(data), "__copy__"):
+        return type(data)(dict(zip(data, values, strict=True)))  # type: ignore[call-arg]
+    new: Any = copy.copy(data)
+    for key, value in zip(list(data), values, strict=True):
+        new[key] = value
+    return new
+
+
+def _unsupported(operation: str, data: Any, test_type: Callable[[Any], bool]) -> str:
+    found = find_path(data, lambda node: not test_type(node) and children(node) is None)
+    place, value = found if found else ("data", data)
+    return (
+        f"{operation} takes nested dicts, lists, tuples, mappings and dataclasses of objects for which "
+        f"{getattr(test_type, '__name__', test_type)} holds, but {place} is {_brief(value)}. Take it out, or "
+        "make it a tensor."
+    )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"of type {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
