@@ -1,0 +1,34 @@
+"""Lazy exports."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from accel_state.lazy import attach
+
+
+@pytest.fixture
+def package(monkeypatch):
+    module = types.ModuleType("lazy_sample")
+    monkeypatch.setitem(sys.modules, "lazy_sample", module)
+    get, listed, exported = attach("lazy_sample", {"json.decoder": ["JSONDecoder"], "fractions": ["Fraction"]}, ["part"])
+    module.__getattr__, module.__dir__, module.__all__ = get, listed, exported
+    return module
+
+
+def test_names_come_from_their_modules_once(package):
+    import fractions
+
+    assert package.Fraction is fractions.Fraction
+    assert vars(package)["Fraction"] is fractions.Fraction
+    assert package.__all__ == ["Fraction", "JSONDecoder"]
+    assert {"Fraction", "JSONDecoder", "part"} <= set(dir(package))
+
+
+def test_unknown_names_and_missing_submodules_say_so(package):
+    with pytest.raises(AttributeError, match="'lazy_sample' has no attribute 'nothing'"):
+        _ = package.nothing
+    with pytest.raises(ModuleNotFoundError, match=r"lazy_sample\.part"):
+        _ = package.part
