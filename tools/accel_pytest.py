@@ -2,6 +2,7 @@
 
 Fixtures:
     world: run a module-level function as every rank of a real gloo world, in tens of milliseconds.
+    launched: run a script under a real launcher; nothing of it outlives the test.
     fresh_state: forget accel's process-wide state after the test, for tests that make an Accelerator.
 
 Every test is also checked for leaks: it must leave the environment, the working folder, threads, child
@@ -11,14 +12,17 @@ that the next test starts clean, and the test fails naming it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel_world import leaks
+from accel_world.launched import LaunchedRun, launch
 from accel_world.pool import World
 
-__all__ = ["fresh_state", "world"]
+__all__ = ["fresh_state", "launched", "world"]
 
 _world = pytest.StashKey[World]()
 
@@ -41,6 +45,17 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LaunchedRun]:
+    """Run a script under a launcher; see `accel_world.launched.launch`, whose folder is a fresh one."""
+
+    def run(script: str | Path, *script_args: str, **options: Any) -> LaunchedRun:
+        __tracebackhide__ = True
+        return launch(tmp_path_factory.mktemp("launched"), script, *script_args, **options)
+
+    return run
+
+
+@pytest.fixture
 def fresh_state() -> Iterator[None]:
     """Forget accel's process-wide state before and after the test."""
     leaks.reset_singletons()
@@ -55,4 +70,4 @@ def _leaks() -> Iterator[None]:
     found = leaks.restore(before)
     if found:
         lines = [f"{name}: {'; '.join(changes)}" for name, changes in found.items()]
-        pytest.fail("The test leaked. " + "\n".join(lines), pytrace=False)
+        pytest.fail("The test leaked:\n" + "\n".join(lines), pytrace=False)

@@ -34,8 +34,8 @@ SINGLETONS = (
     ("accel_state.process", "PartialState"),
 )
 own_children: set[int] = set()  # ids of processes that belong to the plugin, not to a test
-# pytest and torch set these themselves, at any time.
-VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})
+# pytest, torch and OpenMP set these themselves, at any time.
+VOLATILE_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")  # prefixes
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def restore(snapshot: Snapshot) -> dict[str, list[str]]:
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key not in VOLATILE_VARIABLES}
+    return {key: value for key, value in os.environ.items() if not key.startswith(VOLATILE_VARIABLES)}
 
 
 def _restore_environment(before: dict[str, str]) -> list[str]:

@@ -1,0 +1,204 @@
+"""Run a script under a real launcher, with a time limit, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_world.ports import lease_port
+from accel_world.process import base_environment
+from accel_world.report import describe_exit
+
+__all__ = ["LaunchFailure", "LaunchedRun", "launch"]
+
+MARK = "ACCEL_TEST_RUN"  # in the environment of every process of a run, however it was started
+ORPHAN_S = 2.0  # how long a process may outlive its launcher
+STACKS_S = 0.5  # for Python to write its stacks before it is killed
+LAUNCHERS = ("accel", "python", "torchrun")
+
+
+class LaunchFailure(AssertionError):
+    """A launched run did not end in time, or left processes running."""
+
+
+@dataclass(frozen=True)
+class LaunchedRun:
+    """A run that ended by itself."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float  # wall time
+
+
+def launch(
+    folder: Path,
+    script: str | Path,
+    *script_args: str,
+    num_processes: int = 2,
+    launcher: str = "accel",
+    launch_args: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
+    timeout_s: float = 60,
+) -> LaunchedRun:
+    """Run a script under a launcher, in a session of its own, and wait for all of its processes.
+
+    Args:
+        folder: An empty folder: the run's working folder and home of its caches.
+        script: A path, or the source of the script (a string with a line break).
+        *script_args: The script's own arguments.
+        num_processes: How many processes to start; "python" always starts one.
+        launcher: "accel" (the console script), "python" or "torchrun".
+        launch_args: Further options of the launcher.
+        env: Environment variables to add; None removes one.
+        timeout_s: Seconds until every process of the run is killed.
+
+    Returns:
+        What the launcher returned and printed.
+
+    Raises:
+        LaunchFailure: If the run took too long, or left processes behind.
+        ValueError: If the launcher is unknown.
+    """
+    __tracebackhide__ = True
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    path = _script_file(folder, script)
+    mark = uuid.uuid4().hex
+    with lease_port() if num_processes > 1 else nullcontext(0) as port:
+        command = [*_launcher(launcher, num_processes, port, launch_args), str(path), *map(str, script_args)]
+        begin = time.monotonic()
+        returncode = _run(command, folder, _environment(folder, mark, env or {}), timeout_s)
+        seconds = time.monotonic() - begin
+        left = _end_all(mark, patience_s=0 if returncode is None else ORPHAN_S)
+    stdout, stderr = (_read(folder / name) for name in ("stdout.txt", "stderr.txt"))
+    print(stdout, end="")
+    print(stderr, end="", file=sys.stderr)
+    if returncode is None:
+        raise LaunchFailure(f"{' '.join(command)}\ndid not end within {timeout_s} s; stderr:\n{stderr}")
+    if left:
+        ended = describe_exit(returncode)
+        raise LaunchFailure(f"{' '.join(command)}\nended ({ended}) and left running:\n" + "\n".join(left))
+    return LaunchedRun(returncode, stdout, stderr, seconds)
+
+
+def _script_file(folder: Path, script: str | Path) -> Path:
+    if isinstance(script, Path) or "\n" not in script:
+        return Path(script).resolve()
+    path = folder / "script.py"
+    path.write_text(script)
+    return path
+
+
+def _launcher(launcher: str, num_processes: int, port: int, launch_args: Sequence[str]) -> list[str]:
+    count, address = str(num_processes), ["127.0.0.1", str(port)]
+    if launcher == "python":
+        return [sys.executable, *launch_args]
+    if launcher == "torchrun":
+        place = ["--master_addr", address[0], "--master_port", address[1]] if port else []
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            count,
+            *place,
+            *launch_args,
+        ]
+    place = ["--main_process_ip", address[0], "--main_process_port", address[1]] if port else []
+    console_script = str(Path(sysconfig.get_path("scripts")) / "accel")
+    return [console_script, "launch", "--num_processes", count, *place, *launch_args]
+
+
+def _environment(folder: Path, mark: str, env: Mapping[str, str | None]) -> dict[str, str]:
+    environment: dict[str, str | None] = {
+        **base_environment(),
+        MARK: mark,
+        "ACCELERATE_USE_CPU": "true",
+        "HF_HOME": str(folder / "cache"),  # where a user's own default config would be found
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT
+        "PYTHONUNBUFFERED": "1",
+        **env,
+    }
+    return {key: value for key, value in environment.items() if value is not None}
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str], timeout_s: float) -> int | None:
+    """Run to the end and return the exit code; past the limit, ask for stacks and return None."""
+    # Files, not pipes: an orphan would hold a pipe open.
+    with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        for pid in _marked(environment[MARK]):
+            _signal(pid, signal.SIGABRT)
+        time.sleep(STACKS_S)
+        return None
+    finally:
+        if process.poll() is None:  # too slow, or the test was interrupted
+            _end_all(environment[MARK], patience_s=0)
+            process.kill()
+            process.wait()
+
+
+def _end_all(mark: str, patience_s: float) -> list[str]:
+    """Wait a moment for the run's processes to end, kill the rest and say which they were."""
+    until = time.monotonic() + patience_s
+    while (pids := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.02)
+    left = [f"process {pid}: {_command(pid)}" for pid in pids]
+    while pids := _marked(mark):  # again: one may have started another meanwhile
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return left
+
+
+def _marked(mark: str) -> list[int]:
+    """Find the run's processes by their environment, so that a new session or parent hides none."""
+    entry = f"{MARK}={mark}".encode()
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if entry in _environ(folder)]
+
+
+def _environ(folder: Path) -> list[bytes]:
+    try:
+        return (folder / "environ").read_bytes().split(b"\0")  # empty for a zombie
+    except OSError:  # it ended, or is another user's
+        return []
+
+
+def _command(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "ended"
+    return command.replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace")

@@ -1,0 +1,74 @@
+"""Launched runs: results, time limits, orphans."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from accel_world.launched import LaunchFailure, _marked
+
+REPORT = """
+import os, sys
+print(os.environ.get("RANK", "alone"), os.environ.get("WORLD_SIZE"), sys.argv[1:], os.environ.get("EXTRA"))
+"""
+
+ORPHAN = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+"""
+
+SLEEPER = """
+import subprocess, sys, time
+def wait_for_ever():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    time.sleep(60)
+wait_for_ever()
+"""
+
+
+def test_a_script_from_source(launched):
+    run = launched(REPORT, "--flag", launcher="python", env={"EXTRA": "x"})
+    assert run.returncode == 0
+    assert run.stdout == "alone None ['--flag'] x\n"
+    assert run.stderr == ""
+    assert 0 < run.seconds < 60
+
+
+def test_a_script_from_a_path(launched, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(REPORT)
+    assert launched(path, launcher="python").stdout == "alone None [] None\n"
+
+
+def test_torchrun_starts_every_rank(launched):
+    run = launched(REPORT, launcher="torchrun")
+    assert run.returncode == 0
+    assert sorted(run.stdout.splitlines()) == ["0 2 [] None", "1 2 [] None"]
+
+
+def test_a_failing_script_returns_its_code(launched):
+    run = launched("import sys\nsys.exit(7)", launcher="python")
+    assert run.returncode == 7
+
+
+def test_an_orphan_is_named_and_killed(launched):
+    with pytest.raises(LaunchFailure, match=r"left running:\nprocess \d+: .*time\.sleep\(60\)"):
+        launched(ORPHAN, launcher="python")
+
+
+def test_a_run_past_its_limit_is_killed_with_its_stacks(launched):
+    begin = time.monotonic()
+    with pytest.raises(LaunchFailure, match=r"did not end within 1 s") as info:
+        launched(SLEEPER, launcher="python", timeout_s=1)
+    assert "in wait_for_ever" in str(info.value)
+    assert time.monotonic() - begin < 20
+
+
+def test_an_unknown_launcher(launched):
+    with pytest.raises(ValueError, match="one of accel, python, torchrun, got 'mpirun'"):
+        launched(REPORT, launcher="mpirun")
+
+
+def test_processes_are_found_by_their_mark():
+    assert _marked("no such run") == []
