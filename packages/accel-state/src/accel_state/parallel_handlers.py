@@ -1,0 +1,103 @@
+"""Settings of tensor, context and sequence parallelism, and the checks that they share with the sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from accel_state import env
+
+__all__ = [
+    "DeepSpeedSequenceParallelConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+    "check_choice",
+    "check_count",
+    "or_environment",
+]
+
+
+@dataclasses.dataclass
+class TorchTensorParallelConfig:
+    """Settings of torch's tensor parallelism.
+
+    Args:
+        enable_async_tp: Overlap communication with the products next to it.
+    """
+
+    enable_async_tp: bool = False
+
+
+@dataclasses.dataclass
+class TorchContextParallelConfig:
+    """Settings of torch's context parallelism.
+
+    Args:
+        cp_comm_strategy: How keys and values travel: "allgather" or "alltoall". By default that of
+            PARALLELISM_CONFIG_CP_COMM_STRATEGY, else "allgather".
+
+    Raises:
+        ValueError: If the strategy is neither.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        self.cp_comm_strategy = or_environment(self.cp_comm_strategy, "CP_COMM_STRATEGY")
+        check_choice("cp_comm_strategy", self.cp_comm_strategy)
+
+
+@dataclasses.dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Settings of DeepSpeed's (Ulysses) sequence parallelism.
+
+    What is left at None is read from PARALLELISM_CONFIG_SP_SEQ_LENGTH, _SP_SEQ_LENGTH_IS_VARIABLE and
+    _SP_ATTN_IMPLEMENTATION.
+
+    Args:
+        sp_seq_length: Length of every whole sequence, in tokens; needed when it does not vary.
+        sp_seq_length_is_variable: Whether the length may change between batches; True by default.
+        sp_attn_implementation: "sdpa" (the default), "flash_attention_2" or "flash_attention_3".
+
+    Raises:
+        ValueError: If a value is not allowed, or the length is fixed but not given.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        self.sp_seq_length = or_environment(self.sp_seq_length, "SP_SEQ_LENGTH")
+        self.sp_seq_length_is_variable = or_environment(
+            self.sp_seq_length_is_variable, "SP_SEQ_LENGTH_IS_VARIABLE"
+        )
+        self.sp_attn_implementation = or_environment(self.sp_attn_implementation, "SP_ATTN_IMPLEMENTATION")
+        check_choice("sp_attn_implementation", self.sp_attn_implementation)
+        if self.sp_seq_length is not None:
+            check_count("sp_seq_length", self.sp_seq_length)
+        elif not self.sp_seq_length_is_variable:
+            raise ValueError(
+                "sp_seq_length_is_variable=False needs sp_seq_length, the length in tokens of every "
+                "sequence; give it, or let the length vary."
+            )
+
+
+def or_environment(value: Any, name: str) -> Any:
+    """Return a value, or where it is None that of the variable PARALLELISM_CONFIG_`name`."""
+    return env.get(f"PARALLELISM_CONFIG_{name}") if value is None else value
+
+
+def check_choice(field: str, value: object) -> None:
+    """Raise a ValueError unless a field's value is among the choices of its environment variable."""
+    allowed = env.VARIABLES[f"PARALLELISM_CONFIG_{field.upper()}"].choices
+    if value not in allowed:
+        raise ValueError(f"{field} cannot be {value!r}; allowed: {', '.join(map(repr, allowed))}.")
+
+
+def check_count(field: str, value: object) -> None:
+    """Raise a TypeError or ValueError unless a field's value is an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field} must be an integer, not {value!r}.")
+    if value < 1:
+        raise ValueError(f"{field} must be 1 or more, not {value}.")
