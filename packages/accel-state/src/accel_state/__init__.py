@@ -6,10 +6,10 @@ launcher can read the torch-free ones in milliseconds.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_state.__about__ import __version__ as __version__
+from accel_state.lazy import attach
 
 if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState as AcceleratorState
@@ -253,21 +253,8 @@ _PUBLIC = {
     ),
     "shared": ("ThreadLocalSharedDict",),
 }
-_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
-_MODULES = frozenset(_PUBLIC)
 
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"accel_state.{name}")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'accel_state' has no attribute {name!r}")
-    value = getattr(import_module(f"accel_state.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, *_MODULES})
+if not TYPE_CHECKING:  # a type checker would take any name for one that __getattr__ finds
+    __getattr__, __dir__, __all__ = attach(
+        __name__, {f"accel_state.{module}": names for module, names in _PUBLIC.items()}, submodules=_PUBLIC
+    )
