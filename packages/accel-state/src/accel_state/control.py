@@ -22,7 +22,7 @@ from accel_state.split import split
 if TYPE_CHECKING:
     from accel_state.process import Process
 
-__all__ = ["ProcessControl", "wait"]
+__all__ = ["ProcessControl", "describe", "wait"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -258,6 +258,26 @@ class ProcessControl:
         """
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
+
+
+def describe(control: ProcessControl) -> str:
+    """Return the place of a process in the run, one fact per line.
+
+    Args:
+        control: Anything that knows its process.
+    """
+    try:
+        process = control.process
+    except AttributeError:
+        return f"{type(control).__name__}(reset)"
+    backend = f"  Backend: {process.backend}" if process.backend else ""
+    return (
+        f"Distributed environment: {control.distributed_type}{backend}\n"
+        f"Num processes: {process.world_size}\n"
+        f"Process index: {process.rank}\n"
+        f"Local process index: {process.local_rank}\n"
+        f"Device: {process.device}\n"
+    )
 
 
 def wait(process: Process) -> None:

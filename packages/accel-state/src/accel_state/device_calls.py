@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from accel_state import env
+from accel_state import capabilities, env
 
-__all__ = ["CPU", "CUDA", "HPU", "MPS", "XLA"]
+__all__ = ["CPU", "CUDA", "HPU", "MPS", "XLA", "cpu_is_available", "xla_is_available"]
 
 Calls = Mapping[str, Callable[..., Any]]
 
@@ -36,14 +36,19 @@ def _one() -> int:
     return 1
 
 
-def _cpu_share_cores(num_processes: int) -> None:
+def _cpu_prepare_group(num_processes: int) -> None:
+    # Each process would otherwise start as many threads as the machine has cores.
     if not env.is_set("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // num_processes))
 
 
+def cpu_is_available() -> bool:
+    """Tell that there is a CPU."""
+    return True
+
+
 CPU = _calls(
-    is_available=lambda: True,
     device_count=_one,
     synchronize=_nothing,
     empty_cache=_nothing,
@@ -52,14 +57,8 @@ CPU = _calls(
     memory_allocated=_zero,
     max_memory_allocated=_zero,
     reset_peak_memory_stats=_nothing,
-    share_cores=_cpu_share_cores,
+    prepare_group=_cpu_prepare_group,
 )
-
-
-def _cuda_is_available() -> bool:
-    # device_count asks NVML and leaves CUDA uninitialised; torch.cuda.is_available asks the driver by
-    # default, after which CUDA can no longer be used in forked processes.
-    return torch.cuda.device_count() > 0
 
 
 def _cuda_pci_address(index: int) -> str | None:
@@ -70,11 +69,11 @@ def _cuda_pci_address(index: int) -> str | None:
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
-CUDA = _calls(is_available=_cuda_is_available, pci_address=_cuda_pci_address)
+CUDA = _calls(has_bf16=lambda: torch.cuda.is_bf16_supported(), pci_address=_cuda_pci_address)
 
 
 MPS = _calls(
-    is_available=lambda: torch.backends.mps.is_available(),
+    has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
     memory_allocated=lambda: torch.mps.current_allocated_memory(),
     max_memory_allocated=_zero,
     reset_peak_memory_stats=_nothing,
@@ -85,12 +84,13 @@ def _hpu_random() -> Any:
     return import_module("habana_frameworks.torch.hpu.random")
 
 
-def _hpu_is_available() -> bool:
-    return bool(import_module("habana_frameworks.torch.hpu").is_available())
+def _hpu_prepare_group(_num_processes: int) -> None:
+    import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend
 
 
 HPU = _calls(
-    is_available=_hpu_is_available,
+    prepare_group=_hpu_prepare_group,
+    has_fp16=lambda: not capabilities.is_habana_gaudi1(),
     empty_cache=_nothing,  # the bridge keeps no cache of its own to give back
     get_rng_state=lambda: _hpu_random().get_rng_state(),
     set_rng_state=lambda state: _hpu_random().set_rng_state(state),
@@ -105,8 +105,9 @@ def _xla_runtime() -> Any:
     return import_module("torch_xla.runtime")
 
 
-def _xla_is_available() -> bool:
-    return str(_xla_runtime().device_type()) in {"TPU", "CUDA", "NEURON"}
+def xla_is_available() -> bool:
+    """Tell whether torch_xla runs on hardware here; it runs on the CPU too, which nobody means."""
+    return capabilities.is_torch_xla_available() and _xla_runtime().device_type() in {"TPU", "CUDA", "NEURON"}
 
 
 def _xla_launched_as() -> tuple[int, int, int, int]:
@@ -124,8 +125,12 @@ def _xla_memory(key: str) -> int:
     return int(model.get_memory_info(model.xla_device()).get(key, 0))
 
 
+def _xla_prepare_group(_num_processes: int) -> None:
+    import_module("torch_xla.distributed.xla_backend")  # registers the backend
+
+
 XLA = _calls(
-    is_available=_xla_is_available,
+    prepare_group=_xla_prepare_group,
     device=lambda: _xla().xla_device(),
     device_count=lambda: _xla_runtime().local_device_count(),
     synchronize=lambda: _xla().wait_device_ops(),

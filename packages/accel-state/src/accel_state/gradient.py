@@ -76,7 +76,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count steps of the optimizer rather than micro-batches."""
+        """Whether schedulers are adjusted to the number of accumulated micro-batches."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property

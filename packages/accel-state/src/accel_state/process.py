@@ -15,10 +15,11 @@ import torch
 
 from accel_state import env, rendezvous
 from accel_state.affinity import set_numa_affinity
-from accel_state.control import ProcessControl, wait
+from accel_state.control import ProcessControl, describe, wait
 from accel_state.devices import DEVICES, DeviceRow, default_device, detect, row
 from accel_state.enums import DistributedType
 from accel_state.env import CPUInformation
+from accel_state.placement import device_index, find_place
 from accel_state.shared import shared_dict
 
 __all__ = ["PartialState", "Process", "current_process", "wait_for_everyone"]
@@ -99,11 +100,7 @@ class PartialState(ProcessControl):
     @property
     def process(self) -> Process:
         """The facts of this process."""
-        try:
-            process: Process = type(self)._shared_state["process"]
-        except KeyError:
-            raise AttributeError(_RESET) from None
-        return process
+        return held_process()
 
     @property
     def initialized(self) -> bool:
@@ -117,7 +114,7 @@ class PartialState(ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The device of a process that runs alone (ACCELERATE_TORCH_DEVICE, else the first hardware found)."""
+        """The device of a process that runs alone: ACCELERATE_TORCH_DEVICE, else the first one found."""
         return default_device()
 
     def set_device(self) -> None:
@@ -134,39 +131,46 @@ class PartialState(ProcessControl):
         Args:
             group: The group; None for the default one and all others with it.
         """
-        rendezvous.destroy(group)
-        if self.initialized and not rendezvous.has_group():
-            PartialState._shared_state["process"] = replace(self.process, backend=None)
+        destroy_process_group(group)
 
     @classmethod
     def _reset_state(cls) -> None:
         """Forget the facts of this process. The process group stays, and the next PartialState joins it."""
         PartialState._shared_state.clear()
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and not self.initialized and hasattr(type(self), name):
-            raise AttributeError(f"{type(self).__name__}.{name}: {_RESET}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def __repr__(self) -> str:
-        if not self.initialized:
-            return f"{type(self).__name__}(reset)"
-        process = self.process
-        backend = f"  Backend: {process.backend}" if process.backend else ""
-        return (
-            f"Distributed environment: {process.distributed_type}{backend}\n"
-            f"Num processes: {process.world_size}\n"
-            f"Process index: {process.rank}\n"
-            f"Local process index: {process.local_rank}\n"
-            f"Device: {process.device}\n"
-        )
+        return describe(self)
 
 
 _RESET = (
-    "the state of the process is not there, because PartialState._reset_state() was called after this "
+    "The state of the process is not there, because PartialState._reset_state() was called after this "
     "handle was made (AcceleratorState._reset_state(reset_partial_state=True) does so too). Make a new "
     "PartialState or Accelerator."
 )
+
+
+def held_process() -> Process:
+    """Return the facts that PartialState holds.
+
+    Raises:
+        AttributeError: If it holds none.
+    """
+    held: Process | None = PartialState._shared_state.get("process")
+    if held is None:
+        raise AttributeError(_RESET)
+    return held
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Destroy a process group; nothing when there is none. See `PartialState.destroy_process_group`.
+
+    Args:
+        group: The group; None for the default one and all others with it.
+    """
+    rendezvous.destroy(group)
+    held: Process | None = PartialState._shared_state.get("process")
+    if held is not None and not rendezvous.has_group():
+        PartialState._shared_state["process"] = replace(held, backend=None)
 
 
 def current_process() -> Process:
@@ -184,7 +188,7 @@ def current_process() -> Process:
         found = detect()
         return _facts(found, alone, default_device())
     found, facts = _where(False, {})
-    return _facts(found, facts, found.device(rendezvous.place(found, facts)))
+    return _facts(found, facts, found.device(device_index(found, facts)))
 
 
 def wait_for_everyone() -> None:
@@ -198,7 +202,7 @@ def wait_for_everyone() -> None:
 
 def _initialize(cpu: bool, options: dict[str, Any]) -> None:
     found, facts = _where(cpu, options)
-    device = found.device(rendezvous.place(found, facts))
+    device = found.device(device_index(found, facts))
     found.set_device(device.index)
     if facts.world_size > 1:
         rendezvous.start(found, facts, device, options)
@@ -210,7 +214,7 @@ def _initialize(cpu: bool, options: dict[str, Any]) -> None:
 
 def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformation]:
     found = detect(cpu)
-    facts = rendezvous.launched(found, options)
+    facts = find_place(found, options)
     if facts.world_size > 1 and found.backend is None:
         warnings.warn(
             f"{found.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "

@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from accel_state import env
-from accel_state.devices import DeviceRow, asked_index
+from accel_state.devices import DeviceRow
 from accel_state.env import CPUInformation
 
-__all__ = ["backend_for", "barrier", "check_options", "destroy", "has_group", "launched", "place", "start"]
+__all__ = ["backend_for", "barrier", "check_options", "destroy", "has_group", "start", "warn_ignored"]
 
 # What init_process_group takes, and PartialState hands on.
 _OPTIONS = frozenset(
@@ -42,7 +43,7 @@ _OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class _Made:
-    group: Any
+    group: weakref.ref[Any]  # a strong one would keep the threads of a destroyed group alive
     options: Mapping[str, Any]
     pid: int
 
@@ -76,91 +77,6 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def launched(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
-    """Return this process's place in the run.
-
-    An existing group knows rank and size; else explicit options, the device's runtime, and the environment
-    (torchrun's names, then MPI's) are asked in this order. Where nothing names the place on the machine, one
-    machine is assumed.
-
-    Args:
-        row: The hardware.
-        options: Checked options of `init_process_group`.
-
-    Returns:
-        Rank and size, in the run and on the machine.
-
-    Raises:
-        ValueError: If the numbers do not fit each other.
-    """
-    if has_group():
-        return _on_machine(dist.get_rank(), dist.get_world_size())
-    if "world_size" in options or "rank" in options:
-        return _on_machine(int(options.get("rank", -1)), int(options.get("world_size", -1)))
-    runtime = row.launched_as()
-    if runtime is not None:
-        return CPUInformation(*runtime)
-    found = env.get_cpu_distributed_information()
-    return _on_machine(found.rank, found.world_size)
-
-
-def _on_machine(rank: int, world_size: int) -> CPUInformation:
-    if not 0 <= rank < world_size:
-        raise ValueError(
-            f"Rank {rank} is not one of {world_size} process(es): ranks count from 0 to the number of "
-            "processes less one. Set RANK and WORLD_SIZE (or rank and world_size) both, or neither."
-        )
-    local_rank, local_size = _local(rank, world_size)
-    if not local_rank < local_size <= world_size:
-        raise ValueError(
-            f"Local rank {local_rank} of {local_size} process(es) on this machine, in a run of "
-            f"{world_size}: the local rank must be below the local size, and that not above the whole. "
-            "Check LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE."
-        )
-    return CPUInformation(rank, world_size, local_rank, local_size)
-
-
-def _local(rank: int, world_size: int) -> tuple[int, int]:
-    if world_size == 1 or env.get_int_from_env(env._SIZE, world_size) != world_size:
-        return rank, world_size  # the environment names no run, or another one
-    if not any(env.is_set(name) for name in env._LOCAL_RANK) and env.get("SLURM_NTASKS") == world_size:
-        per_machine = (env.get("SLURM_TASKS_PER_NODE") or str(world_size)).partition("(")[0].partition(",")[0]
-        return env.get("SLURM_LOCALID") or 0, int(per_machine)
-    return env.get_int_from_env(env._LOCAL_RANK, rank), env.get_int_from_env(env._LOCAL_SIZE, world_size)
-
-
-def place(row: DeviceRow, facts: CPUInformation) -> int | None:
-    """Return the index of this process's device, or None for the current one.
-
-    Args:
-        row: The hardware.
-        facts: This process's place in the run.
-
-    Returns:
-        The local rank; 0 where each process sees just its own device; what ACCELERATE_TORCH_DEVICE says for
-        one process.
-
-    Raises:
-        ValueError: If there are fewer devices than processes on this machine.
-    """
-    if not row.indexed:
-        return None
-    if facts.world_size == 1:
-        return asked_index(row)
-    count = row.count()
-    if facts.local_rank < count:
-        return facts.local_rank
-    restricted = row.visible_devices is not None and env.is_set(row.visible_devices)
-    if count == 1 and restricted and not env.is_set("TORCHELASTIC_RUN_ID"):
-        return 0
-    raise ValueError(
-        f"Local rank {facts.local_rank} has no device of its own: this process sees {count} {row.type} "
-        f"device(s) for {facts.local_world_size} processes on this machine. Start at most {count} per machine"
-        + (f", or widen {row.visible_devices}" if restricted else "")
-        + ", or run on the CPU (ACCELERATE_USE_CPU=true). On several machines, LOCAL_RANK must be set."
-    )
-
-
 def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]) -> None:
     """Make the default process group, unless there is one already.
 
@@ -184,7 +100,7 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
             "build that has it, or start one process."
         )
     settings = _settings(row, facts, device, options)
-    row.share_cores(facts.local_world_size)
+    row.prepare_group(facts.local_world_size)
     dist.init_process_group(**settings)
     _remember(options)
 
@@ -256,20 +172,25 @@ def backend_for(device: torch.device) -> str | None:
     Args:
         device: The device.
     """
-    config = dist.get_backend_config()
-    by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
-    return by_device.get(device.type) if by_device else config
+    return _backends().get(device.type)
+
+
+def _backends() -> dict[str, str]:
+    """Return the backends of the group by device type ("cpu:gloo,cuda:nccl" as torch writes it)."""
+    return dict(part.split(":") for part in dist.get_backend_config().split(","))
 
 
 def _remember(options: Mapping[str, Any]) -> None:
     global _made
     if _made is None:
         atexit.register(_destroy_at_exit)
-    _made = _Made(dist.group.WORLD, dict(options), os.getpid())
+    _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
 
 
 def _is_ours() -> bool:
-    return _made is not None and _made.pid == os.getpid() and has_group() and _made.group is dist.group.WORLD
+    return (
+        _made is not None and _made.pid == os.getpid() and has_group() and _made.group() is dist.group.WORLD
+    )
 
 
 def _destroy_at_exit() -> None:
@@ -277,7 +198,7 @@ def _destroy_at_exit() -> None:
     # unhandled exception the peers may be inside a collective, for which NCCL would wait: leave it to the
     # launcher.
     failed = getattr(sys, "last_value", None) is not None
-    if _is_ours() and not (failed and dist.get_backend_config() != "cpu:gloo"):
+    if _is_ours() and (not failed or set(_backends().values()) == {"gloo"}):
         destroy()
 
 

@@ -1,0 +1,316 @@
+"""How a run is trained: precision and engine plugins, as one Accelerator was made with them.
+
+States with different settings live side by side in one process. The newest one is what a bare
+`AcceleratorState()` reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from accel_state import env, rendezvous
+from accel_state.control import ProcessControl, describe
+from accel_state.devices import row
+from accel_state.enums import DistributedType, PrecisionType
+from accel_state.process import PartialState, Process, destroy_process_group, held_process
+from accel_state.shared import ThreadLocalSharedDict, shared_dict
+
+__all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
+
+_ENGINES = (
+    (DistributedType.DEEPSPEED, "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
+    (DistributedType.FSDP, "fsdp_plugin", "ACCELERATE_USE_FSDP"),
+    (DistributedType.MEGATRON_LM, "megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
+)
+
+
+@dataclass
+class _Settings:
+    mixed_precision: str
+    engine: DistributedType | None  # None: the process's own distributed type
+    dynamo_plugin: Any
+    deepspeed_plugin: Any  # one, or a dictionary of them by name
+    fsdp_plugin: Any
+    torch_tp_plugin: Any
+    megatron_lm_plugin: Any
+    parallelism_config: Any
+    selected: str | None = None  # the active one of several DeepSpeed plugins
+
+    def differs(self, given: dict[str, Any]) -> bool:
+        if given["mixed_precision"] not in (None, self.mixed_precision):
+            return True
+        plugins = {name: value for name, value in given.items() if name != "mixed_precision"}
+        # By identity: an equal plugin is another object, which the caller may go on to change.
+        return any(value is not None and value is not getattr(self, name) for name, value in plugins.items())
+
+    @cached_property
+    def device_mesh(self) -> Any:
+        if self.parallelism_config is None:
+            return None
+        return self.parallelism_config.get_device_mesh(held_process().device.type)
+
+
+class AcceleratorState(ProcessControl):
+    """The settings that an Accelerator was made with, and the facts of the process.
+
+    Without arguments: a handle on the newest state, which is made from the environment if there is none. With
+    an argument that differs from the newest state: a new state, the newest from then on. Handles on older
+    states keep theirs.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; by default ACCELERATE_MIXED_PRECISION, then "no".
+        cpu: Run on the CPU whatever else there is.
+        dynamo_plugin: How models are compiled.
+        deepspeed_plugin: Train under DeepSpeed; one plugin, or several by name, of which the first is active.
+        fsdp_plugin: Train under fully sharded data parallelism.
+        torch_tp_plugin: Settings of tensor parallelism.
+        megatron_lm_plugin: Train under Megatron-LM.
+        parallelism_config: The dimensions of the device mesh.
+        _from_accelerator: Make a new state in any case.
+        **kwargs: Options of `torch.distributed.init_process_group`; see `PartialState`.
+
+    Raises:
+        TypeError: If an option is unknown.
+        ValueError: If the precision is unknown or the hardware does not have it, if plugins of two engines
+            are given, or as `PartialState`.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = shared_dict()
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        given = {
+            "mixed_precision": None if mixed_precision is None else _precision(mixed_precision),
+            "dynamo_plugin": dynamo_plugin,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        newest: _Settings | None = AcceleratorState._shared_state.get("newest")
+        if _from_accelerator and _group_is_gone():
+            PartialState._reset_state()  # a second training after end_training() needs a group again
+        process = PartialState(cpu, **kwargs).process
+        if newest is None or _from_accelerator or newest.differs(given):
+            newest = AcceleratorState._shared_state["newest"] = _settings(given, process)
+        self._settings = newest
+
+    @property
+    def process(self) -> Process:
+        """The facts of this process."""
+        return held_process()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a state (not before the first one, nor after a reset)."""
+        return is_initialized()
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a launch function forked this process."""
+        return bool(PartialState._shared_state.get("fork_launched", False))
+
+    @property
+    def mixed_precision(self) -> str:
+        """The mixed precision: "no", "fp16", "bf16" or "fp8"."""
+        return self._settings.mixed_precision
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The engine, where a plugin asks for one; else how the processes of the run work together."""
+        return self._settings.engine or self.process.distributed_type
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """How models are compiled, as given."""
+        return self._settings.dynamo_plugin
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """The settings of fully sharded data parallelism, as given."""
+        return self._settings.fsdp_plugin
+
+    @property
+    def torch_tp_plugin(self) -> Any:
+        """The settings of tensor parallelism, as given."""
+        return self._settings.torch_tp_plugin
+
+    @property
+    def megatron_lm_plugin(self) -> Any:
+        """The settings of Megatron-LM, as given."""
+        return self._settings.megatron_lm_plugin
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The dimensions of the device mesh, as given."""
+        return self._settings.parallelism_config
+
+    @property
+    def device_mesh(self) -> Any:
+        """The device mesh of `parallelism_config`, built when first asked for; None without one."""
+        return self._settings.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded with `fully_shard` (FSDP version 2)."""
+        plugin = self.fsdp_plugin
+        return self.distributed_type == DistributedType.FSDP and getattr(plugin, "fsdp_version", None) == 2
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, Any] | None:
+        """The DeepSpeed plugins by name; one that was given alone is called "default". None without any."""
+        given = self._settings.deepspeed_plugin
+        return given if given is None or isinstance(given, dict) else {"default": given}
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeed plugin; None without any."""
+        plugins = self.deepspeed_plugins
+        if plugins is None:
+            return None
+        return plugins[self._settings.selected or next(iter(plugins))]
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Return one of the DeepSpeed plugins.
+
+        Args:
+            name: Its name in the dictionary that was given.
+
+        Returns:
+            The plugin.
+
+        Raises:
+            ValueError: If there is none of this name.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ValueError(
+                f"There is no DeepSpeed plugin {name!r}; there are: {', '.join(plugins) or 'none'}. Give "
+                "deepspeed_plugin={name: plugin, ...} to the Accelerator."
+            )
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Make one of the DeepSpeed plugins the active one.
+
+        Args:
+            name: Its name in the dictionary that was given; None for the first.
+
+        Raises:
+            ValueError: If there is none of this name, or none at all.
+        """
+        plugins = self.deepspeed_plugins or {}
+        chosen = next(iter(plugins), "") if name is None else name
+        self.get_deepspeed_plugin(chosen)
+        _select(self._settings, chosen)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy a process group; see `PartialState.destroy_process_group`.
+
+        Args:
+            group: The group; None for the default one and all others with it.
+        """
+        destroy_process_group(group)
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget the newest state; handles on it keep its settings.
+
+        Args:
+            reset_partial_state: Forget the facts of the process too.
+        """
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __repr__(self) -> str:
+        return f"{describe(self)}\nMixed precision type: {self.mixed_precision}\n"
+
+
+def is_initialized() -> bool:
+    """Tell whether there is an AcceleratorState."""
+    return bool(AcceleratorState._shared_state)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing.
+
+    Args:
+        *args: Ignored.
+        **kwargs: Ignored.
+    """
+
+
+def _group_is_gone() -> bool:
+    held: Process | None = PartialState._shared_state.get("process")
+    return held is not None and held.world_size > 1 and not rendezvous.has_group()
+
+
+def _settings(given: dict[str, Any], process: Process) -> _Settings:
+    given = {**given, "mixed_precision": given["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION")}
+    _check_precision(given["mixed_precision"], process)
+    settings = _Settings(engine=_engine(given, process), **given)
+    plugins = given["deepspeed_plugin"]
+    if isinstance(plugins, dict):
+        if not plugins:
+            raise ValueError("deepspeed_plugin is an empty dictionary; give at least one plugin, or None.")
+        _select(settings, next(iter(plugins)))
+    return settings
+
+
+def _select(settings: _Settings, name: str) -> None:
+    settings.selected = name
+    plugins = settings.deepspeed_plugin
+    if isinstance(plugins, dict):
+        for other, plugin in plugins.items():
+            plugin.selected = other == name
+
+
+def _precision(value: str) -> str:
+    try:
+        return str(PrecisionType(value))
+    except ValueError:
+        raise ValueError(
+            f"mixed_precision={value!r} is not known; allowed: {', '.join(PrecisionType.list())}."
+        ) from None
+
+
+def _check_precision(precision: str, process: Process) -> None:
+    # fp8 is not autocast's: the library that runs it says whether the hardware will do.
+    hardware = row(process.device)
+    if precision not in (PrecisionType.BF16, PrecisionType.FP16) or hardware.has_autocast(precision):
+        return
+    others = [other for other in sorted(hardware.autocast_dtypes) if hardware.has_autocast(other)]
+    raise ValueError(
+        f"mixed_precision={precision!r} is not available on {process.device}; allowed here: "
+        f"{', '.join(['no', *others])}. Give one of these to the Accelerator, to ACCELERATE_MIXED_PRECISION "
+        "or to accel launch --mixed_precision."
+    )
+
+
+def _engine(given: dict[str, Any], process: Process) -> DistributedType | None:
+    plugins = [(kind, name) for kind, name, _ in _ENGINES if given[name] is not None]
+    asked = plugins or [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
+    if len(asked) > 1:
+        raise ValueError(
+            f"{' and '.join(name for _, name in asked)} ask for different engines, and a model is trained by "
+            "one. Leave all but one out."
+        )
+    # XLA shards by itself: a plugin says how, and does not make it another engine.
+    if not asked or process.distributed_type == DistributedType.XLA:
+        return None
+    return asked[0][0]

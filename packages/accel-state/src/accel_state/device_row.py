@@ -1,0 +1,163 @@
+"""A row of the device table: what one device type is called, and how its runtime is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from accel_state.enums import DistributedType, RNGType
+
+__all__ = ["DeviceRow"]
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """What one device type is called, and how its runtime is called.
+
+    The methods go to the module that torch has for the type (`torch.cuda`, `torch.npu` ...), but for those
+    that `calls` names.
+
+    Args:
+        type: The type's name, as in `torch.device(type)`.
+        distributed_type: How several processes on this hardware are called.
+        backend: Communication backend for several processes; None when the hardware runs one process only.
+        rng_type: Kind of the device's random generator; None when it has none of its own.
+        autocast_dtypes: The mixed precisions that autocast has on such hardware: "bf16", "fp16".
+        available: Tells whether this process can use such a device.
+        extension: Module that registers the type with torch, imported on first use.
+        indexed: Whether a process picks one device of several by its index.
+        binds_group: Whether the process group takes the device when it is made (and barriers name it).
+        visible_devices: Variable that restricts the devices which a process sees.
+        init_method: The backend's own rendezvous, where there is one.
+        single_type: The distributed type of one process.
+        calls: Functions by name, for what the type's torch module lacks or names otherwise.
+    """
+
+    type: str
+    distributed_type: DistributedType
+    backend: str | None
+    rng_type: RNGType | None
+    autocast_dtypes: frozenset[str]
+    available: Callable[[], bool]
+    extension: str | None = None
+    indexed: bool = True
+    binds_group: bool = False
+    visible_devices: str | None = None
+    init_method: str | None = None
+    single_type: DistributedType = DistributedType.NO
+    calls: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+
+    def is_available(self) -> bool:
+        """Tell whether this process can use such a device."""
+        return self.available()
+
+    def has_autocast(self, precision: str) -> bool:
+        """Tell whether autocast runs here in a precision.
+
+        Args:
+            precision: "bf16" or "fp16".
+        """
+        return precision in self.autocast_dtypes and bool(self.calls.get(f"has_{precision}", _yes)())
+
+    def device(self, index: int | None = None) -> torch.device:
+        """Return the device, without touching it.
+
+        Args:
+            index: Which of several; None for the current one.
+        """
+        self._extend()
+        if "device" in self.calls:
+            return torch.device(self.calls["device"]())
+        return (
+            torch.device(self.type, index) if self.indexed and index is not None else torch.device(self.type)
+        )
+
+    def count(self) -> int:
+        """Return the number of devices that this process sees."""
+        return int(self._call("device_count"))
+
+    def set_device(self, index: int | None) -> None:
+        """Make one device the current one; nothing for None or where there is only one.
+
+        Args:
+            index: Which of several.
+        """
+        if self.indexed and index is not None:
+            self._call("set_device", index)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work given to it."""
+        self._call("synchronize")
+
+    def empty_cache(self) -> None:
+        """Give cached memory back to the device."""
+        self._call("empty_cache")
+
+    def get_rng_state(self) -> torch.Tensor | int:
+        """Return the state of the current device's random generator (uint8 tensor; an integer on XLA)."""
+        state: torch.Tensor | int = self._call("get_rng_state")
+        return state
+
+    def set_rng_state(self, state: torch.Tensor | int) -> None:
+        """Set the state of the current device's random generator.
+
+        Args:
+            state: What `get_rng_state` returned.
+        """
+        self._call("set_rng_state", state)
+
+    def memory_allocated(self) -> int:
+        """Return the memory that tensors take on the current device, in bytes; 0 where it is not counted."""
+        return int(self._call("memory_allocated"))
+
+    def max_memory_allocated(self) -> int:
+        """Return the most memory that tensors took since the last reset, in bytes; 0 where not counted."""
+        return int(self._call("max_memory_allocated"))
+
+    def reset_peak_memory_stats(self) -> None:
+        """Start counting `max_memory_allocated` anew."""
+        self._call("reset_peak_memory_stats")
+
+    def pci_address(self, index: int) -> str | None:
+        """Return where the device sits on the PCI bus ("0000:1b:00.0"), or None where that is not known.
+
+        Args:
+            index: Which of several.
+        """
+        address: str | None = self.calls["pci_address"](index) if "pci_address" in self.calls else None
+        return address
+
+    def prepare_group(self, num_processes: int) -> None:
+        """Do what has to be done before the process group of such devices is made.
+
+        Args:
+            num_processes: Number of processes on this machine.
+        """
+        if "prepare_group" in self.calls:
+            self.calls["prepare_group"](num_processes)
+
+    def launched_as(self) -> tuple[int, int, int, int] | None:
+        """Return (rank, size, local rank, local size) where the runtime, not the launcher, knows them."""
+        facts: tuple[int, int, int, int] | None = (
+            self.calls["launched_as"]() if "launched_as" in self.calls else None
+        )
+        return facts
+
+    def _extend(self) -> None:
+        if self.extension is not None:
+            import_module(self.extension)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        if name in self.calls:
+            return self.calls[name](*args)
+        self._extend()
+        return getattr(getattr(torch, self.type), name)(*args)
+
+
+def _yes() -> bool:
+    return True
