@@ -1,0 +1,67 @@
+"""Measure, print one table, and on request write it into the manual.
+
+`python -m tools.bench` measures everything; `python -m tools.bench step gather` only those rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from .collectives import gather_rows
+from .imports import help_row, import_rows
+from .launch import launch_many_row, launch_one_row
+from .row import Row
+from .step import step_row
+from .table import render, setting, write
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+
+SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
+    "step": partial(step_row, 1),
+    "step-ddp": partial(step_row, 2),
+    "gather": gather_rows,
+    "import": import_rows,
+    "help": help_row,
+    "launch": launch_one_row,
+    "launch-2": launch_many_row,
+}
+
+
+def main() -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; default all"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds: to see that it runs, not to measure"
+    )
+    parser.add_argument("--write", action="store_true", help="put the whole table into docs/performance.md")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a row misses its limit")
+    args = parser.parse_args()
+    unknown = sorted(set(args.sections) - set(SECTIONS))
+    if unknown:
+        parser.error(f"unknown section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    if args.write and (args.sections or args.quick):
+        parser.error(
+            "--write records the whole table as measured: leave out --quick and the names of sections"
+        )
+
+    rows: list[Row] = []
+    for name in args.sections or SECTIONS:
+        print(f"measuring {name} ...", file=sys.stderr)
+        measured = SECTIONS[name](quick=args.quick)
+        rows += measured if isinstance(measured, list) else [measured]
+    table, note = render(rows), setting()
+    print(f"{note}\n\n{table}")
+    if args.write:
+        write(PAGE, table, note)
+    return 1 if args.check and not all(row.passed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""CPU time of imports, and of `accel --help`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+
+from .commands import console_script, run
+from .row import Row
+from .timing import BASELINE, CONTROL, interleave, ratios, spread
+
+__all__ = ["help_row", "import_rows"]
+
+LIMIT = 1.05
+HELP_LIMIT_S = 0.2
+
+
+def import_rows(*, quick: bool = False) -> list[Row]:
+    """Measure the import statements alone, in processes that have imported nothing else."""
+    measures = {
+        BASELINE: _import("import torch"),
+        CONTROL: _import("import torch"),
+        "accel": _import("import accel"),
+        "Accelerator": _import("from accel import Accelerator"),
+    }
+    if importlib.util.find_spec("accelerate"):
+        measures["accelerate"] = _import("from accelerate import Accelerator")
+    if importlib.util.find_spec("lightning_fabric"):
+        measures["lightning-fabric"] = _import("from lightning_fabric import Fabric")
+    samples = interleave(measures, rounds=3 if quick else 9)
+    compared = ratios(samples)
+    peers = {name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared}
+    base = f"{spread(samples[BASELINE]).median:.2f} s"
+    noise = compared[CONTROL]
+    return [
+        Row(
+            "`import accel`: CPU time / `import torch`",
+            compared["accel"].median,
+            LIMIT,
+            noise=noise,
+            base=base,
+        ),
+        Row(
+            "`from accel import Accelerator`: CPU time / `import torch`",
+            compared["Accelerator"].median,
+            LIMIT,
+            peers=peers,
+            noise=noise,
+            base=base,
+        ),
+    ]
+
+
+def _import(statement: str) -> Callable[[], float]:
+    code = f"import time; start = time.process_time(); {statement}; print(time.process_time() - start)"
+    return lambda: float(run([sys.executable, "-c", code]).stdout)
+
+
+def help_row(*, quick: bool = False) -> Row:
+    """Measure the CPU time of the command's help, and see whether that imported torch."""
+    scripts = {name: console_script(name) for name in ("accel", "accelerate")}
+    commands = {name: [sys.executable, path, "--help"] for name, path in scripts.items() if path}
+    measures = {name: _cpu_s(command) for name, command in commands.items()}
+    samples = interleave(measures, rounds=3 if quick else 9)
+    cpu_s = {name: spread(values) for name, values in samples.items()}
+    return Row(
+        what="`accel --help`: CPU seconds",
+        value=cpu_s["accel"].median,
+        limit=HELP_LIMIT_S,
+        unit="s",
+        condition=("torch not imported", not _imports_torch(commands["accel"])),
+        peers={name: cpu_s[name].median for name in ("accelerate",) if name in cpu_s},
+    )
+
+
+def _cpu_s(command: list[str]) -> Callable[[], float]:
+    return lambda: run(command).cpu_s
+
+
+def _imports_torch(command: list[str]) -> bool:
+    """Tell from the interpreter's own list of imports, not from how long it took."""
+    report = run([command[0], "-X", "importtime", *command[1:]]).stderr
+    imported = {line.rpartition("|")[2].strip() for line in report.splitlines() if "|" in line}
+    if "argparse" not in imported:
+        raise RuntimeError(f"the list of imports of {' '.join(command)} is not as expected:\n{report}")
+    return "torch" in imported

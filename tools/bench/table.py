@@ -1,0 +1,82 @@
+"""Prints the rows as one table, and writes it into the page of the manual that shows it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from .row import Row
+
+__all__ = ["render", "setting", "write"]
+
+BEGIN = "<!-- bench: begin -->"
+END = "<!-- bench: end -->"
+HEADER = ("measured", "accel", "limit", "", "accelerate", "lightning-fabric", "baseline", "noise")
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table, with the columns aligned for reading as plain text."""
+    cells = [HEADER, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    lines = [_line(line, widths) for line in cells]
+    return "\n".join([lines[0], _line(["-" * width for width in widths], widths), *lines[1:]])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    bound = ">=" if row.at_least else "<="
+    limit = f"{bound} {row.limit:g} {row.unit}" + (f", {row.condition[0]}" if row.condition else "")
+    peers = (_value(row, row.peers[name]) if name in row.peers else "" for name in HEADER[4:6])
+    noise = row.noise and f"{row.noise.median:.3f} ({row.noise.low:.3f} to {row.noise.high:.3f})"
+    verdict = "pass" if row.passed else "FAIL"
+    return (row.what, _value(row, row.value), limit, verdict, *peers, row.base, noise or "")
+
+
+def _value(row: Row, value: float) -> str:
+    return f"{value:.3f} {row.unit}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+
+def setting() -> str:
+    """Return one line that says on what, and with which versions, the rows were measured."""
+    packages = ("torch", "accel", "accelerate", "lightning-fabric")
+    versions = ", ".join(f"{name} {version}" for name in packages if (version := _version(name)))
+    python = f"Python {platform.python_version()}"
+    return f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, {python}, {versions}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def write(page: Path, table: str, note: str) -> None:
+    """Put the table between the two marks of the page, in place of the last one.
+
+    Raises:
+        ValueError: If the page does not have both marks, in order.
+    """
+    text = page.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(
+            f"{page} has no place for the table: it needs a line {BEGIN!r} and then a line {END!r}"
+        )
+    page.write_text(f"{before}{BEGIN}\n\n{note}\n\n{table}\n\n{END}{after}")

@@ -1,0 +1,118 @@
+"""Interleaved timing: contestants take turns in many short rounds, and are compared within each round.
+
+A busy machine slows whatever runs at the moment. Contestants that take turns every few milliseconds are
+slowed alike, so the ratio within a round holds still where the times themselves do not. How still is
+measured too: every set of contestants holds the baseline twice, and the ratio of those two is the noise.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+
+__all__ = [
+    "BASELINE",
+    "CONTROL",
+    "Samples",
+    "Spread",
+    "differences",
+    "interleave",
+    "ratios",
+    "spread",
+    "timed",
+]
+
+BASELINE = "baseline"
+CONTROL = "baseline again"
+
+Samples = dict[str, list[float]]
+"""Seconds, by contestant, one value for each round."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of what was measured in each round."""
+
+    median: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the three numbers under their names."""
+        return asdict(self)
+
+
+def spread(values: list[float]) -> Spread:
+    """Summarise one value per round.
+
+    Args:
+        values: At least two numbers.
+
+    Returns:
+        Their median and their first and third quartile.
+    """
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return Spread(median(values), low, high)
+
+
+def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1) -> Samples:
+    """Measure the contestants by turns.
+
+    The order rotates from round to round, so that none always follows the same neighbour. It depends on
+    nothing else: ranks that measure collectives together stay together.
+
+    Args:
+        measures: For each contestant's name, what runs it for one turn and returns its seconds.
+        rounds: How many turns each contestant has.
+        warmup: Rounds that are run first and not counted.
+
+    Returns:
+        The seconds of each contestant, round by round.
+    """
+    names = list(measures)
+    samples: Samples = {name: [] for name in names}
+    gc.collect()
+    gc.disable()  # a collection would be charged to whoever happens to run
+    try:
+        for number in range(-warmup, rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                seconds = measures[name]()
+                if number >= 0:
+                    samples[name].append(seconds)
+    finally:
+        gc.enable()
+    return samples
+
+
+def timed(call: Callable[[], object], calls: int) -> Callable[[], float]:
+    """Return a measure of the wall time of one call, taken over several in a row."""
+
+    def measure() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+    return measure
+
+
+def ratios(samples: Samples, over: str = BASELINE) -> dict[str, Spread]:
+    """Return the time of each contestant as a multiple of that of `over` in the same round."""
+    base = samples[over]
+    return {
+        name: spread([value / other for value, other in zip(values, base, strict=True)])
+        for name, values in samples.items()
+    }
+
+
+def differences(samples: Samples, over: str = BASELINE) -> dict[str, Spread]:
+    """Return what each contestant needs more than `over` in the same round, in seconds."""
+    base = samples[over]
+    return {
+        name: spread([value - other for value, other in zip(values, base, strict=True)])
+        for name, values in samples.items()
+    }

@@ -1,0 +1,121 @@
+"""Runs a function in one or several fresh processes, and brings back what rank 0 returned."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["quiet_environment", "run_workers"]
+
+TIMEOUT_S = 300.0
+
+
+def quiet_environment(home: Path) -> dict[str, str]:
+    """Return an environment in which children run with one thread, on the CPU, and with no user's config.
+
+    Args:
+        home: An empty folder, where the launchers look for their config files.
+    """
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
+    }
+    fixed = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(home),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return {**kept, **fixed}
+
+
+def run_workers(function: str, size: int, **arguments: Any) -> Any:
+    """Call a function in `size` new processes that can form one gloo group.
+
+    Args:
+        function: "module:name" of a function of this package, called as name(rank, size, **arguments).
+        size: Number of processes.
+        arguments: Values that JSON can hold.
+
+    Returns:
+        What the function returned on rank 0, by way of JSON.
+
+    Raises:
+        RuntimeError: If a process fails or does not end in time; the message holds what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        port = _free_port()
+        command = [sys.executable, "-m", __spec__.name, function, str(result), json.dumps(arguments)]
+        with _started(command, size, port, Path(folder)) as processes:
+            _wait(processes, Path(folder), function)
+        return json.loads(result.read_text())
+
+
+@contextmanager
+def _started(
+    command: list[str], size: int, port: int, folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(size):
+            environment = {**quiet_environment(folder), "ACCELERATE_USE_CPU": "true"}
+            if size > 1:
+                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                environment |= {key: str(value) for key, value in ranks.items()}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            with (folder / f"rank{rank}.log").open("wb") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, function: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(process.poll() is None for process in processes):
+        late = time.monotonic() > deadline
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if late or failed:
+            break
+        time.sleep(0.05)
+    codes = [process.poll() for process in processes]
+    if any(codes) or None in codes:
+        logs = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
+        raise RuntimeError(
+            f"{function}: exit codes {codes} (None: still running), and the output was:\n{logs}"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main(function: str, result: str, arguments: str) -> None:
+    module, name = function.split(":")
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    package = __spec__.name.rpartition(".")[0]
+    returned = getattr(importlib.import_module(f"{package}.{module}"), name)(
+        rank, size, **json.loads(arguments)
+    )
+    if rank == 0:
+        Path(result).write_text(json.dumps(returned))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
