@@ -224,6 +224,11 @@ def main(args: argparse.Namespace) -> None:
     micro_batch = args.batch_size // args.gradient_accumulation_steps
     train_loader = DataLoader(train_set, batch_size=micro_batch, shuffle=True, drop_last=True)
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
+    if len(train_loader) == 0:
+        raise ValueError(
+            f"--batch_size {args.batch_size} is more than the {len(train_set)} sequences of {args.block_size} "
+            "bytes that the text gives; take a smaller batch or --block_size"
+        )
     model = GPT(args.block_size, args.n_layer, args.n_head, args.n_embd)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(

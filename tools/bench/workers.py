@@ -18,6 +18,8 @@ from typing import Any
 __all__ = ["quiet_environment", "run_workers"]
 
 TIMEOUT_S = 300.0
+# The folder from which this module is imported under its present name, so that workers find it too.
+IMPORT_ROOT = Path(__file__).parents[__spec__.name.count(".")]
 
 
 def quiet_environment(home: Path) -> dict[str, str]:
@@ -76,7 +78,9 @@ def _started(
                 environment |= {key: str(value) for key, value in ranks.items()}
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             with (folder / f"rank{rank}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+                processes.append(
+                    subprocess.Popen(command, cwd=IMPORT_ROOT, env=environment, stdout=log, stderr=log)
+                )
         yield processes
     finally:
         for process in processes:

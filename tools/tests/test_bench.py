@@ -1,0 +1,88 @@
+"""The benchmark's own arithmetic and bookkeeping; what it measures is measured by running it."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from bench.row import Row
+from bench.table import BEGIN, END, render, write
+from bench.timing import BASELINE, differences, interleave, ratios, timed
+from bench.workers import run_workers
+
+
+def test_contestants_take_turns_and_the_order_rotates():
+    calls = []
+    measures = {name: lambda name=name: calls.append(name) or 1.0 for name in "abc"}
+
+    samples = interleave(measures, rounds=3, warmup=1)
+
+    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
+    assert samples == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}  # the warm-up is not counted
+
+
+def test_ratios_are_taken_within_each_round():
+    """A machine that becomes ten times slower half way changes every time and no ratio."""
+    base = [1.0, 1.0, 10.0, 10.0]
+    samples = {BASELINE: base, "other": [1.5 * seconds for seconds in base]}
+
+    assert ratios(samples)["other"].to_dict() == {"median": 1.5, "low": 1.5, "high": 1.5}
+    assert ratios(samples, over="other")[BASELINE].median == pytest.approx(1 / 1.5)
+    assert differences(samples)["other"].median == pytest.approx((0.5 + 5.0) / 2)
+
+
+def test_timed_is_the_time_of_one_call(monkeypatch):
+    clock = count(start=0.0, step=6.0)
+    monkeypatch.setattr("bench.timing.time.perf_counter", lambda: next(clock))
+
+    assert timed(lambda: None, calls=3)() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("row", "passed"),
+    [
+        (Row("a", 1.0, 1.0), True),
+        (Row("a", 1.1, 1.0), False),
+        (Row("a", 10.0, 10.0, at_least=True), True),
+        (Row("a", 9.9, 10.0, at_least=True), False),
+        (Row("a", 0.1, 0.2, condition=("torch not imported", False)), False),
+        (Row("a", 0.1, 0.2, condition=("torch not imported", True)), True),
+        (Row("a", float("nan"), 1.0), False),
+    ],
+)
+def test_a_row_passes_within_its_limit_and_condition(row, passed):
+    assert row.passed is passed
+    assert ("FAIL" in render([row])) is not passed
+
+
+def test_the_table_shows_peers_in_their_columns():
+    lines = render([Row("a", 1.0, 2.0, peers={"lightning-fabric": 3.0}), Row("b", 1.0, 2.0)]).splitlines()
+
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[2][:6] == ["a", "1.000 x", "<= 2 x", "pass", "", "3.000 x"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_write_replaces_the_last_table_and_nothing_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+
+    write(page, "table 1", "note 1")
+    write(page, "table 2", "note 2")
+
+    assert page.read_text() == f"before\n{BEGIN}\n\nnote 2\n\ntable 2\n\n{END}\nafter\n"
+
+
+def test_write_refuses_a_page_without_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no place here")
+
+    with pytest.raises(ValueError, match="has no place for the table"):
+        write(page, "table", "note")
+    assert page.read_text() == "no place here"
+
+
+def test_a_worker_that_fails_is_an_error_with_what_it_printed():
+    with pytest.raises(RuntimeError, match=r"(?s)exit codes.*no_such_function"):
+        run_workers("timing:no_such_function", 1)
