@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+
 from accel_state.lazy import attach
 
 
@@ -13,7 +14,9 @@ from accel_state.lazy import attach
 def package(monkeypatch):
     module = types.ModuleType("lazy_sample")
     monkeypatch.setitem(sys.modules, "lazy_sample", module)
-    get, listed, exported = attach("lazy_sample", {"json.decoder": ["JSONDecoder"], "fractions": ["Fraction"]}, ["part"])
+    get, listed, exported = attach(
+        "lazy_sample", {"json.decoder": ["JSONDecoder"], "fractions": ["Fraction"]}, ["part"]
+    )
     module.__getattr__, module.__dir__, module.__all__ = get, listed, exported
     return module
 
