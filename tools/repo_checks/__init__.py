@@ -1,0 +1,11 @@
+"""What the repository's checks share and are made of. Each check is a function that returns its problems.
+
+- `tree`: the packages, their modules and what those import, read from the source.
+- `layers`: imports and declared dependencies point downwards only.
+- `declared`: what a package imports stands in its pyproject.toml.
+- `torch_free`: the launcher's modules can be imported without torch.
+- `limits`: one file reads the environment; modules and functions stay short.
+- `names`: `__all__` and docstrings.
+- `documented`: the documented interface, and what is still missing of it.
+- `signatures`: comparing a signature with a documented one.
+"""

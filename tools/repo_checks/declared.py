@@ -1,0 +1,73 @@
+"""What a package imports from outside stands in its pyproject.toml, as a dependency or an extra."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from repo_checks.tree import BELOW, Import, Module, Package
+
+__all__ = ["check_third_party", "extras", "requirements"]
+
+# Where the import name is not the distribution's name.
+DISTRIBUTIONS = {
+    "IPython": "ipython",
+    "PIL": "pillow",
+    "megatron": "megatron-core",
+    "msamp": "ms-amp",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+# Delivered with a vendor's hardware or service, not on the package index: no extra can name them.
+UNPUBLISHED = frozenset(
+    {"google", "habana_frameworks", "smdistributed", "torch_mlu", "torch_musa", "torch_npu", "torch_sdaa"}
+)
+
+
+def requirements(package: Package) -> list[Requirement]:
+    """Return the package's dependencies, without its extras."""
+    return [Requirement(text) for text in cast("list[str]", package.project.get("dependencies", []))]
+
+
+def extras(package: Package) -> dict[str, list[Requirement]]:
+    """Return the requirements of each extra."""
+    table = cast("dict[str, Any]", package.project.get("optional-dependencies", {}))
+    return {name: [Requirement(text) for text in texts] for name, texts in table.items()}
+
+
+def check_third_party(found: Mapping[str, Package]) -> list[str]:
+    """Every import from outside the repository is declared by the package that imports it."""
+    return [
+        problem
+        for package in found.values()
+        for module in package.modules
+        for item in module.imports
+        for problem in _check_import(package, module, item)
+    ]
+
+
+def _check_import(package: Package, module: Module, item: Import) -> Iterator[str]:
+    if item.top in BELOW or item.top in sys.stdlib_module_names or item.top in UNPUBLISHED:
+        return
+    distribution = canonicalize_name(DISTRIBUTIONS.get(item.top, item.top))
+    optional = extras(package)
+    if item.extra is not None and distribution not in _names(optional.get(item.extra, [])):
+        yield (
+            f"{module.at(item.line)}: requires {item.module} of the extra {item.extra!r}, but "
+            f"{package.folder.name} has no such extra with {distribution}"
+        )
+        return
+    declared = _names(requirements(package)).union(*map(_names, optional.values()))
+    if distribution not in declared:
+        yield (
+            f"{module.at(item.line)}: imports {item.module}, but {package.folder.name} declares "
+            f"{distribution} neither as a dependency nor in an extra"
+        )
+
+
+def _names(listed: list[Requirement]) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in listed}
