@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
@@ -60,10 +60,26 @@ def measure_gathers(rank: int, size: int, rounds: int) -> Samples:
     contestants = {BASELINE: _flat(size), CONTROL: _flat(size), "accel": _accel(tree)}
     if importlib.util.find_spec("accelerate"):
         contestants["accelerate"] = _accelerate(tree)
+    _check_same_results(contestants, tree, size)
     measures = {name: timed(gather, 3) for name, gather in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=5)
     dist.destroy_process_group()
     return samples
+
+
+def _check_same_results(
+    contestants: Mapping[str, Callable[[], object]], tree: dict[str, torch.Tensor], size: int
+) -> None:
+    """Every gather of the tree must return what leaf-by-leaf concatenation would."""
+    expected = torch.cat([torch.full(SHAPE, float(rank)) for rank in range(size)])
+    for name, gather in contestants.items():  # in this order on every rank
+        if name in (BASELINE, CONTROL):
+            continue
+        gathered = gather()
+        if not isinstance(gathered, dict) or gathered.keys() != tree.keys():
+            raise RuntimeError(f"the gather of {name} returns another structure")
+        if not all(torch.equal(value, expected) for value in gathered.values()):
+            raise RuntimeError(f"the gather of {name} returns other values")
 
 
 def _flat(size: int) -> Callable[[], object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,13 @@ LIMIT = 1.05
 BATCH, WIDTH, CLASSES = 32, 128, 10
 MAX_NORM = 1.0
 
-Step = Callable[[], None]
+
+@dataclass(frozen=True)
+class Contestant:
+    """A step to time, and the parameters that it trains."""
+
+    step: Callable[[], None]
+    parameters: list[nn.Parameter]
 
 
 def step_row(size: int, *, quick: bool = False) -> Row:
@@ -51,14 +58,14 @@ def measure_steps(rank: int, size: int, rounds: int) -> Samples:
     torch.set_num_threads(1)
     if size > 1:
         torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
-    contestants: dict[str, Step] = {BASELINE: _plain(size), CONTROL: _plain(size), "accel": _accel()}
+    contestants: dict[str, Contestant] = {BASELINE: _plain(size), CONTROL: _plain(size), "accel": _accel()}
     if importlib.util.find_spec("accelerate"):
         contestants["accelerate"] = _accelerate()
     if importlib.util.find_spec("lightning_fabric"):
         contestants["lightning-fabric"] = _fabric(size)
-    samples = interleave(
-        {name: timed(step, 5) for name, step in contestants.items()}, rounds=rounds, warmup=10
-    )
+    measures = {name: timed(contestant.step, 5) for name, contestant in contestants.items()}
+    samples = interleave(measures, rounds=rounds, warmup=10)
+    _check_same_work(contestants)
     if size > 1:
         torch.distributed.destroy_process_group()
     return samples
@@ -73,8 +80,17 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tens
     return model, optimizer, torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
 
 
-def _plain(size: int) -> Step:
+def _check_same_work(contestants: dict[str, Contestant]) -> None:
+    """After as many steps from the same start, all must have the same weights: nobody left work out."""
+    for name, contestant in contestants.items():
+        pairs = zip(contestant.parameters, contestants[BASELINE].parameters, strict=True)
+        if not all(torch.allclose(own, other, atol=1e-5) for own, other in pairs):
+            raise RuntimeError(f"the steps of {name} end with other weights than those of {BASELINE}")
+
+
+def _plain(size: int) -> Contestant:
     model, optimizer, inputs, labels = _parts()
+    parameters = list(model.parameters())
     if size > 1:
         model = nn.parallel.DistributedDataParallel(model)
 
@@ -85,23 +101,24 @@ def _plain(size: int) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return Contestant(step, parameters)
 
 
-def _accel() -> Step:
+def _accel() -> Contestant:
     from accel import Accelerator
 
     return _accelerator_step(Accelerator(cpu=True))
 
 
-def _accelerate() -> Step:
+def _accelerate() -> Contestant:
     accelerate = importlib.import_module("accelerate")
     return _accelerator_step(accelerate.Accelerator(cpu=True))
 
 
-def _accelerator_step(accelerator: Any) -> Step:
+def _accelerator_step(accelerator: Any) -> Contestant:
     """Make the step of either library: they share one interface, and no type."""
     model, optimizer, inputs, labels = _parts()
+    parameters = list(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def step() -> None:
@@ -110,14 +127,15 @@ def _accelerator_step(accelerator: Any) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return Contestant(step, parameters)
 
 
-def _fabric(size: int) -> Step:
+def _fabric(size: int) -> Contestant:
     lightning_fabric = importlib.import_module("lightning_fabric")
     fabric = lightning_fabric.Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
     fabric.launch()
     model, optimizer, inputs, labels = _parts()
+    parameters = list(model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
 
     def step() -> None:
@@ -126,4 +144,4 @@ def _fabric(size: int) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return Contestant(step, parameters)
