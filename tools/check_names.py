@@ -1,0 +1,28 @@
+"""Check that every public module exports what its `__all__` says, with a docstring for each name.
+
+Run from anywhere: `python tools/check_names.py [repository]`, with the packages installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from repo_checks.names import check_names, public_modules
+from repo_checks.tree import packages
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the problems; return 1 if there are any."""
+    modules = list(public_modules(packages(Path(arguments[0]) if arguments else Path(__file__).parents[1])))
+    problems = check_names(modules) if modules else ["no packages here"]
+    for problem in problems:
+        print(problem)
+    print(f"names: {len(problems)} problem(s)" if problems else f"names: ok ({len(modules)} modules)")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
