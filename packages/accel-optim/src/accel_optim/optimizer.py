@@ -1,0 +1,303 @@
+"""A torch optimizer that steps at the accumulation window's boundary, through the fp16 scaler if any."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops.tree import send_to_device
+from accel_optim import scaler as scaling
+from accel_state.gradient import GradientState
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+__all__ = ["AcceleratedOptimizer", "move_to_device", "patch_optimizer_step"]
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Move the tensors of an optimizer state to a device.
+
+    Args:
+        state: A tensor, or nested lists, tuples and dicts of tensors and other values.
+        device: Where to.
+
+    Returns:
+        The same structure; tensors that were there already are the same objects.
+    """
+    return send_to_device(state, device)
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap an optimizer's `step` so that its wrapper learns whether a scaler really called it.
+
+    A scaler calls `step` only when the gradients are finite, and has waited for the device to know that.
+    Watching the call tells the same without waiting once more. Fused optimizers are called in any case and
+    leave the parameters alone by themselves when the `found_inf` tensor which the scaler hands to them says
+    so; it is kept, unread.
+
+    Args:
+        accelerated_optimizer: The wrapper.
+        method: The bound `step` of the optimizer that it wraps.
+
+    Returns:
+        The function to put in the place of `method`.
+    """
+    reference = weakref.ref(accelerated_optimizer)  # the wrapper keeps the function
+
+    @functools.wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if (wrapper := reference()) is not None:
+            wrapper._step_called = True
+            wrapper._found_inf = getattr(wrapper.optimizer, "found_inf", None)
+        return method(*args, **kwargs)
+
+    return step
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer; steps and clears gradients only where gradients are synchronised.
+
+    Inside an accumulation window `step` and `zero_grad` do nothing, so that the loop needs no `if`.
+    Everything else is the wrapped optimizer's own: parameter groups, state, hooks, and attributes that the
+    wrapper does not know. Schedulers may be made from the wrapper or from the wrapped optimizer.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        device_placement: Whether the optimizer's state is moved to the device of its parameters, now and when
+            a state dict is loaded.
+        scaler: The gradient scaler to step through in fp16 training. Several optimizers may share one; the
+            scale is then updated once all that hold gradients have stepped.
+        gradient_state: The accumulation window's state to follow; by default the newest.
+
+    Raises:
+        TypeError: If `optimizer` is wrapped already, or is no optimizer.
+    """
+
+    # torch.optim.Optimizer.__init__ is not called: the wrapped optimizer has had its own, and whatever it set
+    # is reached through __getattr__. In particular its step hooks run once, where the real step is.
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: GradScaler | None = None,
+        *,
+        gradient_state: GradientState | None = None,
+    ) -> None:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            raise TypeError(
+                "The optimizer is an AcceleratedOptimizer already. Use it as it is, or wrap its .optimizer."
+            )
+        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+            raise TypeError(
+                f"AcceleratedOptimizer wraps a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass "
+                "an object with param_groups and step()."
+            )
+        self.optimizer = optimizer
+        self.device_placement = device_placement
+        self.gradient_state = GradientState() if gradient_state is None else gradient_state
+        self._start(scaler)
+        if device_placement:
+            self._place_state()
+
+    def _start(self, scaler: GradScaler | None) -> None:
+        # A disabled scaler passes everything through; without it the same happens for less.
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._step_called = False
+        self._step_was_skipped = False
+        self._found_inf: torch.Tensor | None = None
+        self._watched: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._held_back = 0
+        if self.scaler is not None:
+            scaling.share(self.scaler, self)
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer, per parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default options of the wrapped optimizer's parameter groups."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer.
+
+        Args:
+            param_group: `params` and the group's own options.
+        """
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, each parameter's onto the parameter's device (with `device_placement`).
+
+        Args:
+            state_dict: What `state_dict` returned, on any device.
+        """
+        self.optimizer.load_state_dict(state_dict)
+        if self.device_placement:
+            self._place_state()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, at the window's boundary only.
+
+        Args:
+            set_to_none: Whether to drop the gradients (True) or fill them with zeros; None for the wrapped
+                optimizer's own default.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        if self._held_back:
+            self._held_back = 0
+            warnings.warn(
+                "zero_grad() before step() in the last micro-batch of an accumulation window discards the "
+                "gradients of the micro-batches before it. Call zero_grad() after step().",
+                stacklevel=2,
+            )
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the wrapped optimizer, at the window's boundary only.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, for optimizers such as LBFGS. Not called
+                inside a window.
+
+        Returns:
+            What the wrapped optimizer's step returns; None inside a window and when a scaler skips the step.
+
+        Raises:
+            ValueError: If both a closure and a scaler are in use.
+        """
+        if not self.gradient_state.sync_gradients:
+            return self._hold_back(closure)
+        self._held_back = 0
+        if self.scaler is not None:
+            return self._step_scaled(self.scaler, closure)
+        if closure is None:
+            return self.optimizer.step()
+        return self.optimizer.step(closure)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last real step was left out, because fp16 gradients were not finite.
+
+        Exact, and free except for fused optimizers: those decide on the device, so that asking waits for it
+        (once per step, as the scaler itself does for every other optimizer).
+        """
+        if self._found_inf is not None:
+            self._step_was_skipped = bool(self._found_inf.item())
+            self._found_inf = None
+        return self._step_was_skipped
+
+    def unscale_gradients(self) -> None:
+        """Divide the gradients by the scale, once per step however often called; nothing without a scaler."""
+        if self.scaler is not None:
+            scaling.unscale(self.scaler, self.optimizer)
+
+    def train(self) -> None:
+        """Put a schedule-free optimizer in training mode; nothing for others."""
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
+
+    def eval(self) -> None:
+        """Put a schedule-free optimizer in evaluation mode; nothing for others."""
+        if callable(evaluate := getattr(self.optimizer, "eval", None)):
+            evaluate()
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not here. `optimizer` itself is missing while an instance is being unpickled.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The gradient state belongs to the process and not to the optimizer.
+        return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": self.scaler}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer = state["optimizer"]
+        self.device_placement = state["device_placement"]
+        self.gradient_state = GradientState()
+        self._start(state["scaler"])
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def _hold_back(self, closure: Callable[[], Any] | None) -> None:
+        if closure is not None and not self._held_back:
+            warnings.warn(
+                "step(closure) inside an accumulation window does not call the closure. Call backward "
+                "outside of the closure, or set gradient_accumulation_steps=1.",
+                stacklevel=3,
+            )
+        self._held_back += 1
+
+    def _step_scaled(self, scaler: GradScaler, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None:
+            raise ValueError(
+                f"step(closure) of {type(self.optimizer).__name__} cannot run with an fp16 gradient scaler, "
+                "which has to see the gradients before the step. Use mixed_precision='bf16' or 'no'."
+            )
+        inner = self.optimizer
+        self._step_called, self._step_was_skipped, self._found_inf = False, False, None
+        if not scaling.has_gradients(inner):
+            return inner.step()
+        scaling.begin_step(scaler, inner)
+        own = inner.__dict__.get("step")  # a scheduler puts its own wrapper there
+        method = inner.step
+        if self._watched is None or self._watched[0] != method:
+            self._watched = (method, patch_optimizer_step(self, method))
+        inner.step = self._watched[1]  # type: ignore[method-assign]
+        try:
+            result = scaler.step(inner)
+        finally:
+            if own is None:
+                del inner.__dict__["step"]
+            else:
+                inner.step = own  # type: ignore[method-assign]
+        self._step_was_skipped = not self._step_called
+        scaling.end_step(scaler, inner)
+        return result
+
+    def _place_state(self) -> None:
+        for group in self.optimizer.param_groups:
+            # torch keeps the step count on the host, where reading it costs no wait, unless kernels read it.
+            skip = () if group.get("capturable", False) or group.get("fused", False) else ("step",)
+            for parameter in group["params"]:
+                values = self.optimizer.state.get(parameter)
+                if isinstance(values, dict):
+                    placed = {name: value for name, value in values.items() if name not in skip}
+                    values.update(move_to_device(placed, parameter.device))

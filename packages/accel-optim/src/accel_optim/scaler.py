@@ -1,0 +1,138 @@
+"""Loss scaling for fp16: making a scaler, and keeping one scaler right for several optimizers.
+
+torch's rule for a scaler shared by optimizers is: every one steps, then the scale is updated once. Optimizers
+that each live behind their own wrapper cannot see that moment, so it is found here. A *round* is the time
+between two updates of the scale. It ends when every optimizer of the scaler that holds gradients has stepped;
+with one optimizer, at each step. When one optimizer steps again while another still gathers gradients, the
+scale is updated all the same, and the gradients at hand are multiplied by the change of the scale (a power of
+two by default, so exactly).
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from accel_state.enums import DistributedType
+
+if TYPE_CHECKING:
+    from accel_optim.optimizer import AcceleratedOptimizer
+
+__all__ = ["begin_step", "end_step", "get_grad_scaler", "has_gradients", "share", "unscale"]
+
+_SHARING: WeakKeyDictionary[GradScaler, WeakSet[AcceleratedOptimizer]] = WeakKeyDictionary()
+
+
+def get_grad_scaler(
+    distributed_type: DistributedType | str | None = None, *, device_type: str = "cuda", **kwargs: Any
+) -> GradScaler:
+    """Make the gradient scaler that a way of training needs.
+
+    Args:
+        distributed_type: How the processes work together. FSDP needs a scaler that agrees over the shards,
+            XLA has its own; every other type takes torch's.
+        device_type: Type of the device that the losses are on ("cuda", "cpu", "xpu" ...).
+        **kwargs: Options of `torch.amp.GradScaler`: init_scale, growth_factor, backoff_factor,
+            growth_interval, enabled. See `GradScalerKwargs`.
+
+    Returns:
+        The scaler.
+
+    Raises:
+        ValueError: If `distributed_type` is unknown.
+        ImportError: If XLA is asked for and torch_xla is not installed.
+    """
+    kind = DistributedType.NO if distributed_type is None else DistributedType(distributed_type)
+    if kind == DistributedType.XLA:
+        from accel_state.imports import require
+
+        scaler: GradScaler = require("torch_xla.amp", "torch_xla").GradScaler(**kwargs)
+        return scaler
+    if kind == DistributedType.FSDP:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(device=device_type, **kwargs)
+    return GradScaler(device_type, **kwargs)
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether any parameter of the optimizer holds a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def share(scaler: GradScaler, optimizer: AcceleratedOptimizer) -> None:
+    """Note that an optimizer steps through a scaler. It is forgotten when the optimizer is.
+
+    Args:
+        scaler: The scaler.
+        optimizer: The wrapper; its own `optimizer` is what the scaler sees.
+    """
+    _SHARING.setdefault(scaler, WeakSet()).add(optimizer)
+
+
+def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Divide an optimizer's gradients by the scale, unless that was done since its last step.
+
+    Args:
+        scaler: The scaler, enabled.
+        optimizer: The torch optimizer.
+    """
+    if not has_gradients(optimizer):
+        return
+    begin_step(scaler, optimizer)
+    if _stage(scaler, optimizer) is OptState.READY:
+        scaler.unscale_(optimizer)
+
+
+def begin_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Start a new round if this optimizer has already stepped in the present one.
+
+    Args:
+        scaler: The scaler, enabled.
+        optimizer: The torch optimizer that is going to step.
+    """
+    if _stage(scaler, optimizer) is OptState.STEPPED:
+        _update_with_gradients_at_hand(scaler)
+
+
+def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Update the scale, if no other optimizer of the scaler still holds gradients of this round.
+
+    Args:
+        scaler: The scaler, enabled.
+        optimizer: The torch optimizer that has just stepped.
+    """
+    sharing = _SHARING.get(scaler, ())
+    for other in sharing if len(sharing) > 1 else ():
+        inner = other.optimizer
+        if inner is not optimizer and _stage(scaler, inner) is not OptState.STEPPED and has_gradients(inner):
+            return
+    scaler.update()
+
+
+def _stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
+    # A plain lookup in the scaler's defaultdict would add an entry, which update() takes for an optimizer.
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return OptState.READY if state is None else state["stage"]
+
+
+def _update_with_gradients_at_hand(scaler: GradScaler) -> None:
+    holding = [other.optimizer for other in _SHARING.get(scaler, ()) if has_gradients(other.optimizer)]
+    unscaled = {id(inner) for inner in holding if _stage(scaler, inner) is OptState.UNSCALED}
+    scale = scaler._get_scale_async()
+    assert scale is not None, "an optimizer has stepped, so the scale is there"
+    one = torch.ones_like(scale)
+    before = scaler.scale(one)
+    scaler.update()
+    now = scaler.scale(one)
+    for inner in holding:
+        factor = now if id(inner) in unscaled else now / before
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device, non_blocking=True))

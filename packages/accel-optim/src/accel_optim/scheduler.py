@@ -1,0 +1,130 @@
+"""A learning-rate scheduler that moves only when its optimizers have really stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accel_state.gradient import GradientState
+from accel_state.process import current_process
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler:
+    """Wraps a scheduler: it may be stepped in every micro-batch, and moves when its optimizers stepped.
+
+    Inside an accumulation window, and when an fp16 step was skipped, `step` leaves the learning rate alone.
+
+    **Each real step moves the schedule `num_processes` times**, unless `split_batches` is set. N processes
+    that each read full batches go through the data in 1/N of the steps, and a schedule whose length was
+    chosen for one process ends at the same place in the data. To have one move per optimizer step instead,
+    pass `num_processes=1` (or `split_batches=True`) and give the schedule's length in optimizer steps. Extra
+    moves stop at the `total_steps` of a schedule that has one.
+
+    `ReduceLROnPlateau`, whose patience counts measurements and not steps, moves once per call; a measurement
+    that is given outside of any loader's iteration always counts.
+
+    Args:
+        scheduler: The scheduler to wrap.
+        optimizers: The optimizer, or optimizers, that it follows.
+        step_with_optimizer: Whether to follow the optimizers. When False, `step` is the scheduler's own.
+        split_batches: Whether the loaders split one batch over the processes, so that the number of steps
+            does not depend on the number of processes.
+        gradient_state: The accumulation window's state to follow; by default the newest. Its
+            `adjust_scheduler` says whether calls inside a window are counted in the scheduler's
+            `_step_count`, torch's number of calls, as they would be in the same loop without accumulation;
+            the learning rate does not depend on it.
+        num_processes: Number of processes that read different data; by default all.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        gradient_state: GradientState | None = None,
+        num_processes: int | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
+        self.gradient_state = GradientState() if gradient_state is None else gradient_state
+        processes = current_process().world_size if num_processes is None else num_processes
+        measured = isinstance(scheduler, ReduceLROnPlateau)
+        self._moves = 1 if split_batches or measured else processes
+        self._measured = measured
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the schedule, if the optimizers had a training step.
+
+        Args:
+            *args: Passed to the scheduler's own step (a metric, for ReduceLROnPlateau).
+            **kwargs: Likewise.
+        """
+        if not self.step_with_optimizer or (self._measured and not self.gradient_state.in_dataloader):
+            self.scheduler.step(*args, **kwargs)
+        elif not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1
+        elif not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+            self._move(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each parameter group, as last set."""
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[Any]:
+        """Return what the scheduler's own `get_lr` computes."""
+        rates: list[Any] = self.scheduler.get_lr()
+        return rates
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Print the learning rates.
+
+        Args:
+            *args: Passed to the scheduler's own print_lr, where it has one (torch dropped it in 2.7).
+            **kwargs: Likewise.
+        """
+        if hasattr(self.scheduler, "print_lr"):
+            self.scheduler.print_lr(*args, **kwargs)
+            return
+        for group, rate in enumerate(self.get_last_lr()):
+            print(f"Learning rate of group {group}: {float(rate):.4e}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped scheduler."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped scheduler.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedScheduler({self.scheduler!r})"
+
+    def _move(self, *args: Any, **kwargs: Any) -> None:
+        self.scheduler.step(*args, **kwargs)
+        length = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self._moves - 1):
+            # The number of processes need not divide the schedule's length; torch refuses a step beyond it.
+            if length is not None and self.scheduler.last_epoch >= length:
+                return
+            self.scheduler.step(*args, **kwargs)
