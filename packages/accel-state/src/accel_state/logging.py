@@ -59,12 +59,14 @@ class MultiProcessAdapter(_Adapter):
     def _log_in_order(self, process: Process, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         from accel_state.process import wait_for_everyone
 
-        for rank in range(process.world_size):
-            try:
-                if rank == process.rank:
-                    self._emit(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
-            finally:
-                # A failing handler on one rank must not leave the others waiting.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        for _ in range(process.rank):
+            wait_for_everyone()
+        try:
+            self._emit(level, msg, *args, **kwargs)
+        finally:
+            # A handler that fails on one rank must not leave the others waiting.
+            for _ in range(process.rank, process.world_size):
                 wait_for_everyone()
 
     def _emit(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
