@@ -8,6 +8,7 @@ the interpreter exits; those of others are left to their owners.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 import warnings
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from accel_state import env
 from accel_state.devices import DeviceRow
 from accel_state.env import CPUInformation
+from accel_state.stores import open_store
 
 __all__ = ["backend_for", "barrier", "check_options", "destroy", "has_group", "start", "warn_ignored"]
 
@@ -39,6 +41,9 @@ _OPTIONS = frozenset(
         "device_id",
     }
 )
+
+
+_FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,12 @@ def _settings(
     if settings["backend"] == "mpi":  # MPI itself knows ranks and addresses
         return settings
     settings.update(rank=facts.rank, world_size=facts.world_size)
-    if "store" not in settings and "init_method" not in settings:
-        settings["init_method"] = _init_method(row, settings["backend"])
+    if "store" not in settings:
+        url = settings.pop("init_method", None) or _init_method(row, settings["backend"])
+        if url == row.init_method:  # the backend's own rendezvous
+            settings["init_method"] = url
+        else:
+            settings["store"] = open_store(url, facts.rank, facts.world_size, options.get("timeout"))
     if row.binds_group and settings["backend"] == row.backend:
         settings.setdefault("device_id", device)
     return settings
@@ -194,12 +203,20 @@ def _is_ours() -> bool:
 
 
 def _destroy_at_exit() -> None:
-    # gloo can deadlock in its destructor while the interpreter goes down, NCCL warns about a leak. After an
-    # unhandled exception the peers may be inside a collective, for which NCCL would wait: leave it to the
-    # launcher.
-    failed = getattr(sys, "last_value", None) is not None
-    if _is_ours() and (not failed or set(_backends().values()) == {"gloo"}):
+    # gloo can deadlock in its destructor while the interpreter goes down, and NCCL warns about a leak.
+    if not _is_ours():
+        return
+    if getattr(sys, "last_value", None) is None:
         destroy()
+        return
+    # An unhandled exception brought us here, so an operation that waits for the others may be under way, and
+    # destroying would wait for it until the group's timeout. Whoever watches this process must see it end.
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_FAILED_EXIT_S, exit=True, file=nowhere)
+        destroy()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def destroy(group: Any = None) -> None:

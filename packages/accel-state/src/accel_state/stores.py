@@ -1,0 +1,55 @@
+"""The store through which processes find each other, kept for as long as the process lives.
+
+A second process group, made after the first one was destroyed, meets through the store of the first: were it
+to make a store of its own, a fast process could still reach the dying store of a slow rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_state import env
+
+__all__ = ["open_store"]
+
+
+@dataclass
+class _Open:
+    key: tuple[Any, ...]
+    store: Any
+    groups: int = 0
+
+
+_open: _Open | None = None
+
+
+def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta | None = None) -> Any:
+    """Return a store for one more process group, in which no other group has left anything.
+
+    Every process of the run must call this equally often.
+
+    Args:
+        init_method: URL of the rendezvous, as for `init_process_group`.
+        rank: This process.
+        world_size: Number of processes.
+        timeout: How long to wait for the others; None for torch's default.
+
+    Returns:
+        A `torch.distributed.Store`.
+    """
+    global _open
+    address = tuple(env.raw(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    key = (init_method, address, rank, world_size, os.getpid())
+    if _open is None or _open.key != key:
+        options = {} if timeout is None else {"timeout": timeout}
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))  # type: ignore[attr-defined]
+        _open = _Open(key, store)
+    if timeout is not None:
+        _open.store.set_timeout(timeout)
+    _open.groups += 1
+    return dist.PrefixStore(f"accel/{_open.groups}", _open.store)  # type: ignore[attr-defined]
