@@ -1,0 +1,62 @@
+"""Old forms of config files, rewritten to the present one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from accel_launch.schema import SETTINGS
+from accel_state.env import str_to_bool
+
+__all__ = ["upgrade"]
+
+_OBSOLETE = {
+    "use_xpu": "the device is found by itself",
+    "ipex_config": "IPEX is part of torch",
+    "tp_config": "use parallelism_config with parallelism_config_tp_size",
+}
+_RENAMED = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+
+
+def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Rewrite the old forms in a config file's values.
+
+    Args:
+        values: What the file holds.
+        where: The file, for warnings.
+
+    Returns:
+        A new dictionary in the present form; each rewritten form gives a FutureWarning.
+    """
+    values = dict(values)
+    if "fp16" in values:
+        old = values.pop("fp16")
+        _note(where, f"fp16: {old}", "use mixed_precision: fp16")
+        if str_to_bool(str(old)):
+            values.setdefault("mixed_precision", "fp16")
+    for key in [key for key in values if key in SETTINGS and SETTINGS[key].group == "dynamo"]:
+        _note(where, f"{key} at the top level", "it belongs in dynamo_config")
+        values["dynamo_config"] = {**(values.get("dynamo_config") or {}), key: values.pop(key)}
+    if str(values.get("distributed_type")).upper() == "TPU":
+        _note(where, "distributed_type: TPU", "use XLA")
+        values["distributed_type"] = "XLA"
+    for old, reason in _OBSOLETE.items():
+        if values.pop(old, None):
+            _note(where, old, f"it has no effect any more: {reason}")
+    return {
+        key: _section(value, where) if isinstance(value, dict) else value for key, value in values.items()
+    }
+
+
+def _section(section: dict[str, Any], where: str) -> dict[str, Any]:
+    for old in [key for key in section if key in _RENAMED]:
+        _note(where, old, f"use {_RENAMED[old]}")
+    return {_RENAMED.get(key, key): value for key, value in section.items()}
+
+
+def _note(where: str, old: str, advice: str) -> None:
+    warnings.warn(
+        f"Config file {where}: {old} is an old form; {advice}. `accel config update` rewrites the file.",
+        FutureWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,58 @@
+"""Write workers' output to the launcher's own stdout or stderr without ever being stuck there."""
+
+from __future__ import annotations
+
+import os
+import select
+
+__all__ = ["Console"]
+
+_ATOMIC = 4096  # what a pipe or terminal takes without blocking once poll calls it writable
+_FULL = 1 << 20
+
+
+class Console:
+    """One of the launcher's own streams, with a buffer for what it does not take at once.
+
+    Args:
+        descriptor: The stream's file descriptor.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._pending = bytearray()
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits for the stream to take it."""
+        return bool(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that workers should be made to wait too."""
+        return len(self._pending) >= _FULL
+
+    def write(self, data: bytes) -> None:
+        """Write what the stream takes now and keep the rest for `flush`.
+
+        Args:
+            data: Whole lines, where there is a choice.
+        """
+        self._pending += data
+        self.flush()
+
+    def flush(self, *, block: bool = False) -> None:
+        """Write what was kept.
+
+        Args:
+            block: Wait until everything is written.
+        """
+        written = 0
+        try:
+            while written < len(self._pending) and self._poll.poll(None if block else 0):
+                written += os.write(self.descriptor, self._pending[written : written + _ATOMIC])
+        except OSError:  # nobody reads any more; the workers go on, as with any closed terminal
+            written = len(self._pending)
+        del self._pending[:written]

@@ -1,0 +1,84 @@
+"""The environment that workers get, written through accel_state's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel_launch.resolve import Settings, Source
+from accel_launch.schema import SETTINGS
+from accel_state import env
+
+__all__ = ["common_environment", "worker_environment"]
+
+# A worker that believes to run under torchrun would wait for torchrun's store instead of opening its own.
+_TORCHRUN = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_ERROR_FILE",
+)
+# Written by the plan, which knows what they depend on.
+_PLANNED = frozenset(
+    {"num_processes", "gpu_ids", "num_cpu_threads_per_process", "main_process_ip", "main_process_port"}
+)
+
+
+def common_environment(
+    settings: Settings, base: Mapping[str, str], *, gpus: str | None, threads: int | None
+) -> dict[str, str]:
+    """Return what all workers share.
+
+    Args:
+        settings: The effective settings.
+        base: The environment to start from.
+        gpus: CUDA_VISIBLE_DEVICES; None leaves it as it is.
+        threads: OMP_NUM_THREADS; None leaves it as it is.
+
+    Returns:
+        A new environment. Settings whose group is not switched on are not written.
+    """
+    environ = dict(base)
+    for setting in SETTINGS.values():
+        found = settings[setting.name]
+        written = found.given and found.source != Source.ENVIRONMENT
+        if setting.from_environment and written and setting.name not in _PLANNED and settings.active(setting):
+            env.put(environ, setting.spec.name, found.value)
+    env.put(environ, "ACCELERATE_MIXED_PRECISION", settings.value("mixed_precision"))
+    if gpus is not None:
+        env.put(environ, "CUDA_VISIBLE_DEVICES", gpus)
+    if threads is not None:
+        env.put(environ, "OMP_NUM_THREADS", threads)
+    for name in ("main_process_ip", "main_process_port"):
+        if settings[name].source in (Source.FLAG, Source.CONFIG):
+            env.put(environ, SETTINGS[name].spec.name, settings.value(name))
+    return environ
+
+
+def worker_environment(
+    common: Mapping[str, str], rank: int, size: int, address: str, port: int
+) -> dict[str, str]:
+    """Return the environment of one worker of a run on one machine.
+
+    Args:
+        common: What all workers share.
+        rank: The worker's rank.
+        size: Number of workers.
+        address: Where rank 0 listens.
+        port: The port it listens on.
+    """
+    environ = {name: text for name, text in common.items() if name not in _TORCHRUN}
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "ACCELERATE_NUM_PROCESSES": size,
+    }
+    for name, value in values.items():
+        env.put(environ, name, value)
+    return environ

@@ -1,0 +1,142 @@
+"""Where workers' output goes: straight through, with the rank before each line, and into log files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from accel_launch.console import Console
+from accel_launch.plan import Plan
+from accel_launch.streams import Stream, copy_window_size, open_capture
+
+__all__ = ["Channel", "Output"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One worker's streams.
+
+    Args:
+        streams: The reading ends; stderr first.
+        stdout: The worker's stdout; None to inherit.
+        stderr: The worker's stderr.
+    """
+
+    streams: list[Stream]
+    stdout: int | None
+    stderr: int
+
+    def close_writing(self) -> None:
+        """Close the worker's ends in this process, so that the reading ends see the worker's end."""
+        os.close(self.stderr)
+        if self.stdout is not None:
+            os.close(self.stdout)
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the output of a run is shown and kept.
+
+    stderr always passes through the launcher, which needs its end for the summary. stdout does so only for a
+    prefix or a log file.
+
+    Args:
+        stdout: The launcher's stdout.
+        stderr: The launcher's stderr.
+        prefixed: Streams that get the rank before every line: 1, 2.
+        role: What stands before the rank in the prefix.
+        folder: The log files' folder, new for each run; None for no log files.
+        logged: Streams that are copied to log files: 1, 2.
+    """
+
+    stdout: Console
+    stderr: Console
+    prefixed: frozenset[int]
+    role: str
+    folder: Path | None
+    logged: frozenset[int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Output:
+        """Make the output that a plan's settings ask for, and its folder.
+
+        Args:
+            plan: The plan.
+        """
+        tee, log_dir, role = (plan.settings.value(name) for name in ("tee", "log_dir", "role"))
+        prefixed = frozenset({"0": (), "1": (1,), "2": (2,), "3": (1, 2)}[tee])
+        folder = None
+        if log_dir is not None:
+            folder = Path(log_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            folder.mkdir(parents=True)
+        return cls(
+            stdout=Console(1),
+            stderr=Console(2),
+            prefixed=prefixed,
+            role="rank" if role == "default" else role,
+            folder=folder,
+            logged=(prefixed or frozenset((1, 2))) if folder else frozenset(),
+        )
+
+    @property
+    def consoles(self) -> tuple[Console, Console]:
+        """The launcher's streams."""
+        return self.stdout, self.stderr
+
+    def open(self, rank: int) -> Channel:
+        """Open the streams of a worker.
+
+        Args:
+            rank: The worker's rank.
+        """
+        error, stderr = self._stream(rank, 2, self.stderr)
+        if 1 not in self.prefixed | self.logged:
+            return Channel([error], None, stderr)
+        out, stdout = self._stream(rank, 1, self.stdout)
+        return Channel([error, out], stdout, stderr)
+
+    def _stream(self, rank: int, number: int, console: Console) -> tuple[Stream, int]:
+        log: BinaryIO | None = None
+        if self.folder is not None and number in self.logged:
+            (self.folder / str(rank)).mkdir(exist_ok=True)
+            name = "stdout.log" if number == 1 else "stderr.log"
+            log = (self.folder / str(rank) / name).open("wb", buffering=0)
+        reading, writing = open_capture(console.descriptor)
+        prefix = f"[{self.role}{rank}]: ".encode() if number in self.prefixed else b""
+        return Stream(reading, console, log=log, prefix=prefix, hold=number == 2), writing
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return a worker's environment: a captured stdout must not wait in the worker's buffer.
+
+        Args:
+            environ: The worker's environment so far.
+        """
+        captured = {"PYTHONUNBUFFERED": "1"} if 1 in self.prefixed | self.logged else {}
+        return {**captured, **environ}
+
+    def resize(self, streams: Iterable[Stream]) -> None:
+        """Give the workers' terminals the size of ours.
+
+        Args:
+            streams: The workers' streams.
+        """
+        for stream in streams:
+            if stream.console is not None and not stream.closed:
+                copy_window_size(stream.console.descriptor, stream.descriptor)
+
+    def say(self, text: str) -> None:
+        """Show a message of the launcher itself on stderr.
+
+        Args:
+            text: The message with its line end.
+        """
+        self.stderr.write(text.encode())
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        for console in self.consoles:
+            console.flush(block=True)

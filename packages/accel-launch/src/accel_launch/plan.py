@@ -1,0 +1,215 @@
+"""From settings to what will be started: how, how often, with which command and environment."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accel_launch.environment import common_environment
+from accel_launch.errors import LaunchError
+from accel_launch.machine import Machine
+from accel_launch.resolve import Effective, Settings, Source
+from accel_launch.script import worker_command
+
+__all__ = ["Plan", "make_plan"]
+
+How = Literal["exec", "local", "torchrun"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started on this machine.
+
+    Args:
+        settings: The effective settings, detected values included.
+        how: exec replaces this process, local supervises workers, torchrun runs torch.distributed.run.
+        script: The script, module or program.
+        arguments: Its arguments.
+        command: What one worker runs.
+        environ: The environment that all workers share.
+        processes: Workers on this machine.
+        machines: Smallest and largest number of machines.
+    """
+
+    settings: Settings
+    how: How
+    script: str
+    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    environ: dict[str, str]
+    processes: int
+    machines: tuple[int, int]
+
+
+def make_plan(
+    settings: Settings,
+    script: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    machine: Machine | None = None,
+) -> Plan:
+    """Decide what to start, and refuse what cannot work before anything is started.
+
+    Args:
+        settings: The effective settings.
+        script: The script, module or program.
+        arguments: Its arguments.
+        environ: The environment that workers inherit.
+        machine: This machine's processors; detected by default.
+
+    Returns:
+        The plan.
+
+    Raises:
+        LaunchError: If the script does not exist, or counts, devices and machines do not fit together.
+    """
+    command = worker_command(settings, script, arguments, environ)
+    machine = machine or Machine.detect()
+    machines = _machines(settings)
+    mask = _gpu_mask(settings, machine)
+    visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
+    settings = _count_processes(settings, len(gpus), machines[1])
+    processes = _per_machine(settings, machines[1], len(gpus))
+    how = _how(settings, processes, machines)
+    settings = _count_threads(settings, machine.cores, processes)
+    threads = settings["num_cpu_threads_per_process"]
+    _warn_unused(settings, how)
+    return Plan(
+        settings=settings,
+        how=how,
+        script=script,
+        arguments=tuple(arguments),
+        command=tuple(command),
+        environ=common_environment(
+            settings,
+            environ,
+            gpus=mask,
+            threads=None if threads.source == Source.ENVIRONMENT else threads.value,
+        ),
+        processes=processes,
+        machines=machines,
+    )
+
+
+def _machines(settings: Settings) -> tuple[int, int]:
+    """Return the smallest and largest number of machines, checked against the machine settings."""
+    parts = [int(part) for part in str(settings.value("num_machines")).split(":")]
+    low, high = parts[0], parts[-1]
+    rank = settings.value("machine_rank")
+    if rank >= high:
+        raise LaunchError(
+            f"machine_rank={rank} (from {settings['machine_rank'].detail}) but num_machines={high}; ranks "
+            f"run from 0 to {high - 1}."
+        )
+    if high > 1 and settings.value("main_process_ip") is None:
+        raise LaunchError(
+            f"num_machines={settings.value('num_machines')} needs the address of machine 0: give "
+            "--main_process_ip (and --main_process_port)."
+        )
+    if low != high and settings.value("rdzv_backend") == "static":
+        raise LaunchError(
+            f"num_machines={low}:{high} is elastic and rdzv_backend=static cannot change size; give "
+            "--rdzv_backend c10d."
+        )
+    return low, high
+
+
+def _gpu_mask(settings: Settings, machine: Machine) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES as the flags or the config want it; None leaves it alone."""
+    ids = settings["gpu_ids"]
+    if ids.source not in (Source.FLAG, Source.CONFIG) or str(ids.value).lower() == "all":
+        return None
+    if settings.value("cpu"):
+        if ids.source == Source.FLAG:
+            warnings.warn("--gpu_ids is ignored with --cpu.", UserWarning, stacklevel=5)
+        return None
+    names = [name.strip() for name in str(ids.value).split(",")]
+    wrong = [name for name in names if name.isdigit() and int(name) >= machine.gpus]
+    if wrong or not machine.gpus or not all(names) or len(set(names)) < len(names):
+        present = f"GPUs 0 to {machine.gpus - 1}" if machine.gpus else "no NVIDIA or AMD GPU"
+        raise LaunchError(
+            f"gpu_ids={ids.value} (from {ids.detail}) does not fit this machine, which has {present}. Name "
+            "each GPU once, separated by commas, or leave gpu_ids out to use all."
+        )
+    return ",".join(names)
+
+
+def _count_processes(settings: Settings, gpus: int, machines: int) -> Settings:
+    if settings.value("multi_gpu") and not gpus:
+        raise LaunchError(
+            f"{settings['multi_gpu'].detail} asks for several GPUs, but no NVIDIA or AMD GPU is visible. "
+            "Give --cpu to run on the CPU."
+        )
+    if settings.given("num_processes"):
+        return settings
+    reason = f"{gpus} visible GPUs" if gpus else "no visible GPU"
+    return settings.replace(
+        num_processes=Effective(max(gpus, 1) * machines, Source.DETECTED, f"detected: {reason}")
+    )
+
+
+def _per_machine(settings: Settings, machines: int, gpus: int) -> int:
+    total = settings.value("num_processes")
+    if total % machines:
+        raise LaunchError(
+            f"num_processes={total} over num_machines={machines} leaves {total % machines} over; it counts "
+            "all machines together and must be a multiple of num_machines."
+        )
+    here: int = total // machines
+    if gpus and here > gpus:
+        raise LaunchError(
+            f"num_processes={total} (from {settings['num_processes'].detail}) is {here} per machine, but "
+            f"only {gpus} GPUs are visible. Give --num_processes {gpus * machines}, make more GPUs visible "
+            "(--gpu_ids, CUDA_VISIBLE_DEVICES), or use --cpu."
+        )
+    return here
+
+
+def _how(settings: Settings, processes: int, machines: tuple[int, int]) -> How:
+    """Choose what starts the workers."""
+    reasons = [
+        name
+        for name, wanted in (
+            ("num_machines", machines != (1, 1)),
+            ("max_restarts", settings.value("max_restarts") > 0),
+            ("rdzv_backend", settings.value("rdzv_backend") != "static"),
+            ("rdzv_conf", bool(settings.value("rdzv_conf"))),
+        )
+        if wanted
+    ]
+    launcher = settings.value("launcher")
+    if launcher == "local" and reasons:
+        raise LaunchError(
+            f"--launcher local cannot serve {', '.join(f'{n}={settings.value(n)}' for n in reasons)}; "
+            "give --launcher torchrun or leave --launcher out."
+        )
+    if launcher == "torchrun" or reasons:
+        return "torchrun"
+    logs = settings.value("tee") != "0" or settings.value("log_dir") is not None
+    return "local" if processes > 1 or logs or launcher == "local" else "exec"
+
+
+def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
+    """Share the cores among several workers, as each would otherwise use all of them."""
+    if settings.given("num_cpu_threads_per_process") or processes == 1:
+        return settings
+    threads = max(cores // processes, 1)
+    detail = f"detected: {cores} cores over {processes} processes"
+    return settings.replace(num_cpu_threads_per_process=Effective(threads, Source.DETECTED, detail))
+
+
+_UNUSED: dict[How, tuple[str, ...]] = {
+    "exec": ("role", "grace_period", "monitor_interval"),
+    "local": ("monitor_interval",),
+    "torchrun": ("grace_period", "quiet"),
+}
+
+
+def _warn_unused(settings: Settings, how: How) -> None:
+    names: list[Any] = [f"--{name}" for name in _UNUSED[how] if settings[name].source == Source.FLAG]
+    if names:
+        what = {"exec": "one process", "local": "workers of this machine", "torchrun": "torchrun"}[how]
+        warnings.warn(f"Ignored for {what}: {', '.join(names)}.", UserWarning, stacklevel=4)

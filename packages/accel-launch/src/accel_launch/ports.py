@@ -1,0 +1,65 @@
+"""Reserve the port of a run, so that no other process is given it before rank 0 listens on it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from accel_launch.errors import LaunchError
+
+__all__ = ["reserve_port"]
+
+
+def reserve_port(port: int | None, source: str = "") -> socket.socket:
+    """Bind a port without listening on it.
+
+    While the socket is open the kernel gives the port to nobody who asks for any free one, and yet a server
+    that sets SO_REUSEADDR, as torch's TCPStore does, can bind and listen on it: two sockets with that option
+    share a port as long as neither listens.
+
+    Args:
+        port: The port; a free one if None or 0.
+        source: What asked for the port, for the error.
+
+    Returns:
+        The bound socket; `getsockname()[1]` is the port. Keep it open until the run is over.
+
+    Raises:
+        LaunchError: If the port is in use or may not be used.
+    """
+    try:
+        return _bind(port or 0)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use on this machine"
+        elif error.errno == errno.EACCES:
+            reason = "may not be used: ports below 1024 are for the administrator"
+        else:
+            reason = f"cannot be used: {error.strerror}"
+        asked = f" (from {source})" if source else ""
+        raise LaunchError(
+            f"Port {port}{asked} {reason}. Give another --main_process_port, or 0 for a free one."
+        ) from None
+
+
+def _bind(port: int) -> socket.socket:
+    try:
+        # The wildcard address of both protocols is what torch's TCPStore binds.
+        return _bound(socket.AF_INET6, port)
+    except OSError as error:
+        if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            raise
+        return _bound(socket.AF_INET, port)
+
+
+def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", port))
+    except OSError:
+        held.close()
+        raise
+    return held

@@ -1,0 +1,89 @@
+"""Text of `--explain` and `--dry_run`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from accel_launch.plan import Plan
+from accel_launch.resolve import Settings
+from accel_launch.schema import GROUPS, SETTINGS
+
+__all__ = ["dry_run_text", "explain_text"]
+
+_SECRET = ("aws_access_key_id", "aws_secret_access_key")
+
+
+def explain_text(settings: Settings) -> str:
+    """Return every effective setting with its value and where it came from, by group.
+
+    Settings of groups that are not switched on are left out unless they were given.
+
+    Args:
+        settings: The effective settings.
+    """
+    rows: list[tuple[str, str, str]] = []
+    for key, group in GROUPS.items():
+        shown = [
+            setting
+            for setting in SETTINGS.values()
+            if setting.group == key
+            and (settings.given(setting.name) or (settings.active(setting) and not group.missing))
+        ]
+        if shown:
+            rows.append(("", f"{group.title}:", ""))
+        for setting in shown:
+            found = settings[setting.name]
+            value = "***" if setting.name in _SECRET else _text(found.value)
+            note = "" if settings.active(setting) else f" (not in use: needs {group.remedy})"
+            rows.append((f"  {setting.name}", value, found.detail + note))
+    name_width = max(len(name) for name, _, _ in rows) + 2
+    value_width = min(max(len(value) for name, value, _ in rows if name), 32) + 2
+    return "\n".join(
+        f"{name:{name_width}}{value:{value_width}}{source}".rstrip() if name else value
+        for name, value, source in rows
+    )
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value)) or "-"
+    return str(value) or "-"
+
+
+def dry_run_text(
+    note: str, command: Sequence[str], environ: Mapping[str, str], base: Mapping[str, str]
+) -> str:
+    """Return the command, and the environment as far as it differs from this process's.
+
+    Args:
+        note: One line on what would be started.
+        command: The command.
+        environ: Its environment.
+        base: The environment of this process.
+    """
+    lines = [f"# {note}"]
+    lines += [f"unset {name}" for name in sorted(base) if name not in environ]
+    lines += [
+        f"export {name}={shlex.quote(text)}"
+        for name, text in sorted(environ.items())
+        if base.get(name) != text
+    ]
+    return "\n".join([*lines, shlex.join(command)])
+
+
+def plan_note(plan: Plan) -> str:
+    """Return one line on what a plan starts.
+
+    Args:
+        plan: The plan.
+    """
+    if plan.how == "exec":
+        return "one process, in place of this one"
+    if plan.how == "torchrun":
+        return f"torchrun with {plan.processes} processes on this machine"
+    return f"{plan.processes} processes on this machine; of these, rank 0:"

@@ -1,0 +1,125 @@
+"""What one launch setting is: how it is spelled, where it may come from and what it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.env import Variable
+
+__all__ = ["Group", "Setting"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings that belong together and count only when one of them, or another setting, says so.
+
+    Args:
+        title: Heading in `--help`.
+        enabled_by: Name of the setting that makes the group count; empty if it always does.
+        enabled: Tells from that setting's value whether the group counts.
+        remedy: What a user adds to make the group count.
+        missing: The engine's name when this version cannot start it yet, else empty.
+    """
+
+    title: str
+    enabled_by: str = ""
+    enabled: Callable[[Any], bool] = bool
+    remedy: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One launch setting.
+
+    Args:
+        spec: Kind, default, choices and help, as for an environment variable. Its name is that of the
+            environment variable if `from_environment`.
+        name: The flag's name without dashes, which is also the attribute of the parsed arguments.
+        group: Key into the table of groups.
+        switch: The flag takes no value; its presence means true.
+        repeated: The flag may be given several times; the values make a list.
+        short: A one-letter spelling such as `-m`.
+        section: The config file's section that holds the key; empty for the top level.
+        key: The key in the config file; empty if it cannot stand there.
+        from_environment: The setting is read from, and handed to workers in, its variable.
+        convert: Reads text that the kinds of `Variable` do not cover; raises ValueError.
+        allowed: What `convert` takes, for the error.
+        note: What it does, where the variable's own help does not fit a flag.
+    """
+
+    spec: Variable
+    name: str
+    group: str
+    switch: bool = False
+    repeated: bool = False
+    short: str = ""
+    section: str = ""
+    key: str = ""
+    from_environment: bool = False
+    convert: Callable[[str], Any] | None = None
+    allowed: str = ""
+    note: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The long spelling, with underscores."""
+        return f"--{self.name}"
+
+    @property
+    def default(self) -> Any:
+        """The value when nothing else gives one; None where it is detected or left to torch."""
+        return self.spec.default
+
+    @property
+    def help(self) -> str:
+        """One line on what it does."""
+        return self.note or self.spec.help
+
+    def parse(self, given: Any) -> Any:
+        """Read a value given by a flag, a variable or a config file.
+
+        Args:
+            given: Text, or what YAML or JSON made of it.
+
+        Returns:
+            The value, by kind.
+
+        Raises:
+            ValueError: If it is not allowed; the message names the value and what is allowed.
+        """
+        if self.repeated:
+            return [str(item) for item in given] if isinstance(given, (list, tuple)) else [str(given)]
+        try:
+            text = self._text(given)
+            return self.convert(text) if self.convert else self.spec.parse(text)
+        except ValueError:
+            raise ValueError(f"{given!r} is not allowed; allowed: {self._allowed()}.") from None
+
+    def _text(self, given: Any) -> str:
+        if given is False and self.spec.kind == "str":
+            return "no"  # YAML 1.1 reads an unquoted NO as false
+        if isinstance(given, (list, tuple)) and self.spec.kind in ("list", "flags"):
+            return ",".join(map(str, given))
+        if isinstance(given, (dict, list, tuple)):
+            raise ValueError(given)
+        return str(given)
+
+    def _allowed(self) -> str:
+        if self.allowed:
+            return self.allowed
+        if self.spec.choices:
+            return ", ".join(map(str, self.spec.choices))
+        return _KINDS[self.spec.kind]
+
+
+_KINDS = {
+    "flag": "true or false (also 1/0, yes/no, on/off)",
+    "flags": "true or false, comma separated",
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "list": "names, comma separated",
+}
