@@ -7,9 +7,11 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +24,7 @@ WITH_MODULE_ONLY = {
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"},
     "shared": {"shared_dict"},
 }
-# Modules that only the package itself uses.
+# Modules that only the package itself uses. A new module stands here or among the exports of the package.
 INTERNAL = {
     "__about__",
     "capabilities",
@@ -36,9 +38,11 @@ INTERNAL = {
     "placement",
     "rendezvous",
     "split",
+    "stores",
 }
 TORCH_FREE = ("enums", "env", "handlers", "imports", "lazy", "logging", "parallelism")
 HEAVY = {"torch", "numpy", "packaging", "importlib.metadata", "asyncio", "subprocess", "multiprocessing"}
+README = Path(__file__).parents[1] / "README.md"
 MODULES = [info.name for info in pkgutil.iter_modules(accel_state.__path__)]
 PUBLIC_MODULES = [module for module in MODULES if module not in INTERNAL]
 
@@ -126,3 +130,20 @@ def test_the_torch_free_half_is_quick_to_import():
         "print(time.process_time() - start)"
     )
     assert min(float(run_python(code)) for _ in range(3)) < 0.15  # seconds; 0.03 on an idle machine
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_the_readmes_examples_run(capsys):
+    examples = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, str(README), "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert "rank 0 has ['a cat', 'a dog', 'a bird']" in printed
+    assert "ACCELERATE_MIXED_PRECISION no Mixed precision mode." in printed
+
+
+def test_the_readmes_error_is_the_real_one():
+    shown = re.search(r"```text\nValueError: (.*?)\n```", README.read_text())
+    with pytest.raises(ValueError, match=re.escape(shown[1])):
+        accel_state.env.get("ACCELERATE_MIXED_PRECISION", {"ACCELERATE_MIXED_PRECISION": "fp7"})

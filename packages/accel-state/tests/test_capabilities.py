@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_state import capabilities, env
-from accel_state.packages import is_package_available
+from accel_state.packages import _compare_library, is_package_available
 
 PLUGINS = {
     "npu": "torch_npu",
@@ -31,7 +31,7 @@ torch.{device} = types.SimpleNamespace(is_available=lambda: {available}, device_
 
 
 def forget():
-    for value in [*vars(capabilities).values(), is_package_available]:
+    for value in [*vars(capabilities).values(), is_package_available, _compare_library]:
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
@@ -143,6 +143,30 @@ def test_xla_devices(site, device, tpu, gpu):
     if tpu:
         assert capabilities.is_bf16_available()
         assert not capabilities.is_bf16_available(ignore_tpu=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "truth"),
+    [
+        ((9, 0), "2.2.0", False),
+        ((10, 0), "2.0.0", False),
+        ((10, 0), "2.1.0", True),
+        ((10, 3), "2.2.0", True),
+        ((12, 0), "2.2.0", False),
+    ],
+)
+def test_mxfp8_needs_the_gpu_and_the_version(site, monkeypatch, capability, version, truth):
+    assert not capabilities.is_transformer_engine_mxfp8_available()
+    (site / "transformer_engine").mkdir()
+    (site / "transformer_engine" / "__init__.py").touch()
+    info = site / f"transformer_engine-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: transformer-engine\nVersion: {version}\n")
+    importlib.invalidate_caches()
+    forget()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert capabilities.is_transformer_engine_mxfp8_available() is truth
 
 
 @pytest.mark.gpu

@@ -240,15 +240,16 @@ def check_cuda_fp8_capability() -> bool:
 
 @functools.cache
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Tell whether Transformer Engine is installed and this device runs its MXFP8 block scaling."""
-    from importlib import import_module
+    """Tell whether Transformer Engine (version 2.1 or above) is installed and this GPU scales fp8 by blocks.
 
-    if not is_package_available("transformer_engine"):
+    MXFP8 products run on compute capabilities 10 and 11; on 12 Transformer Engine does not support them.
+    """
+    if not is_package_available("transformer_engine") or not is_cuda_available():
         return False
-    if compare_versions("transformer-engine", "<", "2.1.0") or not is_cuda_available():
-        return False
-    fp8: Any = import_module("transformer_engine.pytorch.fp8")
-    return bool(fp8.check_mxfp8_support()[0])
+    import torch
+
+    capability = tuple(torch.cuda.get_device_capability())
+    return (10, 0) <= capability < (12, 0) and compare_versions("transformer-engine", ">=", "2.1.0")
 
 
 @functools.cache
