@@ -1,0 +1,334 @@
+"""What every prepared loader is: a torch DataLoader that knows its epoch, its place in it, and its
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from accel_data.cursor import Pass, Progress, from_state, to_state
+from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard
+from accel_data.order import SeedableRandomSampler
+from accel_data.samplers import BatchSamplerShard, SkipBatchSampler
+from accel_state.gradient import GradientState
+from accel_state.imports import require
+
+__all__ = ["DataLoaderAdapter", "DataLoaderStateMixin", "get_sampler"]
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+_KEPT_WITH_WORKERS = ("multiprocessing_context", "prefetch_factor")
+
+
+class DataLoaderStateMixin:
+    """What a loader tells while it is iterated.
+
+    Attributes:
+        end_of_dataloader: Whether the batch at hand is the last one.
+        remainder: Real samples in the last step of all processes if that is not full, else 0; -1 where not
+            known.
+        real_samples: How many samples of each process in the batch at hand are real, the rest being padding
+            at the end of that process's batch; None if nothing is padded.
+        gradient_state: The state that is told when iteration begins and ends.
+    """
+
+    end_of_dataloader: bool
+    remainder: int
+    real_samples: tuple[int, ...] | None
+    gradient_state: GradientState
+
+    def __init__(self) -> None:
+        self.gradient_state = GradientState()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was known about the last batch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.real_samples = None
+
+    def begin(self) -> None:
+        """Begin an iteration: this loader becomes the active one of its gradient state."""
+        self.reset()
+        self.remainder = self._known_remainder()
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """End the iteration: the loader that was active before is so again."""
+        self.gradient_state._remove_dataloader(self)
+
+    def _known_remainder(self) -> int:
+        return -1
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A torch DataLoader with a place: it knows its epoch, and how much of it has been handed out.
+
+    Args:
+        dataset: The dataset.
+        use_stateful_dataloader: Read through torchdata's StatefulDataLoader where workers read a stream
+            (extra `accel-data[stateful]`).
+        batch_sampler: The batch sampler.
+        **kwargs: Further arguments of `torch.utils.data.DataLoader`.
+
+    Raises:
+        ImportError: If `use_stateful_dataloader` is given and torchdata is not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.skip_batches = 0
+        self._progress = Progress()
+        self._base = loader_class(use_stateful_dataloader)
+        self._reads: DataLoader[Any] | None = None
+        self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
+
+    @property
+    def iteration(self) -> int:
+        """Number of the epoch that is being read, or comes next."""
+        return self._progress.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration goes on where a loaded state says."""
+        return self._progress.resumes
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of one step, all processes together; None where the batch size is not known."""
+        if self._shard is None:
+            return self._step_size if self.batch_size is not None else None
+        return None if self._shard.batch_size is None else self._shard.step_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Length of the dataset, all processes together."""
+        return len(self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset)  # type: ignore[arg-type]
+
+    def get_sampler(self) -> Any:
+        """Return the innermost sampler."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the innermost sampler.
+
+        Args:
+            sampler: The new one.
+        """
+        holder: Any = None if self._shard is None else innermost(self._shard)
+        if not hasattr(holder, "sampler"):
+            raise ValueError(f"This loader has no sampler that could be replaced by {sampler!r}.")
+        holder.sampler = sampler
+        if self.batch_sampler is not None:
+            self.__dict__["sampler"] = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; without it each iteration is the next epoch.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        self._progress.set_epoch(epoch)
+        self._tell_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of this loader: seed, epoch, and samples handed out by all processes together.
+
+        Until the next iteration begins, an iteration that was left early is its place.
+        """
+        return to_state(self._progress.cursor(self._step_size), self._seed, self._length)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a place: the next iteration has the rest of its epoch, on any number of processes.
+
+        Args:
+            state_dict: What `state_dict` returned, maybe in another run.
+
+        Raises:
+            ValueError: If it is not the state of a loader like this one over a dataset like this one.
+        """
+        seed = self._seed
+        cursor = from_state(state_dict, seed is not None, self._length, self._limit)
+        if seed is not None:
+            self._seed = int(state_dict["seed"])
+        self._progress.resume(cursor)
+        self._tell_epoch(cursor.epoch)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Do nothing: a state counts what was handed out, never what was read ahead."""
+
+    def __len__(self) -> int:
+        return max(super().__len__() - self.skip_batches, 0)
+
+    # What follows is for the loaders of this package.
+
+    @property
+    def _step_size(self) -> int:
+        """Places in the global order that one step of all processes takes."""
+        if self._shard is not None:
+            return self._shard.step_size
+        shard = self._stream_shard()
+        return shard.share * shard.num_processes
+
+    @property
+    def _limit(self) -> int | None:
+        return None if self._shard is None else self._shard.num_samples
+
+    @property
+    def _length(self) -> int | None:
+        return (
+            self.total_dataset_length
+            if self._shard is not None and hasattr(self.dataset, "__len__")
+            else None
+        )
+
+    @property
+    def _seed(self) -> int | None:
+        if self._shard is None:
+            return None
+        sampler = self._shard.sampler
+        return sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else self._shard.seed
+
+    @_seed.setter
+    def _seed(self, seed: int) -> None:
+        assert self._shard is not None
+        if isinstance(self._shard.sampler, SeedableRandomSampler):
+            self._shard.sampler.initial_seed = seed
+        else:
+            self._shard.seed = seed
+
+    def _install_shard(self) -> BatchSamplerShard:
+        """Put a shard in the place of the sampler that is iterated, unless it is one."""
+        name = "sampler" if self.batch_sampler is None else "batch_sampler"
+        iterated: Any = getattr(self, name)
+        if isinstance(iterated, Unbatched):
+            return iterated.shard
+        if isinstance(iterated, BatchSamplerShard):
+            shard = iterated
+        elif name == "sampler" and not isinstance(iterated, BatchSampler):
+            shard = self._make_shard(BatchSampler(iterated, 1, False), unbatched=True)
+            self.__dict__["sampler"] = Unbatched(shard)
+            return shard
+        else:
+            shard = self._make_shard(iterated)
+        # torch forbids to set these on a loader, and does not know them where it is given a batch sampler.
+        self.__dict__[name] = shard
+        if name == "batch_sampler":
+            self.__dict__.update(batch_size=shard.local_batch_size, drop_last=shard.drop_last)
+            self.__dict__["sampler"] = self.sampler if shard.sampler is None else shard.sampler
+        return shard
+
+    def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
+        return BatchSamplerShard(batch_sampler)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        inner: Any
+        for inner in (self._shard, self.dataset):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+    def _stream_shard(self) -> IterableDatasetShard:
+        """Return what shares out the stream of an iterable dataset."""
+        if isinstance(self.dataset, IterableDatasetShard) and self.dataset.share == (self.batch_size or 1):
+            return self.dataset
+        return IterableDatasetShard(
+            self.dataset,  # type: ignore[arg-type]
+            self.batch_size or 1,
+            self.drop_last,
+            even_batches=False,
+        )
+
+    def _stream(
+        self, started: Pass, shard: IterableDatasetShard
+    ) -> Iterator[tuple[tuple[int, ...] | None, Any]]:
+        """Read (real, batch) from an iterable dataset."""
+        if self._reads is None:
+            reader = BlockReader(shard, shared=self.num_workers > 0)
+            shard.counts_rows = self.batch_size is None
+            collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
+            self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
+        self._reads.dataset.seek(started.begin.epoch, started.begin.consumed)  # type: ignore[attr-defined]
+        return iter(self._reads)
+
+
+class Unbatched(Sampler[Any]):
+    """The entries of a shard with one index per batch, for loaders that do not batch.
+
+    Args:
+        shard: The shard.
+    """
+
+    def __init__(self, shard: BatchSamplerShard) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        return (entry for (entry,) in self.shard)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+def innermost(batch_sampler: Any) -> Any:
+    """Return the batch sampler inside of those of this package."""
+    while isinstance(batch_sampler, (BatchSamplerShard, SkipBatchSampler)):
+        batch_sampler = batch_sampler.batch_sampler
+    return batch_sampler
+
+
+def loader_class(stateful: bool) -> type[DataLoader[Any]]:
+    """Return torchdata's StatefulDataLoader, or torch's DataLoader."""
+    if not stateful:
+        return DataLoader
+    found: type[DataLoader[Any]] = require(
+        "torchdata.stateful_dataloader", "stateful", "accel-data"
+    ).StatefulDataLoader
+    return found
+
+
+def settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that make another DataLoader with the settings of this one, sampling apart."""
+    names = _KEPT + (_KEPT_WITH_WORKERS if loader.num_workers else ())
+    return {name: getattr(loader, name) for name in names}
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the innermost sampler of a loader, prepared or not.
+
+    Args:
+        dataloader: The loader.
+
+    Returns:
+        The sampler that gives single indices; None if there is none: for an iterable dataset, and for a batch
+        sampler that makes its batches by itself.
+    """
+    if isinstance(dataloader.dataset, IterableDataset):
+        return None
+    holder: Any = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    if isinstance(holder, Unbatched):
+        holder = holder.shard
+    elif dataloader.batch_sampler is None and not isinstance(holder, BatchSampler):
+        return holder
+    return getattr(innermost(holder), "sampler", None)

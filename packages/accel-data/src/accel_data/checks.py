@@ -1,0 +1,114 @@
+"""Checks of what users pass, with messages that name the value and the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accel_state.enums import RNGType
+
+__all__ = [
+    "check_divides",
+    "check_length",
+    "check_loader",
+    "check_place",
+    "check_rng_types",
+    "check_seed",
+    "check_single",
+    "check_skip",
+]
+
+
+def check_place(num_processes: int, process_index: int) -> None:
+    """Raise ValueError unless process_index is one of num_processes."""
+    if num_processes < 1:
+        raise ValueError(f"num_processes must be at least 1, but it is {num_processes}.")
+    if not 0 <= process_index < num_processes:
+        raise ValueError(
+            f"process_index must be at least 0 and below num_processes={num_processes}, but it is "
+            f"{process_index}."
+        )
+
+
+def check_divides(batch_size: int, num_processes: int) -> None:
+    """Raise ValueError unless batches of batch_size can be split over num_processes."""
+    if batch_size % num_processes:
+        below = batch_size // num_processes * num_processes
+        sizes = f"{below} or {below + num_processes}" if below else str(num_processes)
+        raise ValueError(
+            "split_batches=True needs a batch size that divides by the number of processes, but "
+            f"{batch_size} does not divide by {num_processes}. Use a batch size of {sizes}, or "
+            "split_batches=False."
+        )
+
+
+def check_skip(num_batches: int) -> int:
+    """Return a number of batches to skip, or raise if it is none."""
+    if not isinstance(num_batches, int) or isinstance(num_batches, bool):
+        raise TypeError(f"The number of batches to skip must be an integer, but it is {num_batches!r}.")
+    if num_batches < 0:
+        raise ValueError(f"The number of batches to skip must be 0 or more, but it is {num_batches}.")
+    return num_batches
+
+
+def check_seed(data_seed: int | None) -> None:
+    """Raise TypeError unless a seed is an integer or None."""
+    if data_seed is not None and (not isinstance(data_seed, int) or isinstance(data_seed, bool)):
+        raise TypeError(f"data_seed must be an integer or None, but it is {data_seed!r}.")
+
+
+def check_loader(dataloader: object) -> None:
+    """Raise TypeError unless an object is a DataLoader; warn of what a prepared loader cannot keep."""
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(
+            "prepare_data_loader takes a torch.utils.data.DataLoader, but got a "
+            f"{type(dataloader).__name__}: {dataloader!r:.100}."
+        )
+    iterate = type(dataloader).__iter__
+    if iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata."):
+        warnings.warn(
+            f"{type(dataloader).__name__} has an __iter__ of its own, which the prepared loader does not "
+            "use: it reads the same dataset with the same settings. Put what __iter__ does into the "
+            "dataset or the collate_fn.",
+            stacklevel=3,
+        )
+    if not getattr(dataloader, "in_order", True) and dataloader.num_workers > 0:
+        warnings.warn(
+            "With in_order=False batches come in the order in which workers finish: which of them are "
+            "padded and where to resume is then not exact. Use in_order=True, or drop_last=True where only "
+            "padding matters.",
+            stacklevel=3,
+        )
+
+
+def check_rng_types(rng_types: Iterable[str | RNGType] | None) -> list[str | RNGType]:
+    """Return the random generators to synchronise, "generator" by default, or raise if one is unknown."""
+    if rng_types is None:
+        return [RNGType.GENERATOR]
+    return [RNGType(kind) for kind in ([rng_types] if isinstance(rng_types, str) else rng_types)]
+
+
+def check_length(dataset: Any) -> None:
+    """Raise ValueError unless a dataset has a length."""
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no __len__, which reading it by index needs. Add one, derive it "
+            "from torch.utils.data.IterableDataset, or pass a sampler to the DataLoader."
+        )
+
+
+def check_single(sampler: Any, num_processes: int, even_batches: bool) -> None:
+    """Raise ValueError if items of unknown size would have to be padded."""
+    if num_processes == 1 or not even_batches:
+        return
+    length = len(sampler) if hasattr(sampler, "__len__") else None
+    if length is None or length % num_processes:
+        count = "unknown number of" if length is None else f"{length}"
+        raise ValueError(
+            f"The loader has batch_size=None, so that its {count} items cannot be padded to equally many on "
+            f"each of {num_processes} processes: how many samples an item holds is not known. Pass "
+            "even_batches=False, or dispatch_batches=True."
+        )

@@ -1,0 +1,49 @@
+"""How the loaders of a run are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_data.checks import check_seed
+
+__all__ = ["DataLoaderConfiguration"]
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Settings for all the loaders that an Accelerator prepares; see `prepare_data_loader` for each.
+
+    Args:
+        split_batches: Give each process a piece of every batch, not every n-th batch.
+        dispatch_batches: Read on process 0 alone and hand out from there; None for iterable datasets only.
+        even_batches: Complete an incomplete last step with samples from the start.
+        use_seedable_sampler: Also replace random samplers that have a generator of the user's by one whose
+            order is a function of seed and epoch. (Those that have none are replaced in any case.)
+        data_seed: Seed of the shuffled orders; None to draw one from torch's generator on process 0.
+        non_blocking: Do not wait for copies from pinned memory to the device.
+        use_stateful_dataloader: Read streams through torchdata's StatefulDataLoader (extra
+            `accel-data[stateful]`).
+        custom_classes: Classes to make in place of `DataLoaderShard` and `DataLoaderDispatcher`, keyed by
+            these; each must be a subclass of its key.
+
+    Raises:
+        ImportError: If `use_stateful_dataloader` is set and torchdata is not installed.
+        TypeError: If data_seed is not an integer.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    custom_classes: Mapping[type, type] | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.data_seed)
+        if self.use_stateful_dataloader:
+            from accel_data.adapter import loader_class
+
+            loader_class(stateful=True)

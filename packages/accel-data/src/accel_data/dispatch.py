@@ -1,0 +1,286 @@
+"""The loader whose batches process 0 reads for all processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from accel_data.adapter import Unbatched, settings
+from accel_data.checks import check_divides
+from accel_data.cursor import Pass
+from accel_data.iterable import IterableDatasetShard, count_rows
+from accel_data.layout import Layout
+from accel_data.loader import Item, PreparedLoader, look_ahead
+from accel_data.mesh import data_ranks
+from accel_data.rounds import Read, Round, Rounds
+from accel_data.samplers import AllShards, BatchSamplerShard
+from accel_data.scatter import ABSENT, Channel
+from accel_ops.tree import slice_tensors
+from accel_state.process import Process, current_process
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.gradient import GradientState
+
+__all__ = ["DataLoaderDispatcher"]
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A DataLoader that is read by process 0 alone, which hands each process its batches.
+
+    Each process gets exactly what it would read by itself from a loader that shares out: batches are collated
+    one by one for their process. A batch is sent in one scatter; its structure only when it has changed.
+
+    Args:
+        dataset: The dataset. Only process 0 reads it.
+        split_batches: Give each process a piece of every batch, not every n-th batch.
+        skip_batches: Number of batches to leave out at the beginning of every iteration.
+        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader.
+        _drop_last: Whether an incomplete last step is dropped.
+        _non_blocking: Do not wait for copies from pinned memory to the device.
+        slice_fn: Takes the part of one process out of a batch for all of them; called as `slice_fn(batch,
+            slice, process_index=..., num_processes=...)`. By default nothing is sliced, unless the dataset
+            gives whole batches and they are split.
+        torch_device_mesh: The mesh that the processes form; those that differ only along tp, cp and sp get
+            the same batches.
+        iteration: Number of the first epoch.
+        device: Where batches are put; None leaves them where they arrive.
+        even_batches: Complete an incomplete last step with samples from the start.
+        num_processes: Number of data-parallel processes; those that run by default. With 1, this process reads
+            for itself alone.
+        gradient_state: The state that is told when iteration begins and ends; by default the newest.
+        **kwargs: Further arguments of `torch.utils.data.DataLoader`.
+
+    Attributes:
+        total_batch_size: Samples of one step, all processes together.
+        total_dataset_length: Length of the dataset, all processes together.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
+        *,
+        device: torch.device | None = None,
+        even_batches: bool = True,
+        num_processes: int | None = None,
+        gradient_state: GradientState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._process = current_process()
+        self._owners = _owners(self._process, torch_device_mesh, num_processes)
+        self.num_processes = max(self._owners) + 1
+        self.split_batches = split_batches
+        self.slice_fn = slice_fn
+        self.even_batches = even_batches and self.num_processes > 1
+        self._channel: Channel | None = None
+        super().__init__(
+            dataset,
+            device=device,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            drop_last_step=_drop_last,
+            non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            gradient_state=gradient_state,
+            **kwargs,
+        )
+        if isinstance(dataset, IterableDataset) and self.batch_size is not None and split_batches:
+            check_divides(self.batch_size, self.num_processes)
+            self.__dict__["batch_size"] = self.batch_size // self.num_processes
+        if slice_fn is not None and self._unbatched and not split_batches:
+            warnings.warn(
+                "slice_fn is ignored: the dataset gives whole batches, and each process gets one of them. "
+                "Pass split_batches=True to divide every batch over the processes.",
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        if self._shard is not None:
+            steps = -(-len(self._shard) // self._shard.num_processes)
+        else:
+            count = 1 if self._sliced_items else self.num_processes
+            layout = Layout(self.batch_size or 1, count, self.drop_last, self.even_batches)
+            steps = layout.num_steps(self.total_dataset_length)
+        return max(steps - self.skip_batches, 0)
+
+    @property
+    def _unbatched(self) -> bool:
+        """Whether the dataset gives whole batches, whose size is not known before."""
+        return self.batch_size is None and (self._shard is None or isinstance(self.sampler, Unbatched))
+
+    @property
+    def _sliced_items(self) -> bool:
+        """Whether each item of the dataset is a batch for all processes."""
+        return self._unbatched and self.split_batches
+
+    @property
+    def _step_size(self) -> int:
+        if self._shard is not None:
+            return self._shard.step_size
+        return (self.batch_size or 1) * (1 if self._sliced_items else self.num_processes)
+
+    def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
+        if self.split_batches and unbatched:
+            return AllShards(batch_sampler, even_batches=False)
+        return AllShards(batch_sampler, self.num_processes, 0, self.split_batches, self.even_batches)
+
+    def _stream_shard(self) -> IterableDatasetShard:
+        size = self.batch_size or 1
+        if self.slice_fn is not None and self.batch_size is not None:
+            size *= self.num_processes
+        return IterableDatasetShard(self.dataset, size, self.drop_last, even_batches=self.even_batches)  # type: ignore[arg-type]
+
+    def _read(self, started: Pass) -> Iterator[Item]:
+        process = self._process
+        if len(self._owners) == 1:
+            return self._alone(started)
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"Process 0 cannot hand out batches to {process.world_size} processes: there is no process "
+                "group. Call torch.distributed.init_process_group (or make a PartialState or an "
+                "Accelerator) first, or pass dispatch_batches=False."
+            )
+        self._channel = self._channel or Channel(process, self._owners)
+        return self._lead(started, self._channel) if process.is_main else self._follow(self._channel)
+
+    def _alone(self, started: Pass) -> Iterator[Item]:
+        for parts, real, last in self._rounds(started):
+            yield parts[0], real, last
+
+    def _lead(self, started: Pass, channel: Channel) -> Iterator[Item]:
+        rounds = self._rounds(started)
+        last = False
+        while True:
+            try:
+                found = next(rounds, None)
+                encoded = channel.encode(found[0]) if found else []
+            except Exception as error:
+                channel.fail(error)
+                raise
+            if found is None:
+                break
+            parts, real, last = found
+            channel.send(encoded, real, last)
+            yield parts[0], real, last
+        if not last:
+            channel.stop()
+
+    def _follow(self, channel: Channel) -> Iterator[Item]:
+        if self.generator is None:
+            # Process 0 draws a seed for its workers here: the global generators stay alike.
+            torch.empty((), dtype=torch.int64).random_()
+        while (message := channel.receive()) is not None:
+            yield message
+            if message.last:
+                return
+
+    def _rounds(self, started: Pass) -> Iterator[tuple[list[Any], tuple[int, ...] | None, bool]]:
+        """Read the steps of a pass: the parts, the padding, and whether it is the last one."""
+        size = None if self._unbatched else self._local_size
+        slice_fn = self.slice_fn
+        if self._unbatched:
+            slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
+        rounds = Rounds(self.num_processes, size, self.even_batches, self._drop_last, slice_fn)
+        if self._shard is None:
+            stream = self._stream(started, self._stream_shard())
+            reads = (Read(batch, real[0] if real else None) for real, batch in stream)
+            yield from look_ahead(iter(rounds.of(reads)))
+            return
+        reads = (Read(batch, None) for batch in self._indexed(started))
+        share = started.share
+        for found, last in _with_last(rounds.of(reads), self._shard, share):
+            real = self._padding(found, share.real) if last and share.real else found.real
+            yield found.parts, real, last
+
+    @property
+    def _local_size(self) -> int | None:
+        return self.batch_size if self._shard is None else self._shard.local_batch_size
+
+    def _indexed(self, started: Pass) -> Iterator[Any]:
+        """Read a map-style dataset: the batches of all processes in turn, or joined if sliced later."""
+        shard = self._shard
+        assert isinstance(shard, AllShards)
+        if self._reads is None:
+            if isinstance(self.sampler, Unbatched):
+                sampling: dict[str, Any] = {"batch_size": None, "sampler": self.sampler}
+            else:
+                name = "batch_sampler" if self.batch_sampler is not None else "sampler"
+                sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
+                sampling |= {} if name == "batch_sampler" else {"batch_size": None}
+            self._reads = self._base(self.dataset, **sampling, **settings(self))
+        self._seek(started)
+        batches = iter(self._reads)
+        started.share = shard.share
+        return batches
+
+    def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:
+        if not self._unbatched:
+            return real
+        rows = found.real or [0 if part is ABSENT else count_rows(part) for part in found.parts]
+        return tuple(size if there else 0 for size, there in zip(rows, real, strict=True))
+
+
+class Joined:
+    """The batches of all processes of each step, joined to one.
+
+    Args:
+        shard: Gives the batches of all processes in turn.
+        count: How many make a step.
+    """
+
+    def __init__(self, shard: AllShards, count: int) -> None:
+        self.shard = shard
+        self.count = count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._joined(iter(self.shard))
+
+    def _joined(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        while group := list(islice(batches, self.count)):
+            yield [index for batch in group for index in batch]
+
+
+def _with_last(rounds: Iterable[Round], shard: BatchSamplerShard, share: Any) -> Iterator[tuple[Round, bool]]:
+    """Tell which round is the last one: from their number, or where it is not known by reading one ahead."""
+    if shard.has_length:
+        for number, found in enumerate(rounds, 1):
+            yield found, number == -(-share.num_batches // shard.num_processes)
+        return
+    for parts, real, last in look_ahead(iter(rounds)):
+        yield Round(parts, real), last
+
+
+def _owners(process: Process, mesh: DeviceMesh | None, num_processes: int | None) -> list[int]:
+    """Return for each process of the run which data-parallel rank it has; [0] for a process by itself."""
+    if num_processes == 1 and mesh is None:
+        return [0]
+    ranks = {rank: rank for rank in range(process.world_size)} if mesh is None else data_ranks(mesh)
+    parts = max(ranks.values()) + 1
+    if num_processes not in (None, parts):
+        raise ValueError(
+            f"Batches cannot be handed out to num_processes={num_processes}: process 0 has {parts} to serve. Leave "
+            "num_processes out, or pass dispatch_batches=False."
+        )
+    if sorted(ranks) != list(range(process.world_size)):
+        raise ValueError(
+            f"torch_device_mesh has the processes {sorted(ranks)}, but {process.world_size} processes run: "
+            "process 0 can only hand out batches to all of them. Pass the whole mesh, or "
+            "dispatch_batches=False."
+        )
+    return [ranks[rank] for rank in range(process.world_size)]

@@ -1,0 +1,120 @@
+"""One iteration over a prepared loader, whoever reads the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.checks import check_skip
+from accel_data.cursor import Pass
+from accel_data.layout import Share
+from accel_ops.tree import send_to_device
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.gradient import GradientState
+
+__all__ = ["Item", "PreparedLoader", "counted", "look_ahead", "looked_up"]
+
+Real = tuple[int, ...] | None
+Item = tuple[Any, Real, bool]
+"""A batch, the padding in it (see `real_samples`), and whether it is the last one."""
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """What loaders that read by themselves and those that get their batches from process 0 have in common."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None,
+        skip_batches: int,
+        use_stateful_dataloader: bool,
+        drop_last_step: bool,
+        non_blocking: bool,
+        torch_device_mesh: DeviceMesh | None,
+        iteration: int,
+        gradient_state: GradientState | None,
+        **kwargs: Any,
+    ) -> None:
+        DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
+        DataLoaderStateMixin.__init__(self)
+        if gradient_state is not None:
+            self.gradient_state = gradient_state
+        self.device = device
+        self.skip_batches = check_skip(skip_batches)
+        self.torch_device_mesh = torch_device_mesh
+        self._drop_last = drop_last_step
+        self._non_blocking = non_blocking
+        self._progress.set_epoch(iteration)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        started = self._start_pass()
+        self.begin()
+        exhausted = False
+        try:
+            for batch, real, last in self._read(started):
+                if last or real is not self.real_samples:
+                    self._mark(real, last)
+                started.steps += 1
+                yield batch if self.device is None else self._to_device(batch)
+            exhausted = True
+        finally:
+            self._progress.finish(started, exhausted)
+            self.end()
+
+    def _read(self, started: Pass) -> Iterator[Item]:
+        raise NotImplementedError
+
+    def _start_pass(self) -> Pass:
+        started = self._progress.start(self.skip_batches, self._step_size, self._limit)
+        self._tell_epoch(started.begin.epoch)
+        return started
+
+    def _seek(self, started: Pass) -> None:
+        """Tell the shard where the pass starts."""
+        assert self._shard is not None
+        self._shard.start = started.begin.consumed
+        self._shard.resume_generator = started.begin.generator
+
+    def _known_remainder(self) -> int:
+        real, total = None if self._shard is None else self._shard.num_real, self.total_batch_size
+        return -1 if self._drop_last or real is None or total is None else real % total
+
+    def _mark(self, real: Real, last: bool) -> None:
+        self.real_samples = real
+        self.end_of_dataloader = last
+        if last and real is not None and self.remainder == -1:
+            self.remainder = sum(real)
+
+    def _to_device(self, batch: Any) -> Any:
+        assert self.device is not None
+        return send_to_device(batch, self.device, non_blocking=self._non_blocking)
+
+
+def counted(batches: Iterable[Any], share: Share) -> Iterator[Item]:
+    """Tell which batch is the last one from their number, which is known when the first one is there."""
+    for number, batch in enumerate(batches, 1):
+        last = number == share.num_batches
+        yield batch, (share.real if last else None), last
+
+
+def looked_up(batches: Iterable[Any], share: Share) -> Iterator[Item]:
+    """Tell which batch is the last one by reading one ahead, for a sampler without a length."""
+    for batch, _, last in look_ahead((batch, None) for batch in batches):
+        yield batch, (share.real if last else None), last
+
+
+def look_ahead(batches: Iterator[tuple[Any, Real]]) -> Iterator[Item]:
+    """Tell which batch is the last one by reading one ahead."""
+    present = next(batches, None)
+    if present is None:
+        return
+    for following in batches:
+        yield (*present, False)
+        present = following
+    yield (*present, True)

@@ -1,0 +1,236 @@
+"""The global order: which dataset index stands at which position of an epoch.
+
+- An order is a function of (seed, epoch, position); the number of processes and workers has no part in it.
+- It is a range, one tensor, or a list, so that a process can cut out its share without walking the rest.
+- Samplers that draw from the global random generators are walked under generators of their own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+__all__ = ["Order", "SeedableRandomSampler", "order_of", "sampler_generator"]
+
+Order = range | torch.Tensor | list[Any] | Iterator[Any]
+"""Random access (range, 1-D integer tensor, list), or an iterator where the sampler has no length."""
+
+_MASK = 2**64 - 1
+_CHUNK = 1024  # entries taken at once from a sampler without a length
+
+
+def mix_seed(seed: int, epoch: int) -> int:
+    """Return one 64-bit seed for an epoch.
+
+    Args:
+        seed: The seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        The output of SplitMix64 (Steele, Lea and Flood 2014) at place `epoch` of the stream `seed`, so that
+        (0, 1) and (1, 0) differ, which they do not in a sum.
+    """
+    z = (seed + (epoch + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def draw(sampler: RandomSampler, generator: torch.Generator, same_stream: bool = False) -> torch.Tensor:
+    """Draw the order of a `RandomSampler` as one tensor.
+
+    Args:
+        sampler: Says how long the dataset is, how many samples to draw, and whether to put them back.
+        generator: Where the numbers come from.
+        same_stream: Leave the generator as a complete walk over `sampler` would, which draws one more
+            permutation than it needs.
+
+    Returns:
+        Indices of shape (num_samples,); int32 where the dataset is short enough, to halve the memory.
+    """
+    length, wanted = len(sampler.data_source), sampler.num_samples
+    dtype = torch.int32 if length < 2**31 else torch.int64
+    if sampler.replacement:
+        return torch.randint(length, (wanted,), generator=generator, dtype=dtype)
+    rounds = wanted // length + (1 if same_stream or wanted % length else 0)
+    drawn = [torch.randperm(length, generator=generator, dtype=dtype) for _ in range(rounds)]
+    return drawn[0][:wanted] if wanted <= length else torch.cat(drawn)[:wanted]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order is a function of its seed and of the epoch.
+
+    A complete walk over it moves on to the next epoch; `set_epoch` chooses one.
+
+    Args:
+        *args: Those of `torch.utils.data.RandomSampler`.
+        data_seed: The seed. By default the initial seed of `generator`, else of torch.
+        **kwargs: Those of `torch.utils.data.RandomSampler`.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = 0
+        if data_seed is None:
+            data_seed = torch.initial_seed() if self.generator is None else self.generator.initial_seed()
+        self.initial_seed = data_seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        self.epoch = epoch
+
+    def order(self) -> torch.Tensor:
+        """Return the order of the current epoch as one tensor of shape (num_samples,)."""
+        return draw(self, torch.Generator().manual_seed(mix_seed(self.initial_seed, self.epoch)))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order().tolist()
+        self.set_epoch(self.epoch + 1)
+
+
+class IsolatedRNG:
+    """The global random generators (torch on the CPU, random, and numpy where imported), apart.
+
+    Inside `with`, they are generators seeded with `seed`; outside, they are as if nothing had been drawn.
+    Used several times, it goes on where it stopped.
+
+    Args:
+        seed: The 64-bit seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._inside: list[Any] = []
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> IsolatedRNG:
+        self._outside = [get() for get, _, _ in _global_rngs()]
+        if self._seed is not None:
+            for _, _, reseed in _global_rngs():
+                reseed(self._seed)
+            self._seed = None
+        else:
+            _set_all(self._inside)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._inside = [get() for get, _, _ in _global_rngs()]
+        _set_all(self._outside)
+
+
+def order_of(
+    sampler: Iterable[Any],
+    seed: int | None,
+    epoch: int,
+    agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None,
+) -> Order:
+    """Return the order in which a sampler visits a dataset in one epoch.
+
+    Args:
+        sampler: Any sampler; a batch sampler gives an order of batches.
+        seed: Seeds the global generators while a sampler that may draw from them is walked, together with
+            `epoch`; None leaves them as they are.
+        epoch: Number of the epoch.
+        agreed: Called with the walk over a sampler that is not known here; returns its result, or raises on
+            all processes if they do not agree.
+
+    Returns:
+        A range or a tensor for the samplers of torch that allow it; else the list of what the sampler gives,
+        or an iterator if it has no length.
+    """
+    iterate = type(sampler).__iter__
+    if isinstance(sampler, SequentialSampler) and iterate is SequentialSampler.__iter__:
+        return range(len(sampler.data_source))
+    if isinstance(sampler, SeedableRandomSampler) and iterate is SeedableRandomSampler.__iter__:
+        return sampler.order()
+    if isinstance(sampler, RandomSampler) and iterate is RandomSampler.__iter__:
+        generator = sampler.generator
+        # With replacement torch draws in pieces of 32, which only a walk repeats exactly.
+        if generator is not None and not sampler.replacement:
+            return draw(sampler, generator, same_stream=True)
+    isolated = None if seed is None else IsolatedRNG(mix_seed(seed, epoch))
+    if not hasattr(sampler, "__len__"):
+        return _chunked(sampler, isolated)
+
+    def walk() -> list[Any]:
+        with _entered(isolated):
+            return list(sampler)
+
+    return walk() if agreed is None else agreed(walk)
+
+
+def sampler_generator(sampler: object) -> torch.Generator | None:
+    """Return the generator that the user gave to a sampler, or to the sampler inside of a batch sampler."""
+    for candidate in (sampler, getattr(sampler, "sampler", None)):
+        if isinstance(candidate, SeedableRandomSampler):
+            return None  # its order comes from a seed
+        generator = getattr(candidate, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
+
+
+def take(order: range | torch.Tensor | list[Any], positions: Sequence[int]) -> list[Any]:
+    """Return the entries of an order at some positions."""
+    if isinstance(order, torch.Tensor):
+        taken: list[Any] = order[torch.tensor(positions, dtype=torch.int64)].tolist()
+        return taken
+    return [order[position] for position in positions]
+
+
+def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[Any]:
+    entries = iter(sampler)
+    while True:
+        with _entered(isolated):
+            chunk = list(islice(entries, _CHUNK if isolated else 1))
+        if not chunk:
+            return
+        yield from chunk
+
+
+@contextmanager
+def _entered(isolated: IsolatedRNG | None) -> Iterator[None]:
+    if isolated is None:
+        yield
+        return
+    with isolated:
+        yield
+
+
+def _global_rngs() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
+    rngs: list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]] = [
+        (torch.get_rng_state, torch.set_rng_state, _seed_torch),
+        (random.getstate, random.setstate, random.seed),
+    ]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy_random = numpy.random
+        rngs.append(
+            (
+                numpy_random.get_state,
+                numpy_random.set_state,
+                lambda seed: numpy_random.seed(seed & 0xFFFFFFFF),
+            )
+        )
+    return rngs
+
+
+def _seed_torch(seed: int) -> None:
+    # torch.manual_seed would also seed the accelerators.
+    torch.default_generator.manual_seed(seed)
+
+
+def _set_all(states: list[Any]) -> None:
+    for (_, set_state, _), state in zip(_global_rngs(), states, strict=False):
+        set_state(state)

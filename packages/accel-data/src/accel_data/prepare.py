@@ -1,0 +1,365 @@
+"""Making a loader that shares its data out over the processes of a run, from any torch DataLoader."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, loader_class, settings
+from accel_data.agree import Seeding, agreed_order
+from accel_data.checks import check_loader, check_place, check_rng_types, check_seed, check_single, check_skip
+from accel_data.dispatch import DataLoaderDispatcher
+from accel_data.iterable import IterableDatasetShard
+from accel_data.mesh import data_ranks
+from accel_data.order import sampler_generator
+from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
+from accel_data.shard import DataLoaderShard, SkipDataLoader
+from accel_state.enums import RNGType
+from accel_state.process import current_process
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.gradient import GradientState
+
+__all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a loader is shared out."""
+
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    even_batches: bool
+    seeding: Seeding
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[str | RNGType] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: DeviceMesh | None = None,
+    *,
+    gradient_state: GradientState | None = None,
+    custom_classes: Mapping[type, type] | None = None,
+) -> DataLoader[Any]:
+    """Make a loader that gives this process its share of the batches of a DataLoader.
+
+    All processes together see each sample once, in the order in which one process would: order is a function
+    of seed, epoch and position, whatever the number of processes and workers. Every setting of the loader is
+    kept.
+
+    Args:
+        dataloader: The loader. A prepared one is returned as it is.
+        device: Where batches are put with `put_on_device`; this process's device by default.
+        num_processes: Number of processes; those that run by default.
+        process_index: Index of this one.
+        split_batches: Give each process a piece of every batch, so that the batch size stays that of the
+            loader; without it each process gets whole batches, and all together `num_processes` times as many
+            samples.
+        put_on_device: Put batches on the device.
+        rng_types: Random generators to synchronise with process 0 when an iteration begins: "torch", "cuda"
+            or another device's name, and "generator", the one that the sampler, batch sampler or iterable
+            dataset has. Only that one by default.
+        dispatch_batches: Read on process 0 alone and hand batches out from there. By default for iterable
+            datasets.
+        even_batches: Complete an incomplete last step with samples from the start, so that all processes get
+            equally many; `real_samples` tells which they are. Without it the last processes may get fewer.
+        slice_fn_for_dispatch: Takes the part of one process out of a dispatched batch; see
+            `DataLoaderDispatcher`.
+        use_seedable_sampler: Also replace a random sampler that has a generator of the user's by one whose
+            order is a function of seed and epoch.
+        data_seed: Seed of a shuffled order; by default drawn from torch's generator on process 0.
+        non_blocking: Do not wait for copies from pinned memory to the device.
+        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader (extra
+            `accel-data[stateful]`).
+        torch_device_mesh: The mesh that the processes form; processes that differ only along its axes tp, cp
+            and sp get the same batches.
+        gradient_state: The state that is told when iteration begins and ends; by default the newest.
+        custom_classes: See `DataLoaderConfiguration`.
+
+    Returns:
+        A `DataLoaderShard` or `DataLoaderDispatcher`.
+
+    Raises:
+        TypeError: If `dataloader` is no DataLoader, or data_seed no integer.
+        ValueError: If the loader cannot be shared out as asked: a batch size that does not divide or is not
+            known, a dataset without a length, a loader that is shared out already, an unknown random
+            generator.
+    """
+    if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
+        return _as_prepared(dataloader)
+    check_loader(dataloader)
+    check_seed(data_seed)
+    types = check_rng_types(rng_types)
+    size, rank = _place(num_processes, process_index, torch_device_mesh)
+    seeding = Seeding(use_seedable_sampler, data_seed, size > 1, gradient_state)
+    plan = Plan(size, rank, split_batches, even_batches, seeding)
+    if dispatch_batches is None:
+        dispatch_batches = isinstance(dataloader.dataset, IterableDataset)
+    if slice_fn_for_dispatch is not None and not dispatch_batches:
+        warnings.warn("slice_fn_for_dispatch is ignored without dispatch_batches=True.", stacklevel=2)
+    if put_on_device and device is None:
+        device = current_process().device
+    common = {
+        "device": device if put_on_device else None,
+        "use_stateful_dataloader": use_stateful_dataloader or _is_stateful(dataloader),
+        "_drop_last": _drops_last(dataloader),
+        "_non_blocking": non_blocking,
+        "torch_device_mesh": torch_device_mesh,
+        "gradient_state": gradient_state,
+        **settings(dataloader),
+    }
+    if dispatch_batches:
+        cls = _class_for(DataLoaderDispatcher, custom_classes)
+        return _dispatcher(cls, dataloader, plan, slice_fn_for_dispatch, common)
+    common["rng_types"] = types if size > 1 else None
+    return _shard(_class_for(DataLoaderShard, custom_classes), dataloader, plan, common)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Make a loader without the first batches of another one, which it does not read where it need not.
+
+    After `load_state_dict` these are the first batches of the interrupted epoch, not further ones: the loader
+    goes on where the state says. The loaders count epochs together: what comes after the new one's pass is
+    the next epoch of either.
+
+    Args:
+        dataloader: The loader, prepared or not.
+        num_batches: Number of batches to leave out.
+
+    Returns:
+        The new loader, with all settings of the given one.
+
+    Raises:
+        TypeError: If num_batches is not an integer.
+        ValueError: If it is negative, or more than there are.
+    """
+    check_skip(num_batches)
+    if isinstance(dataloader, DataLoaderAdapter):
+        _check_skip_fits(dataloader, num_batches)
+        skipped = copy.copy(dataloader)
+        skipped.skip_batches = dataloader.skip_batches + num_batches
+        return skipped
+    if isinstance(dataloader.dataset, IterableDataset):
+        sampling: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        return SkipDataLoader(
+            dataloader.dataset, num_batches, _is_stateful(dataloader), **sampling, **settings(dataloader)
+        )
+    if dataloader.batch_sampler is None:
+        sampling = {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
+    else:
+        sampling = {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)}
+    return loader_class(_is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
+
+
+def _shard(
+    cls: type[DataLoaderShard], dataloader: DataLoader[Any], plan: Plan, common: dict[str, Any]
+) -> DataLoader[Any]:
+    """Make the loader that reads its own share."""
+    size, rank = plan.num_processes, plan.process_index
+    even = plan.even_batches and size > 1
+    dataset = dataloader.dataset
+    if isinstance(dataset, IterableDataset):
+        batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
+        if not isinstance(dataset, IterableDatasetShard):
+            split = plan.split_batches and batch_size is not None
+            dataset = IterableDatasetShard(
+                dataset, batch_size or 1, drop_last, size, rank, split, even_batches=even
+            )
+        else:
+            _check_place_is(dataset, plan)
+        share = None if batch_size is None else dataset.share
+        generator = getattr(dataset.dataset, "generator", None)
+        common["synchronized_generator"] = generator if isinstance(generator, torch.Generator) else None
+        return cls(dataset, batch_size=share, drop_last=drop_last, **common)
+    iterated, single = _iterated(dataloader)
+    splitter = _splitter(iterated)
+    if splitter is not None:
+        _check_splitter(splitter, plan)
+        shard: BatchSamplerShard = PresplitBatchSampler(iterated, splitter)
+    elif isinstance(iterated, BatchSamplerShard):
+        _check_place_is(iterated, plan)
+        shard = iterated
+    else:
+        if single:
+            check_single(dataloader.sampler, size, plan.even_batches)
+        seeded, seed = plan.seeding.seeded(iterated)
+        common["synchronized_generator"] = sampler_generator(seeded)
+        shard = BatchSamplerShard(seeded, size, rank, plan.split_batches and not single, plan.even_batches)
+        shard.seed = seed
+        shard.agreed = agreed_order if size > 1 else None
+    return cls(dataset, **_sampling(dataloader, shard, single), **common)
+
+
+def _dispatcher(
+    cls: type[DataLoaderDispatcher],
+    dataloader: DataLoader[Any],
+    plan: Plan,
+    slice_fn: Callable[..., Any] | None,
+    common: dict[str, Any],
+) -> DataLoader[Any]:
+    """Make the loader that gets its batches from process 0."""
+    common |= {"split_batches": plan.split_batches, "even_batches": plan.even_batches, "slice_fn": slice_fn}
+    common["num_processes"] = plan.num_processes
+    dataset = dataloader.dataset
+    if isinstance(dataset, IterableDataset):
+        _refuse_shared_out(dataset)
+        return cls(dataset, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **common)
+    iterated, single = _iterated(dataloader)
+    _refuse_shared_out(_splitter(iterated) or iterated)
+    seeded, seed = plan.seeding.seeded(iterated)
+    sampling = _sampling(dataloader, seeded.sampler if single else seeded, False)
+    loader = cls(dataset, **sampling, **common)
+    assert loader._shard is not None
+    loader._shard.seed = seed
+    return loader
+
+
+def _iterated(dataloader: DataLoader[Any]) -> tuple[Any, bool]:
+    """Return the batch sampler of a loader, and whether it was made here as the loader does not batch."""
+    if dataloader.batch_sampler is not None:
+        return dataloader.batch_sampler, False
+    if isinstance(dataloader.sampler, BatchSampler):
+        return dataloader.sampler, False
+    return BatchSampler(dataloader.sampler, 1, False), True
+
+
+def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[str, Any]:
+    """Return the arguments that put a sampler in the place of the one that a loader iterates."""
+    if dataloader.batch_sampler is not None:
+        return {"batch_sampler": sampler}
+    return {"batch_size": None, "sampler": Unbatched(sampler) if single else sampler}
+
+
+def _place(num_processes: int | None, process_index: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return the number of data-parallel processes and the index of this one."""
+    if num_processes is not None and process_index is not None and mesh is None:
+        check_place(num_processes, process_index)
+        return num_processes, process_index
+    process = current_process()
+    size, rank = process.world_size, process.rank
+    asked = (
+        size if num_processes is None else num_processes,
+        rank if process_index is None else process_index,
+    )
+    if mesh is None:
+        check_place(*asked)
+        return asked
+    ranks = data_ranks(mesh)
+    if rank not in ranks:
+        raise ValueError(
+            f"Process {rank} is not in torch_device_mesh, which has the processes {sorted(ranks)}."
+        )
+    place = max(ranks.values()) + 1, ranks[rank]
+    if asked not in (place, (size, rank)):
+        raise ValueError(
+            f"num_processes={asked[0]} and process_index={asked[1]} do not fit torch_device_mesh, along "
+            f"which the data is divided into {place[0]} parts, of which this process gets number {place[1]}. "
+            "Leave them out."
+        )
+    return place
+
+
+def _splitter(batch_sampler: Any) -> Any:
+    """Return the `DistributedSampler`, or one like it, that a batch sampler has or is; else None."""
+    for candidate in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if all(isinstance(getattr(candidate, name, None), int) for name in ("num_replicas", "rank")):
+            return candidate
+    return None
+
+
+def _check_splitter(splitter: Any, plan: Plan) -> None:
+    here = plan.process_index, plan.num_processes
+    if (splitter.rank, splitter.num_replicas) != here:
+        raise ValueError(
+            f"The loader shares its data out already: its {type(splitter).__name__} is for process "
+            f"{splitter.rank} of {splitter.num_replicas}, but this is process {here[0]} of {here[1]}. Leave "
+            "that sampler out (with shuffle=True if it shuffles): the prepared loader shares out by itself. "
+            f"Or make it with num_replicas={here[1]}, rank={here[0]}."
+        )
+    if plan.split_batches and plan.num_processes > 1:
+        warnings.warn(
+            f"split_batches=True is ignored: the {type(splitter).__name__} has shared the data out already, "
+            "and the loader's batch size is that of one process.",
+            stacklevel=4,
+        )
+
+
+def _check_place_is(shard: BatchSamplerShard | IterableDatasetShard, plan: Plan) -> None:
+    if (shard.process_index, shard.num_processes) != (plan.process_index, plan.num_processes):
+        raise ValueError(
+            f"The loader shares its data out already: its {type(shard).__name__} is for process "
+            f"{shard.process_index} of {shard.num_processes}, but this is process {plan.process_index} of "
+            f"{plan.num_processes}. Give the loader what is inside of it: the prepared loader shares out by "
+            "itself."
+        )
+
+
+def _refuse_shared_out(part: Any) -> None:
+    if isinstance(part, (BatchSamplerShard, IterableDatasetShard)) or hasattr(part, "num_replicas"):
+        raise ValueError(
+            f"The loader shares its data out already, by its {type(part).__name__}, so with "
+            "dispatch_batches=True process 0 would hand out its own share only. Leave it out, or pass "
+            "dispatch_batches=False."
+        )
+
+
+def _as_prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
+    if isinstance(loader, SkipDataLoader):
+        raise ValueError(
+            "A loader that skips its first batches was made from one that is not prepared, whose batches "
+            "are not those of one process. Prepare that one first, then call skip_first_batches on the "
+            "result."
+        )
+    return loader
+
+
+def _check_skip_fits(loader: DataLoaderAdapter, num_batches: int) -> None:
+    if num_batches == 0 or loader.resumes:
+        return  # after load_state_dict batches are counted as by the run that was saved
+    try:
+        length = len(loader)
+    except TypeError:
+        return
+    if num_batches > length:
+        raise ValueError(f"Cannot skip {num_batches} batches: the loader has only {length}.")
+
+
+def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> type[Any]:
+    for key, cls in (custom_classes or {}).items():
+        if key not in (DataLoaderShard, DataLoaderDispatcher) or not issubclass(cls, key):
+            raise ValueError(
+                f"custom_classes has {key!r}: {cls!r}, but keys must be DataLoaderShard or "
+                "DataLoaderDispatcher, and each class a subclass of its key."
+            )
+    return (custom_classes or {}).get(base, base)
+
+
+def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    return dataloader.drop_last or bool(getattr(_iterated(dataloader)[0], "drop_last", False))
+
+
+def _is_stateful(dataloader: DataLoader[Any]) -> bool:
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)

@@ -1,0 +1,328 @@
+"""Batch samplers that give one process its share, and one that starts later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel_data.checks import check_divides, check_place, check_skip
+from accel_data.layout import Layout, Share, cut
+from accel_data.order import Order, order_of, sampler_generator
+
+__all__ = ["BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
+
+
+class BatchSamplerShard(BatchSampler):
+    """Gives one process its part of the batches of a batch sampler.
+
+    On two processes, batches [0, 1, 2, 3], [4, 5, 6, 7] give
+
+    - without `split_batches`: [0, 1, 2, 3] to process 0 and [4, 5, 6, 7] to process 1;
+    - with it: [0, 1] then [4, 5] to process 0 and [2, 3] then [6, 7] to process 1.
+
+    Where the indices do not suffice for a batch on every process, the incomplete step is dropped if the batch
+    sampler has drop_last, else completed with indices from the start, else (even_batches=False) left uneven.
+    The share of a plain `BatchSampler` is computed, not found by walking over the batches of the others. A
+    batch sampler of another class is walked; with even_batches=False its batches are never cut anew.
+
+    Args:
+        batch_sampler: The batch sampler; any iterable of lists of indices.
+        num_processes: Number of processes.
+        process_index: Index of this one.
+        split_batches: Give each process a piece of every batch, not every n-th batch.
+        even_batches: Complete an incomplete last step with indices from the start.
+
+    Raises:
+        ValueError: If process_index is no process, if the batch size does not divide by num_processes with
+            split_batches, or if there is no batch size where one is needed.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler | Iterable[list[int]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        check_place(num_processes, process_index)
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.seed: int | None = None  # of the generators under which an unknown sampler is walked
+        self.epoch = 0
+        self.start = 0  # where the next pass starts in the global order, in samples
+        self.resume_generator: Any = None  # state of the sampler's generator for the next pass
+        self.agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None
+        self.share = Share()  # of the latest pass
+        self._check()
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside of the batch sampler; None if it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the batch sampler, all processes together."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """Indices in a full batch of one process; None if not known."""
+        if self.batch_size is None:
+            return None
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    @property
+    def step_size(self) -> int:
+        """Places in the global order that one step of all processes takes.
+
+        In samples; in batches where the batch size is not known.
+        """
+        return (self.batch_size or 1) * (1 if self.split_batches else self.num_processes)
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches is known before they are walked."""
+        return hasattr(self._walked, "__len__")
+
+    @property
+    def num_samples(self) -> int | None:
+        """Length of the global order in samples; None where only walking tells."""
+        return len(self.sampler) if self._flat and self.has_length else None
+
+    @property
+    def num_real(self) -> int | None:
+        """Samples in the global order that are no padding; None where only walking tells."""
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, also for the samplers inside.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        self.epoch = epoch
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        if self._flat:
+            return self._layout(0).num_batches(len(self.sampler), self._rank)
+        total = self.total_length
+        if self.split_batches:
+            return total
+        even = self.even_batches and self.batch_size is not None
+        layout = Layout(1, self.num_processes, self.drop_last, even)
+        return layout.num_batches(total, self._rank)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.share = Share()
+        return self._batches(self.share, self.start)
+
+    @property
+    def _rank(self) -> int | None:
+        return self.process_index
+
+    @property
+    def _flat(self) -> bool:
+        return type(self.batch_sampler).__iter__ is BatchSampler.__iter__
+
+    @property
+    def _walked(self) -> Any:
+        return self.sampler if self._flat else self.batch_sampler
+
+    def _layout(self, start: int) -> Layout:
+        share = self.local_batch_size
+        assert share is not None
+        even = self.even_batches and self.num_processes > 1
+        return Layout(share, self.num_processes, self.drop_last, even, start)
+
+    def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
+        # A generator, so that nothing is drawn before the loader has drawn its own seed, as without sharding.
+        self._check()
+        if self._flat:
+            yield from cut(self._order(share), self._layout(start), self._rank, share)
+        elif self.even_batches and self.num_processes > 1:
+            yield from cut(self._flattened(self._order(share)), self._layout(start), self._rank, share)
+        else:
+            yield from self._whole_batches(self._order(share), start, share)
+
+    def _order(self, share: Share) -> Any:
+        generator = sampler_generator(self.batch_sampler)
+        if generator is not None:
+            if self.resume_generator is not None:
+                generator.set_state(self.resume_generator)
+                self.resume_generator = None
+            share.generator = generator.get_state()
+        return order_of(self._walked, self.seed, self.epoch, self.agreed)
+
+    def _flattened(self, batches: Any) -> Order:
+        """Turn batches of the declared size into an order of indices."""
+        size = self.batch_size
+
+        def indices() -> Iterator[int]:
+            short: int | None = None
+            for number, batch in enumerate(batches):
+                if short is not None or len(batch) > size:
+                    seen = len(batch) if short is None else short
+                    where = number if short is None else number - 1
+                    raise ValueError(
+                        f"{type(self.batch_sampler).__name__} says batch_size={size}, but its batch {where} "
+                        f"has {seen} indices. Batches of varying size can only be shared out as they are: "
+                        "pass even_batches=False."
+                    )
+                short = len(batch) if len(batch) < size else None
+                yield from batch
+
+        return indices() if isinstance(batches, Iterator) else list(indices())
+
+    def _whole_batches(self, batches: Any, start: int, share: Share) -> Iterator[list[int]]:
+        first = start // (self.batch_size or 1)
+        if self.split_batches and self.num_processes > 1:
+            yield from self._divided(islice(batches, first, None), share)
+            return
+        layout = Layout(1, self.num_processes, self.drop_last, False, first)
+        for piece in cut(batches, layout, self._rank, share):
+            yield from piece
+
+    def _divided(self, batches: Iterable[list[int]], share: Share) -> Iterator[list[int]]:
+        size = self.local_batch_size
+        assert size is not None
+        ranks = range(self.num_processes) if self._rank is None else (self._rank,)
+        parts = (batch[rank * size : (rank + 1) * size] for batch in batches for rank in ranks)
+        if self.has_length:
+            known = [part for part in parts if part]
+            share.num_batches = len(known)
+            yield from known
+        else:
+            yield from filter(None, parts)
+
+    def _check(self) -> None:
+        size = self.batch_size
+        name = type(self.batch_sampler).__name__
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"batch_size must be a positive integer, but {name}.batch_size is {size!r}.")
+        if self.num_processes == 1:
+            return
+        if self.split_batches and size is None:
+            raise ValueError(
+                f"split_batches=True needs a batch size, but {name} has none. Give it an attribute "
+                "`batch_size`, or pass split_batches=False."
+            )
+        if self.split_batches:
+            check_divides(size, self.num_processes)
+        if self.even_batches and size is None:
+            raise ValueError(
+                f"even_batches=True needs a batch size, but {name} has none, so its batches can only be "
+                "shared out as they are. Pass even_batches=False (in an Accelerator: "
+                "dataloader_config=DataLoaderConfiguration(even_batches=False)), or give it an attribute "
+                "`batch_size` if all its batches have one size."
+            )
+
+
+class AllShards(BatchSamplerShard):
+    """The batches of all processes, step by step: those of process 0, 1, ..., then the next step's."""
+
+    @property
+    def _rank(self) -> int | None:
+        return None
+
+
+class PresplitBatchSampler(BatchSamplerShard):
+    """A batch sampler that gives the share of this process already.
+
+    Args:
+        batch_sampler: The batch sampler.
+        splitter: It, or the sampler inside, with `num_replicas`: a `DistributedSampler` or one like it.
+    """
+
+    def __init__(self, batch_sampler: Any, splitter: Any) -> None:
+        super().__init__(batch_sampler)
+        self.splitter = splitter
+
+    @property
+    def step_size(self) -> int:
+        """Places in the global order that one step of all processes takes."""
+        return (self.batch_size or 1) * int(self.splitter.num_replicas)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Length of the global order in samples, padding included; None where only walking tells."""
+        return self.splitter.total_size if isinstance(self.splitter, DistributedSampler) else None
+
+    @property
+    def num_real(self) -> int | None:
+        """Samples in the global order that are no padding; None where only walking tells."""
+        if not isinstance(self.splitter, DistributedSampler):
+            return None
+        return min(self.splitter.total_size, len(self.splitter.dataset))  # type: ignore[arg-type]
+
+    def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
+        first = start // int(self.splitter.num_replicas)
+        real = self._real_in_last(first)
+        for batch in super()._batches(share, first):
+            share.real = real
+            yield batch
+
+    def _real_in_last(self, first: int) -> tuple[int, ...] | None:
+        # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
+        if self.num_samples is None or self.num_real is None or not self._flat:
+            return None
+        processes = int(self.splitter.num_replicas)
+        short = (len(self.splitter) - first) % self.batch_size
+        unpadded = processes - (self.num_samples - self.num_real)
+        if unpadded == processes or (short and self.drop_last):
+            return None
+        return tuple((short or self.batch_size) - (rank >= unpadded) for rank in range(processes))
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: The batch sampler.
+        skip_batches: Number of batches to leave out.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = check_skip(skip_batches)
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside of the batch sampler; None if it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the batch sampler, the skipped ones included."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass for the samplers inside.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(self.total_length - self.skip_batches, 0)
