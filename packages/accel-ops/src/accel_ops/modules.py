@@ -1,0 +1,160 @@
+"""Modules inside modules: taking wrappers off, and asking what a model is made of."""
+
+from __future__ import annotations
+
+import sys
+from types import MethodType
+from typing import Any
+
+import torch
+
+__all__ = [
+    "extract_model_from_parallel",
+    "get_module_children_bottom_up",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "model_has_dtensor",
+    "recursive_getattr",
+]
+
+# Containers that keep the model in `.module`. A model can only be in one whose module is loaded.
+_CONTAINERS = (
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.nn.parallel", "DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("deepspeed", "DeepSpeedEngine"),
+)
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> torch.nn.Module:
+    """Take a model out of the containers of parallel training (DDP, DataParallel, FSDP, DeepSpeed).
+
+    The containers are left as they were: training through them goes on.
+
+    Args:
+        model: The model.
+        keep_fp32_wrapper: Keep what mixed precision put around `forward`. Otherwise it is taken off, from the
+            model itself.
+        keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
+            plain module is returned.
+        recursive: Also take submodules out of their containers, in place.
+
+    Returns:
+        The inner model; `model` itself when nothing was around it.
+    """
+    plain: torch.nn.Module = model._orig_mod if is_compiled_module(model) else model  # type: ignore[assignment]
+    inner = _without_containers(plain)
+    if recursive:
+        _free_children(inner)
+    if not keep_fp32_wrapper:
+        _restore_forward(inner)
+    if plain is model or not keep_torch_compile:
+        return inner
+    # The same class and context around the inner model; the compiled container keeps its own.
+    return model if inner is plain else type(model)(inner, model.dynamo_ctx)
+
+
+def _without_containers(model: torch.nn.Module) -> torch.nn.Module:
+    kinds = tuple(
+        getattr(sys.modules[module], name)
+        for module, name in _CONTAINERS
+        if hasattr(sys.modules.get(module), name)
+    )
+    while isinstance(model, kinds):
+        model = model.module
+    return model
+
+
+def _free_children(model: torch.nn.Module) -> None:
+    for name, child in model.named_children():
+        freed = _without_containers(child)
+        if freed is not child:
+            setattr(model, name, freed)
+        _free_children(freed)
+
+
+def _restore_forward(model: torch.nn.Module) -> None:
+    original = vars(model).pop("_original_forward", None)
+    if original is None:
+        return
+    if original == MethodType(type(model).forward, model):
+        del model.forward
+    else:
+        model.forward = original
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Tell whether `torch.compile` returned this module.
+
+    Args:
+        module: The module.
+    """
+    # A module can only be compiled where dynamo is loaded.
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Tell whether the module or one inside of it was compiled.
+
+    Args:
+        module: The module.
+    """
+    return any(is_compiled_module(part) for part in module.modules())
+
+
+def model_has_dtensor(model: torch.nn.Module) -> bool:
+    """Tell whether any parameter is a `torch.distributed.tensor.DTensor`.
+
+    Args:
+        model: The model.
+    """
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute of an attribute.
+
+    Args:
+        obj: Where to begin.
+        attr: Names with dots between, as "layers.0.weight".
+
+    Raises:
+        AttributeError: If one of them is not there.
+    """
+    for name in attr.split("."):
+        obj = getattr(obj, name)
+    return obj
+
+
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: bool = False
+) -> list[torch.nn.Module] | list[tuple[str, torch.nn.Module]]:
+    """List a model's modules so that each comes after the ones inside of it.
+
+    Args:
+        model: The model, which comes last.
+        return_fqns: Pair each module with its full name; the model's own is "".
+
+    Returns:
+        Every module once, a shared one under its first name.
+    """
+    found: dict[torch.nn.Module, str] = {}
+    for name, module in _bottom_up(model, ""):
+        found.setdefault(module, name)
+    return [(name, module) for module, name in found.items()] if return_fqns else list(found)
+
+
+def _bottom_up(module: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]]:
+    below = [
+        pair
+        for child_name, child in module.named_children()
+        for pair in _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    ]
+    return [*below, (name, module)]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accel_ops.modules import (
+    extract_model_from_parallel,
+    get_module_children_bottom_up,
+    has_compiled_regions,
+    is_compiled_module,
+    model_has_dtensor,
+    recursive_getattr,
+)
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        self.b = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def test_a_bare_model_comes_back_as_it_is():
+    model = Outer()
+
+    assert extract_model_from_parallel(model) is model
+
+
+def test_containers_are_taken_off_however_deep():
+    model = Outer()
+
+    assert extract_model_from_parallel(DataParallel(DataParallel(model))) is model
+
+
+def test_recursive_frees_the_children_too():
+    model = Outer()
+    inner = model.a
+    model.a = DataParallel(inner)
+
+    assert extract_model_from_parallel(model) is model
+    assert model.a is not inner
+    assert extract_model_from_parallel(model, recursive=True).a is inner
+
+
+def check_ddp() -> None:
+    model = Outer()
+    ddp = DistributedDataParallel(model)
+    compiled = torch.compile(ddp, backend="eager")
+    assert extract_model_from_parallel(ddp) is model
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    kept = extract_model_from_parallel(compiled)
+    assert is_compiled_module(kept)
+    assert kept._orig_mod is model
+    assert compiled._orig_mod is ddp
+
+
+def test_a_compiled_ddp_model_keeps_its_container(world):
+    world.run(check_ddp)
+
+
+def test_a_compiled_model_without_container_is_itself():
+    compiled = torch.compile(Outer(), backend="eager")
+
+    assert extract_model_from_parallel(compiled) is compiled
+    assert is_compiled_module(compiled)
+    assert not is_compiled_module(Outer())
+
+
+def test_the_precision_wrapper_is_taken_off_on_request():
+    model = Outer()
+    model._original_forward = model.forward
+    model.forward = lambda x: x
+
+    assert extract_model_from_parallel(model).forward(1) == 1
+    plain = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    assert "forward" not in vars(plain)
+    assert not hasattr(plain, "_original_forward")
+
+
+def test_a_forward_that_was_the_users_own_is_put_back():
+    def own(x: torch.Tensor) -> str:
+        return "own"
+
+    model = Outer()
+    model.forward = own
+    model._original_forward = model.forward
+    model.forward = lambda x: x
+
+    assert extract_model_from_parallel(model, keep_fp32_wrapper=False).forward is own
+
+
+def test_compiled_regions_are_found_inside():
+    model = Outer()
+    assert not has_compiled_regions(model)
+    model.a = torch.compile(model.a, backend="eager")
+
+    assert has_compiled_regions(model)
+
+
+def check_dtensor() -> None:
+    model = Outer()
+    assert not model_has_dtensor(model)
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.zeros(1, 2)
+    model.b.weight = torch.nn.Parameter(DTensor.from_local(local, mesh))
+    assert model_has_dtensor(model)
+
+
+def test_dtensors_are_found(world):
+    world.run(check_dtensor)
+
+
+def test_recursive_getattr():
+    model = Outer()
+
+    assert recursive_getattr(model, "a.0.weight") is model.a[0].weight
+    with pytest.raises(AttributeError, match="nothing"):
+        recursive_getattr(model, "a.nothing.weight")
+
+
+def test_children_come_before_what_holds_them():
+    model = Outer()
+
+    assert get_module_children_bottom_up(model) == [model.a[0], model.a[1], model.a, model.b, model]
+    names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
+    assert names == ["a.0", "a.1", "a", "b", ""]
+
+
+def test_a_shared_module_is_listed_once():
+    model = Outer()
+    model.c = model.a[0]
+
+    assert get_module_children_bottom_up(model).count(model.c) == 1
