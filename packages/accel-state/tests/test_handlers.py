@@ -255,6 +255,12 @@ def test_dynamo_options_replace_the_mode():
         TorchDynamoPlugin(backend="inductor", mode="max-autotune", options={"trace.enabled": True})
 
 
+def test_dynamo_options_win_over_the_environments_mode(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
+    plugin = TorchDynamoPlugin(backend="inductor", options={"trace.enabled": True})
+    assert plugin.to_kwargs() == {"backend": "inductor", "options": {"trace.enabled": True}}
+
+
 def test_unknown_dynamo_backend_names_the_nearest():
     with pytest.raises(ValueError, match=r"'inductr' is not a valid DynamoBackend.*Did you mean 'INDUCTOR'"):
         TorchDynamoPlugin(backend="inductr")
