@@ -67,5 +67,6 @@ def test_unknown_value_names_it_the_allowed_and_the_nearest() -> None:
 
 
 def test_tpu_is_an_old_spelling_of_xla() -> None:
-    with pytest.warns(FutureWarning, match="'TPU' is an old spelling; use 'XLA'"):
+    with pytest.warns(FutureWarning, match="'TPU' is an old spelling; use 'XLA'") as caught:
         assert enums.DistributedType("TPU") is enums.DistributedType.XLA
+    assert caught[0].filename == __file__
