@@ -14,7 +14,7 @@ from accel_state import env, rendezvous
 from accel_state.control import ProcessControl, describe
 from accel_state.devices import row
 from accel_state.enums import DistributedType, PrecisionType
-from accel_state.process import PartialState, Process, destroy_process_group, held_process
+from accel_state.process import PartialState, Process
 from accel_state.shared import ThreadLocalSharedDict, shared_dict
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
@@ -49,7 +49,7 @@ class _Settings:
     def device_mesh(self) -> Any:
         if self.parallelism_config is None:
             return None
-        return self.parallelism_config.get_device_mesh(held_process().device.type)
+        return self.parallelism_config.get_device_mesh(PartialState._held().device.type)
 
 
 class AcceleratorState(ProcessControl):
@@ -112,7 +112,7 @@ class AcceleratorState(ProcessControl):
     @property
     def process(self) -> Process:
         """The facts of this process."""
-        return held_process()
+        return PartialState._held()
 
     @property
     def initialized(self) -> bool:
@@ -224,7 +224,7 @@ class AcceleratorState(ProcessControl):
         Args:
             group: The group; None for the default one and all others with it.
         """
-        destroy_process_group(group)
+        PartialState._destroy_group(group)
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accel_state import env
 from accel_state.enums import DistributedType, RNGType
 
 __all__ = ["DeviceRow"]
@@ -76,6 +77,11 @@ class DeviceRow:
         return (
             torch.device(self.type, index) if self.indexed and index is not None else torch.device(self.type)
         )
+
+    def asked_index(self) -> int | None:
+        """Return the index that ACCELERATE_TORCH_DEVICE gives for this hardware, or None."""
+        kind, _, index = str(env.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")
+        return int(index) if kind == self.type and index else None
 
     def count(self) -> int:
         """Return the number of devices that this process sees."""

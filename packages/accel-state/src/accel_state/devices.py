@@ -208,13 +208,7 @@ def default_device(cpu: bool = False) -> torch.device:
         ValueError: As `detect`.
     """
     found = detect(cpu)
-    return found.device(asked_index(found))
-
-
-def asked_index(found: DeviceRow) -> int | None:
-    """Return the index that ACCELERATE_TORCH_DEVICE gives for this hardware, or None."""
-    kind, _, index = str(env.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")
-    return int(index) if kind == found.type and index else None
+    return found.device(found.asked_index())
 
 
 def _asked(name: str) -> DeviceRow:

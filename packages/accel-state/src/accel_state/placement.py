@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_state import env
-from accel_state.devices import DeviceRow, asked_index
+from accel_state.device_row import DeviceRow
 from accel_state.env import CPUInformation
 from accel_state.rendezvous import has_group
 
@@ -85,7 +85,7 @@ def device_index(row: DeviceRow, facts: CPUInformation) -> int | None:
     if not row.indexed:
         return None
     if facts.world_size == 1:
-        return asked_index(row)
+        return row.asked_index()
     count = row.count()
     if facts.local_rank < count:
         return facts.local_rank

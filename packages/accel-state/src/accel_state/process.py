@@ -79,8 +79,7 @@ class PartialState(ProcessControl):
     Args:
         cpu: Run on the CPU whatever else there is.
         **kwargs: Options of `torch.distributed.init_process_group` (backend, init_method, timeout ...). A
-            second
-            instance that asks for others than the live group has warns that they are ignored.
+            second instance that asks for others than the live group has warns that they are ignored.
 
     Raises:
         TypeError: If an option is unknown.
@@ -100,7 +99,7 @@ class PartialState(ProcessControl):
     @property
     def process(self) -> Process:
         """The facts of this process."""
-        return held_process()
+        return PartialState._held()
 
     @property
     def initialized(self) -> bool:
@@ -131,7 +130,23 @@ class PartialState(ProcessControl):
         Args:
             group: The group; None for the default one and all others with it.
         """
-        destroy_process_group(group)
+        PartialState._destroy_group(group)
+
+    @classmethod
+    def _held(cls) -> Process:
+        """Return the facts, or raise AttributeError where there are none."""
+        held: Process | None = PartialState._shared_state.get("process")
+        if held is None:
+            raise AttributeError(_RESET)
+        return held
+
+    @classmethod
+    def _destroy_group(cls, group: Any) -> None:
+        """Destroy a process group without making a state where there is none."""
+        rendezvous.destroy(group)
+        held: Process | None = PartialState._shared_state.get("process")
+        if held is not None and not rendezvous.has_group():
+            PartialState._shared_state["process"] = replace(held, backend=None)
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -147,30 +162,6 @@ _RESET = (
     "handle was made (AcceleratorState._reset_state(reset_partial_state=True) does so too). Make a new "
     "PartialState or Accelerator."
 )
-
-
-def held_process() -> Process:
-    """Return the facts that PartialState holds.
-
-    Raises:
-        AttributeError: If it holds none.
-    """
-    held: Process | None = PartialState._shared_state.get("process")
-    if held is None:
-        raise AttributeError(_RESET)
-    return held
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """Destroy a process group; nothing when there is none. See `PartialState.destroy_process_group`.
-
-    Args:
-        group: The group; None for the default one and all others with it.
-    """
-    rendezvous.destroy(group)
-    held: Process | None = PartialState._shared_state.get("process")
-    if held is not None and not rendezvous.has_group():
-        PartialState._shared_state["process"] = replace(held, backend=None)
 
 
 def current_process() -> Process:

@@ -41,8 +41,6 @@ _OPTIONS = frozenset(
         "device_id",
     }
 )
-
-
 _FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
 
 
@@ -191,8 +189,8 @@ def _backends() -> dict[str, str]:
 
 def _remember(options: Mapping[str, Any]) -> None:
     global _made
-    if _made is None:
-        atexit.register(_destroy_at_exit)
+    atexit.unregister(_destroy_at_exit)
+    atexit.register(_destroy_at_exit)
     _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
 
 
@@ -211,8 +209,6 @@ def _destroy_at_exit() -> None:
         return
     # An unhandled exception brought us here, so an operation that waits for the others may be under way, and
     # destroying would wait for it until the group's timeout. Whoever watches this process must see it end.
-    if sys.stdout is not None:
-        sys.stdout.flush()
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_FAILED_EXIT_S, exit=True, file=nowhere)
         destroy()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 
 
 def _lengths(inputs: Any, name: str) -> list[tuple[str, int]]:
-    if isinstance(inputs, dict):
+    if isinstance(inputs, MutableMapping):
         return [found for key, value in inputs.items() for found in _lengths(value, f"{name}[{key!r}]")]
     if isinstance(inputs, torch.Tensor) and inputs.ndim == 0:
         raise ValueError(
@@ -78,9 +79,11 @@ def _lengths(inputs: Any, name: str) -> list[tuple[str, int]]:
 
 
 def _take(inputs: Any, positions: range, length: int) -> Any:
-    if isinstance(inputs, dict):
-        taken = {key: _take(value, positions, length) for key, value in inputs.items()}
-        return taken if type(inputs) is dict else type(inputs)(taken)
+    if isinstance(inputs, MutableMapping):
+        taken = copy(inputs)  # of the same type, with whatever else it holds
+        for key, value in inputs.items():
+            taken[key] = _take(value, positions, length)
+        return taken
     if positions.stop <= length:
         return _select(inputs, range(positions.start, positions.stop))
     return _select(inputs, [min(position, length - 1) for position in positions])
