@@ -32,13 +32,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_world] = World()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start importing torch for the workers while the first tests run, if any test needs them."""
+    if any("world" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.stash[_world].warm_up()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the workers."""
     if _world in config.stash:
         config.stash[_world].close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # so that hypothesis lets a property test use it
 def world(request: pytest.FixtureRequest) -> World:
     """Run functions on a persistent pool of gloo workers; see `accel_world.pool.World.run`."""
     return request.config.stash[_world]

@@ -17,7 +17,6 @@ __all__ = ["exchange"]
 
 GRACE_S = 2.0  # what the other ranks get once one has failed
 LEAVE_S = 10.0  # to leave the process group and clean up
-LOOK_S = 0.2  # how often to look for a worker that died while its socket stayed open
 
 
 def exchange(workers: list[Worker], calls: list[Call], timeout_s: float) -> list[Outcome]:
@@ -45,9 +44,11 @@ def _collect(workers: list[Worker], ranks: Iterable[int], timeout_s: float) -> d
     pending = list(ranks)
     deadline = time.monotonic() + timeout_s
     while pending and (left_s := deadline - time.monotonic()) > 0:
-        ready = wait([workers[rank].connection for rank in pending], min(left_s, LOOK_S))
+        answers = [workers[rank].connection for rank in pending]
+        ends = [workers[rank].end for rank in pending]  # its socket may stay open in a child that it left
+        ready = wait([*answers, *ends], left_s)
         for rank in pending:
-            if workers[rank].connection in ready or not workers[rank].alive:
+            if workers[rank].connection in ready or workers[rank].end in ready:
                 outcomes[rank] = _receive(workers[rank])
                 if outcomes[rank].kind != "returned":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -66,7 +67,7 @@ def _receive(worker: Worker) -> Outcome:
         reply: Reply = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.kill()
-        return Outcome("died", f"{describe_exit(worker.process.returncode)}\n{worker.new_output()}")
+        return Outcome("died", f"{describe_exit(worker.returncode)}\n{worker.new_output()}")
     if reply.failure and not reply.left:
         _send(worker, Leave())  # which also frees the ranks that wait for this one
     kind = "raised" if reply.failure else "returned"

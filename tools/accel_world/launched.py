@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_world.environment import base_environment
 from accel_world.ports import lease_port
-from accel_world.process import base_environment
 from accel_world.report import describe_exit
 
 __all__ = ["LaunchFailure", "LaunchedRun", "launch"]

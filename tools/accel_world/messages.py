@@ -12,9 +12,8 @@ __all__ = ["Call", "Leave", "Reply", "Setup"]
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a new worker."""
+    """What a new worker starts with."""
 
-    parent_pid: int
     sys_path: list[str]
     stack_file: str  # where the worker writes its stacks when it is asked (SIGUSR1)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import shutil
-import subprocess
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +14,7 @@ from accel_world.exchange import exchange
 from accel_world.functions import name_function
 from accel_world.messages import Call
 from accel_world.ports import lease_port
-from accel_world.process import Worker
+from accel_world.process import Starter, Worker
 from accel_world.report import Outcome, WorldFailure, describe_failure
 
 __all__ = ["MAX_SIZE", "World"]
@@ -32,6 +29,7 @@ class World:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._starter: Starter | None = None
         self._workers: dict[int, Worker] = {}
         self._started = 0
         self._runs = 0
@@ -98,32 +96,30 @@ class World:
                 store_file.unlink(missing_ok=True)
         return self._results(f"world.run({name}, size={size})", outcomes)
 
+    def warm_up(self) -> None:
+        """Let the starter import torch in the background, because a world will be needed."""
+        if self._folder is None or self._starter is None:
+            self._folder = self._folder or Path(tempfile.mkdtemp(prefix="accel-world-"))
+            self._starter = Starter(self._folder)
+
     def close(self) -> None:
-        """End every worker."""
-        for worker in self._workers.values():
-            worker.connection.close()  # an idle worker takes this as the end
-        until = time.monotonic() + 1.0
-        for worker in self._workers.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, until - time.monotonic()))
-            worker.kill()
-        self._workers.clear()
+        """End every process."""
+        if self._starter is not None:
+            self._starter.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ready_workers(self, size: int) -> list[Worker]:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="accel-world-"))
+        self.warm_up()
+        assert self._folder is not None
+        assert self._starter is not None
         for rank in range(size):
             if rank in self._workers and not self._workers[rank].alive:
                 self._discard([rank])  # it died between two runs
             if rank not in self._workers:
                 self._started += 1
-                self._workers[rank] = Worker(self._folder, self._started)
-        workers = [self._workers[rank] for rank in range(size)]
-        for worker in workers:
-            worker.wait_ready()
-        return workers
+                self._workers[rank] = Worker(self._starter, self._folder, self._started)
+        return [self._workers[rank] for rank in range(size)]
 
     def _discard(self, ranks: Any) -> None:
         for rank in ranks:

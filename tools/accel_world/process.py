@@ -1,10 +1,11 @@
-"""A worker process as the test process sees it: start, output, stack, end."""
+"""The starter and the workers as the test process sees them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -12,49 +13,40 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from accel_world.environment import base_environment
 from accel_world.leaks import own_children
 from accel_world.messages import Setup
 from accel_world.report import WorldFailure, describe_exit
+from accel_world.starter import MESSAGE_BYTES, Reap, Start
 
-__all__ = ["Worker", "base_environment"]
+__all__ = ["Starter", "Worker"]
 
 START_S = 120.0  # importing torch on a loaded machine
 BOOT = """
 import sys
-sys.path.insert(0, sys.argv[2])
-from accel_world.worker import main
-main(int(sys.argv[1]))
+sys.path.insert(0, sys.argv[3])
+from accel_world.starter import main
+main(int(sys.argv[1]), int(sys.argv[2]))
 """
-# Traces of a launcher, which would tell a worker that it is part of another run.
-LAUNCHER_PREFIXES = (
-    "ACCELERATE_",
-    "FSDP_",
-    "MEGATRON_LM_",
-    "MV2_",
-    "OMPI_",
-    "PARALLELISM_CONFIG_",
-    "PMI_",
-    "TORCHELASTIC_",
-)
-LAUNCHER_VARIABLES = frozenset(
-    {"GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
-)
 
 
-class Worker:
-    """One worker process and the test process's end of the socket pair."""
+class Starter:
+    """The process that forks the workers; it ends with this one."""
 
-    def __init__(self, folder: Path, index: int) -> None:
-        """Start the process; `wait_ready` later waits for its import of torch."""
-        self.output_file = folder / f"{index}.out"
-        self.stack_file = folder / f"{index}.stack"
+    def __init__(self, folder: Path) -> None:
+        """Start the process and do not wait: it imports torch meanwhile."""
+        self._output_file = folder / "starter.out"
         self._ready = False
-        self._read_to = 0
-        ours, theirs = socket.socketpair()
-        with theirs, self.output_file.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(theirs.fileno()), str(Path(__file__).parents[1])],
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_S)
+        with theirs, self._output_file.open("wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    *("-c", BOOT, str(theirs.fileno()), str(os.getpid()), str(Path(__file__).parents[1])),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -62,34 +54,66 @@ class Worker:
                 env=base_environment(),
                 start_new_session=True,
             )
-        own_children.add(self.process.pid)
+        own_children.add(self._process.pid)
+
+    def start(self, setup: Setup, connection: int, output: int) -> int:
+        """Fork a worker and return its process id."""
+        return int(self._ask(Start(setup), [connection, output]))
+
+    def reap(self, pid: int) -> int:
+        """Wait for the end of a worker and return its exit code, negative for a signal."""
+        return int(self._ask(Reap(pid), []))
+
+    def close(self) -> None:
+        """End the starter; its workers end with it."""
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+        own_children.discard(self._process.pid)
+
+    def _ask(self, request: Start | Reap, descriptors: list[int]) -> Any:
+        try:
+            if not self._ready:
+                self._ready = bool(self._answer())
+            socket.send_fds(self._control, [pickle.dumps(request)], descriptors)
+            return self._answer()
+        except (OSError, EOFError) as error:
+            code = describe_exit(self._process.poll())
+            output = self._output_file.read_text(errors="replace")
+            raise WorldFailure(f"The workers' starter does not answer ({code}):\n{output}") from error
+
+    def _answer(self) -> Any:
+        message = self._control.recv(MESSAGE_BYTES)
+        if not message:
+            raise EOFError
+        return pickle.loads(message)
+
+
+class Worker:
+    """One worker process, and the test process's end of the socket pair."""
+
+    def __init__(self, starter: Starter, folder: Path, index: int) -> None:
+        """Fork the process; its output and its stacks go to files of their own."""
+        self._starter = starter
+        self._output_file = folder / f"{index}.out"
+        self._stack_file = folder / f"{index}.stack"
+        self._read_to = 0
+        self.returncode: int | None = None  # known once it is killed
+        ours, theirs = socket.socketpair()
+        with theirs, self._output_file.open("ab") as output:
+            setup = Setup(list(sys.path), str(self._stack_file))
+            self.pid = starter.start(setup, theirs.fileno(), output.fileno())
         self.connection = Connection(ours.detach())
-        self.connection.send_bytes(pickle.dumps(Setup(os.getpid(), sys.path, str(self.stack_file))))
+        self.end = os.pidfd_open(self.pid)  # becomes readable when the process ends
 
     @property
     def alive(self) -> bool:
         """Whether the process still runs."""
-        return self.process.poll() is None
-
-    def wait_ready(self) -> None:
-        """Wait until the worker has imported torch.
-
-        Raises:
-            WorldFailure: If it does not come up.
-        """
-        if self._ready:
-            return
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            self._ready = self.connection.poll(START_S) and self.connection.recv_bytes() == b"ready"
-        if not self._ready:
-            self.kill()
-            raise WorldFailure(
-                f"A worker did not start ({describe_exit(self.process.returncode)}):\n{self.new_output()}"
-            )
+        return self.returncode is None and not select.select([self.end], [], [], 0)[0]
 
     def new_output(self) -> str:
         """Return what the worker has printed since the last call."""
-        with self.output_file.open("rb") as file:
+        with self._output_file.open("rb") as file:
             file.seek(self._read_to)
             data = file.read()
         self._read_to += len(data)
@@ -97,32 +121,22 @@ class Worker:
 
     def stack(self) -> str:
         """Return the Python stack of each of its threads, as it stands now."""
-        try:
-            self.process.send_signal(signal.SIGUSR1)
-        except ProcessLookupError:
+        if not self.alive:
             return ""
+        os.kill(self.pid, signal.SIGUSR1)
         until = time.monotonic() + 2.0
         text = previous = ""
         while time.monotonic() < until and (not text or text != previous):
             time.sleep(0.05)
-            previous, text = text, self.stack_file.read_text(errors="replace")
+            previous, text = text, self._stack_file.read_text(errors="replace")
         return text or "(no stack: the process does not answer signals)"
 
     def kill(self) -> None:
         """End the worker and everything in its process group."""
+        if self.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        own_children.discard(self.process.pid)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.returncode = self._starter.reap(self.pid)
         self.connection.close()
-
-
-def base_environment() -> dict[str, str]:
-    """Return this environment without any launcher's traces, one thread each, gloo on loopback."""
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(LAUNCHER_PREFIXES) and key not in LAUNCHER_VARIABLES
-    }
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    return environment | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        os.close(self.end)

@@ -1,8 +1,7 @@
-"""A worker of the persistent world: imports torch once, then runs one function per call as one rank."""
+"""A worker of the persistent world: it runs one function per call, as one rank."""
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import os
@@ -24,18 +23,19 @@ from accel_world.messages import Call, Reply, Setup
 
 __all__ = ["main"]
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FATAL_LEAKS = ("threads", "child processes")  # everything else is put back without a word
 _unraised: list[str] = []  # exceptions of threads and finalizers during the present call
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, setup: Setup) -> None:
     """Serve calls from the test process on this socket until it closes."""
-    connection = Connection(descriptor)
-    setup: Setup = pickle.loads(connection.recv_bytes())
     sys.path[:] = setup.sys_path
-    _prepare_process(setup)
-    connection.send_bytes(b"ready")
+    faulthandler.enable()
+    stack_file = open(setup.stack_file, "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    sys.unraisablehook = lambda hook: _note(hook.exc_value, f"ignored in {hook.object!r}")
+    threading.excepthook = lambda hook: _note(hook.exc_value, f"in thread {hook.thread}")
+    connection = Connection(descriptor)
     while True:
         _serve(connection, _receive(connection))
 
@@ -45,22 +45,6 @@ def _receive(connection: Connection) -> Any:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         os._exit(0)  # not sys.exit: gloo's destructors can deadlock at interpreter exit
-
-
-def _prepare_process(setup: Setup) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != setup.parent_pid:  # it died before the line above
-        os._exit(1)
-    faulthandler.enable()
-    stack_file = open(setup.stack_file, "w")  # noqa: SIM115 - open as long as the process lives
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    sys.unraisablehook = lambda hook: _note(hook.exc_value, f"ignored in {hook.object!r}")
-    threading.excepthook = lambda hook: _note(hook.exc_value, f"in thread {hook.thread}")
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(1)
 
 
 def _note(error: BaseException | None, where: str) -> None:

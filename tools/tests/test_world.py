@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from accel_world import exchange
 from accel_world.report import WorldFailure
 
 
@@ -38,6 +43,12 @@ def sleep_on(rank: int, seconds: float) -> int:
     return os.getpid()
 
 
+def fail_or_sleep() -> None:
+    if dist.get_rank() == 0:
+        raise KeyError("the reason")
+    time.sleep(60)
+
+
 def exit_on(rank: int) -> None:
     if dist.get_rank() == rank:
         print("last words", flush=True)
@@ -50,8 +61,16 @@ def kill_on(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def segfault() -> None:
-    faulthandler._sigsegv()
+def segfault_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        faulthandler._sigsegv()
+    dist.barrier()
+
+
+def exit_and_leave_a_child() -> None:
+    if os.fork() == 0:  # the child inherits the socket, so that only the end of the process tells
+        time.sleep(60)
+    os._exit(4)
 
 
 def compare(a: int, b: int) -> None:
@@ -83,6 +102,18 @@ def raise_in_thread() -> None:
 
 def is_initialized() -> bool:
     return dist.is_initialized()
+
+
+def fail_to_connect(store: str) -> None:
+    if os.environ["RANK"] == "1":
+        with pytest.raises(Exception, match=r"(?i)timed? ?out"):
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, 2),
+                rank=1,
+                world_size=2,
+                timeout=datetime.timedelta(seconds=0.2),
+            )
 
 
 def speak() -> None:
@@ -117,6 +148,16 @@ def test_without_init_there_is_no_group(world):
     assert world.run(is_initialized) == [True, True]
 
 
+def test_a_rank_that_returns_at_once_does_not_break_the_others(world):
+    for _ in range(20):
+        world.run(pid)
+
+
+def test_a_failed_initialisation_leaves_a_working_world(world, tmp_path):
+    world.run(fail_to_connect, str(tmp_path / "store"), init=False)
+    assert world.run(add_ranks, 0, timeout_s=5) == [1, 1]
+
+
 def test_exception_while_the_other_rank_waits_in_a_collective(world):
     pids = world.run(pid)
     begin = time.monotonic()
@@ -138,12 +179,21 @@ def test_exception_while_the_other_rank_is_stuck(world):
     assert after[1] != pids[1]
 
 
+def test_exception_while_the_other_rank_does_something_else(world, monkeypatch):
+    monkeypatch.setattr(exchange, "GRACE_S", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(WorldFailure, match="rank 0 raised, rank 1 stuck") as info:
+        world.run(fail_or_sleep)
+    assert "in fail_or_sleep" in str(info.value)
+    assert time.monotonic() - begin < 10
+
+
 @pytest.mark.parametrize(
     ("function", "args", "account"),
     [
         (exit_on, (1,), "exit code 3"),
         (kill_on, (1,), "killed by SIGKILL"),
-        (segfault, (), "killed by SIGSEGV"),
+        (segfault_on, (1,), "killed by SIGSEGV"),
     ],
 )
 def test_a_dead_worker_is_reported_and_replaced(world, function, args, account):
@@ -151,6 +201,62 @@ def test_a_dead_worker_is_reported_and_replaced(world, function, args, account):
         world.run(function, *args)
     assert account in str(info.value)
     assert world.run(add_ranks, 0) == [1, 1]
+
+
+def test_a_dead_worker_with_a_living_child_is_noticed_at_once(world):
+    begin = time.monotonic()
+    with pytest.raises(WorldFailure, match="rank 0 died"):
+        world.run(exit_and_leave_a_child, size=1, init=False)
+    assert time.monotonic() - begin < 10
+
+
+def test_an_interrupted_run_leaves_a_working_world(world):
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    world.run(pid)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            world.run(sleep_on, 0, 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert world.run(add_ranks, 0) == [1, 1]
+
+
+KILLED = """
+import os, signal, threading, time
+from pathlib import Path
+from accel_world.pool import World
+from sleeper import sleep
+
+world = World()
+world.run(sleep, 0)
+print(world._starter._process.pid, *(worker.pid for worker in world._workers.values()), flush=True)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+world.run(sleep, 60)
+"""
+
+
+def test_busy_workers_do_not_outlive_a_killed_pytest(tmp_path):
+    (tmp_path / "sleeper.py").write_text("import time\ndef sleep(seconds): time.sleep(seconds)\n")
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[1]}:{tmp_path}"}
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert len(run.stdout.split()) == 3
+    files = [Path(f"/proc/{pid}/cmdline") for pid in run.stdout.split()]
+    until = time.monotonic() + 5
+    while any(_runs(file) for file in files) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(_runs(file) for file in files)
+
+
+def _runs(cmdline: Path) -> bool:
+    return cmdline.exists() and cmdline.read_bytes() != b""  # empty for a zombie
 
 
 def test_asserts_say_what_was_compared(world):
