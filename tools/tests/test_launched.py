@@ -41,10 +41,11 @@ def test_a_script_from_a_path(launched, tmp_path):
     assert launched(path, launcher="python").stdout == "alone None [] None\n"
 
 
-def test_torchrun_starts_every_rank(launched):
-    run = launched(REPORT, launcher="torchrun")
+@pytest.mark.parametrize("launcher", ["accel", "torchrun"])
+def test_a_launcher_starts_every_rank(launched, launcher):
+    run = launched(REPORT, "--flag", launcher=launcher, env={"EXTRA": "x"})
     assert run.returncode == 0
-    assert sorted(run.stdout.splitlines()) == ["0 2 [] None", "1 2 [] None"]
+    assert sorted(run.stdout.splitlines()) == ["0 2 ['--flag'] x", "1 2 ['--flag'] x"]
 
 
 def test_a_failing_script_returns_its_code(launched):
