@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ def notebook_launcher(
             "log_line_prefix_template": log_line_prefix_template,
             "start_method": "fork",
         }
-        with env.patch_environment(**values):
+        # torch sets this one itself and leaves it behind; patching takes it away again.
+        with env.patch_environment(**values, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT"):
             return _elastic(options, _forked(function, one_thread=not gpus), args)
     finally:
         if held is not None:
@@ -236,24 +238,33 @@ def _forked(function: Callable[..., Any], one_thread: bool) -> Callable[..., Any
     return worker
 
 
+@dataclass(frozen=True)
+class _Unsendable:
+    """Stands for a result that cannot leave its process."""
+
+    reason: str
+
+
 def _sendable(result: Any) -> Any:
     import pickle
 
     try:
         pickle.dumps(result)
     except Exception as error:
-        warnings.warn(
-            f"The function's result ({type(result).__name__}) cannot be sent back from its process: {error}. "
-            "notebook_launcher returns None.",
-            UserWarning,
-            stacklevel=2,
-        )
-        return None
+        return _Unsendable(f"{type(result).__name__}: {error}")
     return result
 
 
 def _elastic(options: dict[str, Any], worker: Callable[..., Any], args: Sequence[Any]) -> Any:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    results = elastic_launch(LaunchConfig(**options), worker)(*args)
-    return results.get(0)
+    result = elastic_launch(LaunchConfig(**options), worker)(*args).get(0)
+    if isinstance(result, _Unsendable):
+        warnings.warn(
+            f"The function's result cannot be sent back from its process ({result.reason}); "
+            "notebook_launcher returns None.",
+            UserWarning,
+            stacklevel=3,
+        )
+        return None
+    return result

@@ -9,7 +9,7 @@ from accel_launch.plan import Plan
 from accel_launch.resolve import Settings
 from accel_launch.schema import GROUPS, SETTINGS
 
-__all__ = ["dry_run_text", "explain_text"]
+__all__ = ["dry_run_text", "explain_text", "plan_note"]
 
 _SECRET = ("aws_access_key_id", "aws_secret_access_key")
 

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel_launch.config import load_config_from_file
+from accel_launch.config.command import main
+from accel_launch.errors import NotAvailableError
+
+
+def test_default_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+
+    assert main(["default", "--config-file", str(path), "--mixed_precision", "fp16"]) == 0
+    assert load_config_from_file(path).mixed_precision == "fp16"
+    assert str(path) in capsys.readouterr().out
+    assert main(["default", "--config_file", str(path)]) == 1
+
+
+def test_update_rewrites_old_forms_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("fp16: true\nnum_processes: 2\n")
+
+    assert main(["update", "--config_file", str(path)]) == 0
+    assert "use mixed_precision" in capsys.readouterr().out
+    assert load_config_from_file(path).to_dict() == {"mixed_precision": "fp16", "num_processes": 2}
+
+    assert main(["update", "--config_file", str(path)]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_the_questionnaire_says_that_it_is_not_there() -> None:
+    with pytest.raises(NotAvailableError, match="accel config default"):
+        main([])

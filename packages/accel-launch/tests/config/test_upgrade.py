@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel_launch.config import LaunchConfig
+
+
+def load(values: dict[str, Any]) -> LaunchConfig:
+    return LaunchConfig.from_values(values)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ({"fp16": True}, {"mixed_precision": "fp16"}, "use mixed_precision: fp16"),
+        ({"fp16": False}, {}, "use mixed_precision"),
+        ({"fp16": True, "mixed_precision": "bf16"}, {"mixed_precision": "bf16"}, "use mixed_precision"),
+        ({"dynamo_backend": "INDUCTOR"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config"),
+        ({"distributed_type": "TPU"}, {"distributed_type": "XLA"}, "use XLA"),
+        (
+            {"fsdp_config": {"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}},
+            {"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}},
+            "use fsdp_backward_prefetch",
+        ),
+        ({"use_xpu": True}, {}, "no effect"),
+        ({"ipex_config": {"ipex": True}}, {}, "IPEX is part of torch"),
+    ],
+)
+def test_old_forms_load_with_a_warning(old: dict[str, Any], new: dict[str, Any], hint: str) -> None:
+    with pytest.warns(FutureWarning, match=hint):
+        assert load(old).to_dict() == new
+
+
+def test_an_obsolete_key_that_is_off_needs_no_warning() -> None:
+    assert load({"use_xpu": False, "ipex_config": {}}).to_dict() == {}
+
+
+def test_the_first_fsdp_section_had_no_prefixes_and_numbers() -> None:
+    config = load({"fsdp_config": {"sharding_strategy": 1, "offload_params": False, "min_num_params": 2000}})
+
+    assert config.settings == {
+        "fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_offload_params": False,
+        "fsdp_min_num_params": 2000,
+    }

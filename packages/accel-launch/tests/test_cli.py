@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch.__about__ import __version__
+from accel_launch.cli import config_main, launch_main, main
+
+Start = Callable[..., Any]
+
+
+def cpu_seconds(*arguments: str, folder: Path) -> float:
+    """Return the smallest CPU time of three runs: the machine may be busy with other things."""
+    code = "import sys; from accel_launch.cli import main; sys.exit(main())"
+    times = []
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            cwd=folder,
+            env={**os.environ, "HF_HOME": str(folder)},
+            stdout=subprocess.DEVNULL,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        times.append(usage.ru_utime + usage.ru_stime)
+    return min(times)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("launch", "--help"),
+        ("launch", "--dry_run", "--num_processes", "2", "script.py"),
+        ("launch", "script.py"),
+    ],
+)
+def test_commands_take_at_most_a_fifth_of_a_second(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+
+    assert cpu_seconds(*arguments, folder=tmp_path) <= 0.2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("launch", "--help"),
+        ("launch", "--explain", "script.py"),
+        ("launch", "script.py"),
+        ("launch", "--num_processes", "2", "script.py"),
+        ("config", "default", "--config_file", "new.yaml"),
+    ],
+)
+def test_torch_is_not_imported(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "fakes/torch").mkdir(parents=True)
+    (tmp_path / "fakes/torch/__init__.py").write_text("open('imported', 'w').close()\n")
+    (tmp_path / "script.py").touch()
+    path = os.pathsep.join(filter(None, [str(tmp_path / "fakes"), os.environ.get("PYTHONPATH")]))
+    run = start(*arguments, env={"PYTHONPATH": path})
+
+    assert run.finish()[0] == 0
+    assert not (tmp_path / "imported").exists()
+
+
+def test_the_fake_torch_would_be_noticed(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("open('imported', 'w').close()\n")
+
+    assert start("launch", script="import torch\n").finish()[0] == 0
+    assert (tmp_path / "imported").exists()
+
+
+def test_yaml_is_read_only_with_a_config_file(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    code = (
+        "import sys\nfrom accel_launch.cli import main\nmain(['launch', '--dry_run', 's.py'])\n"
+        "print([name for name in ('yaml', 'importlib.metadata', 'torch') if name in sys.modules])"
+    )
+    environ = {**os.environ, "HF_HOME": str(tmp_path)}
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == main([]) == 0
+    text = capsys.readouterr().out
+    assert [name for name in ("launch", "config", "env") if f"  {name} " not in text] == []
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("lunch", "unknown command 'lunch'. Did you mean launch?"),
+        ("tpu-config", "not available here yet"),
+        ("config", "the questionnaire is not there yet"),
+    ],
+)
+def test_commands_that_are_not_there(start: Start, command: str, message: str) -> None:
+    code, _, error = start(command).finish()
+
+    assert code == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_other_packages_add_commands(start: Start, tmp_path: Path) -> None:
+    info = tmp_path / "plugin/other-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[accel.commands]\nhello-world = other_plugin:register\n")
+    (tmp_path / "plugin/other_plugin.py").write_text(
+        "def register(subparsers):\n"
+        "    parser = subparsers.add_parser('hello-world')\n"
+        "    parser.add_argument('--name')\n"
+        "    parser.set_defaults(func=run)\n"
+        "def run(args):\n    print('hello', args.name)\n    return 3\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "plugin"), os.environ.get("PYTHONPATH")]))
+
+    code, out, _ = start("hello-world", "--name", "you", env={"PYTHONPATH": path}).finish()
+    assert (code, out) == (3, "hello you\n")
+    assert "hello-world       From other." in start("--help", env={"PYTHONPATH": path}).finish()[1]
+    _, _, error = start("hello-wrld", env={"PYTHONPATH": path}).finish()
+    assert "Did you mean hello-world?" in error
+
+
+def test_the_other_console_scripts_are_the_same_commands(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    assert launch_main(["--explain", "--num_processes", "2"]) == 0
+    assert "--num_processes" in capfd.readouterr().out
+    assert config_main([]) == 2
+    assert capfd.readouterr().err.startswith("accel-config: error: the questionnaire")
+    with pytest.raises(SystemExit):
+        launch_main(["--nope", "x.py"])
+    assert capfd.readouterr().err.startswith("accel-launch: error: unknown flag --nope")

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from accel_launch.environment import common_environment, worker_environment
+from accel_launch.parser import launch_command_parser
+from accel_launch.resolve import Settings, resolve
+from accel_launch.schema import GROUPS, SETTINGS
+from accel_state import env
+
+ENABLING = {
+    "dynamo": ["--dynamo_backend", "inductor"],
+    "fsdp": ["--use_fsdp"],
+    "parallelism": ["--use_parallelism_config"],
+    "fp8": ["--mixed_precision", "fp8"],
+}
+WRITTEN = [
+    setting
+    for setting in SETTINGS.values()
+    if setting.from_environment and not GROUPS[setting.group].missing and setting.group != "resources"
+]
+
+
+def settle(*flags: str, environ: dict[str, str] | None = None) -> Settings:
+    return resolve(launch_command_parser().parse_args([*flags, "s.py"]), None, environ or {})
+
+
+def common(settings: Settings, base: dict[str, str] | None = None) -> dict[str, str]:
+    return common_environment(settings, base or {}, gpus=None, threads=None)
+
+
+def sample(name: str) -> str:
+    setting = SETTINGS[name]
+    if setting.spec.choices:
+        return str(setting.spec.choices[-1])
+    return {"flag": "true", "flags": "true,false,true", "list": "A,B", "str": "text"}.get(
+        setting.spec.kind, "7"
+    )
+
+
+@pytest.mark.parametrize("name", [setting.name for setting in WRITTEN])
+def test_a_flag_reaches_the_library_through_its_variable(name: str) -> None:
+    setting = SETTINGS[name]
+    flags = [*ENABLING.get(setting.group, []), f"--{name}={sample(name)}"]
+    settings = settle(*flags)
+
+    environ = common(settings)
+
+    assert env.get(setting.spec.name, environ) == settings.value(name)
+
+
+def test_groups_that_are_off_write_nothing() -> None:
+    with pytest.warns(UserWarning, match="Ignored"):
+        settings = settle("--fsdp_version", "2", "--parallelism_config_tp_size", "2")
+
+    assert common(settings) == {"ACCELERATE_MIXED_PRECISION": "no"}
+
+
+def test_the_shells_own_variables_pass_through_untouched() -> None:
+    base = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2", "OTHER": "x y"}
+
+    assert common(settle(environ=base), base) == base
+
+
+def test_a_flag_replaces_the_shells_variable() -> None:
+    base = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_DEBUG_MODE": "true"}
+    environ = common(settle("--cpu=false", "--debug=false", environ=base), base)
+
+    assert env.get("ACCELERATE_USE_CPU", environ) is False
+    assert env.get("ACCELERATE_DEBUG_MODE", environ) is False
+
+
+def test_gpus_and_threads_are_written_as_planned() -> None:
+    environ = common_environment(settle(), {}, gpus="1,2", threads=3)
+
+    assert (environ["CUDA_VISIBLE_DEVICES"], environ["OMP_NUM_THREADS"]) == ("1,2", "3")
+
+
+def test_a_worker_knows_its_place_and_nothing_of_an_outer_torchrun() -> None:
+    outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "RANK": "5", "KEPT": "1"}
+
+    assert worker_environment(outer, 1, 2, "127.0.0.1", 29500) == {
+        "KEPT": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_NUM_PROCESSES": "2",
+    }

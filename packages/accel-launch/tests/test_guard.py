@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from accel_launch.guard import Guard
+
+
+@pytest.fixture
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+
+def test_closing_kills_the_groups_that_were_not_removed(sleeper: subprocess.Popen[bytes]) -> None:
+    guard = Guard()
+    guard.add(sleeper.pid)
+    guard.close()
+
+    assert sleeper.wait(5) == -9
+
+
+def test_groups_that_were_removed_are_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+    guard = Guard()
+    guard.add(sleeper.pid)
+    guard.remove(sleeper.pid)
+    guard.close()
+
+    assert sleeper.poll() is None
+    sleeper.kill()
+    sleeper.wait()
+
+
+def test_it_holds_none_of_our_files() -> None:
+    reading, writing = os.pipe()
+    guard = Guard()
+    try:
+        os.close(writing)
+        until = time.monotonic() + 5
+        os.set_blocking(reading, False)
+        while True:  # the end shows as soon as the guard has closed its copy
+            try:
+                assert os.read(reading, 1) == b""
+                break
+            except BlockingIOError:
+                assert time.monotonic() < until
+    finally:
+        guard.close()
+        os.close(reading)
+
+
+def test_a_guard_that_was_killed_is_no_error(sleeper: subprocess.Popen[bytes]) -> None:
+    guard = Guard()
+    os.kill(guard._pid, 9)
+    os.waitpid(guard._pid, 0)
+
+    guard.add(sleeper.pid)
+    guard.close()
+
+    sleeper.kill()
+    sleeper.wait()

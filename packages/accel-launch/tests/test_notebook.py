@@ -1,0 +1,161 @@
+"""The launch functions start real forks of the test process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_launch.errors import LaunchError
+from accel_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher
+
+
+def all_ranks(folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(total)
+    report = [total.item(), torch.get_num_threads(), os.environ["FORK_LAUNCHED"], os.environ["LOCAL_RANK"]]
+    Path(folder, str(dist.get_rank())).write_text(repr(report))
+    dist.destroy_process_group()
+
+
+def met_through_the_state(folder: str) -> None:
+    from accel_state.process import PartialState
+
+    state = PartialState()
+    Path(folder, str(state.process_index)).write_text(
+        f"{state.num_processes} {state.device} {state.fork_launched}"
+    )
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")
+
+
+def test_debug_launcher_runs_every_rank_on_the_cpu(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    debug_launcher(all_ranks, (str(tmp_path),), num_processes=3)
+
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [
+        f"[6.0, 1, 'true', '{rank}']" for rank in range(3)
+    ]
+    assert dict(os.environ) == before
+
+
+def test_debug_launcher_serves_the_state(tmp_path: Path) -> None:
+    debug_launcher(met_through_the_state, (str(tmp_path),))
+
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2 cpu True"] * 2
+
+
+def test_forks_may_train_after_the_parent_has(tmp_path: Path) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(300, 300)
+        model(torch.randn(300, 300)).sum().backward()  # wide enough for OpenMP threads
+
+    train()
+    debug_launcher(train)
+    assert notebook_launcher(train, num_processes=2, use_port="0") is None
+
+
+def test_a_failing_rank_shows_its_traceback() -> None:
+    with pytest.raises(
+        torch.multiprocessing.ProcessRaisedException, match=r"(?s)Process 1 .*ValueError: boom"
+    ):
+        debug_launcher(fail_on_rank_1)
+
+
+def test_notebook_launcher_returns_what_rank_0_returned() -> None:
+    def train(offset: int) -> list[Any]:
+        return [
+            int(os.environ["RANK"]) + offset,
+            os.environ["ACCELERATE_MIXED_PRECISION"],
+            os.environ["WORLD_SIZE"],
+        ]
+
+    assert notebook_launcher(train, (5,), 2, "bf16", use_port="0") == [5, "bf16", "2"]
+
+
+def test_a_result_that_cannot_be_sent_is_none() -> None:
+    def train() -> Any:
+        return lambda: None
+
+    with pytest.warns(UserWarning, match=r"cannot be sent back from its process \(function: "):
+        assert notebook_launcher(train, num_processes=2, use_port="0") is None
+
+
+def test_one_process_is_this_one() -> None:
+    def train() -> tuple[int, str, Any]:
+        return os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"], os.environ.get("RANK")
+
+    assert notebook_launcher(train, num_processes=1, mixed_precision="fp16") == (os.getpid(), "fp16", None)
+    assert notebook_launcher(train)[0] == os.getpid()
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_a_failing_rank_of_notebook_launcher_shows_its_traceback() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with pytest.raises(ChildFailedError, match=r"(?s)rank      : 1 .*ValueError: boom"):
+        notebook_launcher(fail_on_rank_1, num_processes=2, use_port="0")
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_process_with_a_state_is_refused() -> None:
+    from accel_state.process import PartialState
+
+    PartialState(cpu=True)
+    with pytest.raises(LaunchError, match="Restart the kernel, and make the Accelerator inside the function"):
+        notebook_launcher(fail_on_rank_1, num_processes=2)
+    with pytest.raises(LaunchError, match="Restart the kernel"):
+        debug_launcher(fail_on_rank_1)
+
+
+def test_a_process_with_a_group_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(LaunchError, match="has a process group already"):
+            debug_launcher(fail_on_rank_1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 0}, "num_processes=0"),
+        ({"num_processes": 2, "num_nodes": 2, "node_rank": 2}, "node_rank=2"),
+        ({"num_processes": 2, "mixed_precision": "fp17"}, "fp17"),
+    ],
+)
+def test_bad_numbers_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        notebook_launcher(fail_on_rank_1, **options)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"Port {port} .* is in use"):
+            notebook_launcher(fail_on_rank_1, num_processes=2, use_port=str(port))
+
+
+def test_debug_launcher_needs_a_process() -> None:
+    with pytest.raises(LaunchError, match="num_processes=0"):
+        debug_launcher(fail_on_rank_1, num_processes=0)
+
+
+def test_prepare_for_launch_tells_the_rank() -> None:
+    def where(*args: int) -> tuple[Any, ...]:
+        return os.environ.get("RANK"), os.environ.get("LOCAL_RANK"), os.environ["FORK_LAUNCHED"], args
+
+    assert PrepareForLaunch(where, "MULTI_GPU")(3, 7) == ("3", "3", "true", (7,))
+    assert PrepareForLaunch(where)(0) == (None, None, "true", ())
+    assert "RANK" not in os.environ

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch.config import LaunchConfig
+from accel_launch.errors import LaunchError
+from accel_launch.machine import Machine
+from accel_launch.parser import launch_command_parser
+from accel_launch.plan import Plan, make_plan
+from accel_launch.resolve import resolve
+
+CPU_ONLY = Machine(gpus=0, cores=8)
+FOUR_GPUS = Machine(gpus=4, cores=64)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Any:
+    script = tmp_path / "script.py"
+    script.touch()
+
+    def make(
+        *flags: str,
+        machine: Machine = CPU_ONLY,
+        config: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+    ) -> Plan:
+        args = launch_command_parser().parse_args([*flags, str(script), "--lr", "1"])
+        file = None if config is None else LaunchConfig.from_values(config, Path("c.yaml"))
+        settings = resolve(args, file, environ or {})
+        return make_plan(settings, str(script), args.training_script_args, environ or {}, machine)
+
+    return make
+
+
+def test_one_process_without_gpus(plan: Any) -> None:
+    made = plan()
+
+    assert (made.how, made.processes, made.machines) == ("exec", 1, (1, 1))
+    assert made.settings["num_processes"].detail == "detected: no visible GPU"
+    assert made.environ == {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert made.arguments == ("--lr", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "processes"),
+    [
+        ((), {}, 4),
+        ((), {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
+        ((), {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        (("--gpu_ids", "1,3"), {"CUDA_VISIBLE_DEVICES": "0"}, 2),
+        (("--gpu_ids", "all"), {}, 4),
+        (("--cpu",), {}, 1),
+        (("--num_processes", "3"), {}, 3),
+        ((), {"ACCELERATE_NUM_PROCESSES": "2"}, 2),
+        (("--num_machines", "2", "--main_process_ip", "host"), {}, 4),
+    ],
+)
+def test_the_number_of_processes_is_that_of_the_visible_gpus(
+    plan: Any, flags: tuple[str, ...], environ: dict[str, str], processes: int
+) -> None:
+    assert plan(*flags, machine=FOUR_GPUS, environ=environ).processes == processes
+
+
+def test_gpu_ids_become_the_mask(plan: Any) -> None:
+    assert plan("--gpu_ids", "3,1", machine=FOUR_GPUS).environ["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert "CUDA_VISIBLE_DEVICES" not in plan("--gpu_ids", "all", machine=FOUR_GPUS).environ
+    config = {"gpu_ids": "0", "distributed_type": "NO"}
+    assert plan(config=config, machine=FOUR_GPUS).environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "threads"),
+    [
+        (("--num_processes", "2"), {}, "4"),
+        (("--num_processes", "16"), {}, "1"),
+        (("--num_processes", "2"), {"OMP_NUM_THREADS": "3"}, "3"),
+        (("--num_processes", "2", "--num_cpu_threads_per_process", "5"), {"OMP_NUM_THREADS": "3"}, "5"),
+        ((), {}, None),
+        (("--num_cpu_threads_per_process", "6"), {}, "6"),
+    ],
+)
+def test_cores_are_shared_among_processes(
+    plan: Any, flags: tuple[str, ...], environ: dict[str, str], threads: str | None
+) -> None:
+    assert plan(*flags, environ=environ).environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("flags", "how"),
+    [
+        ((), "exec"),
+        (("--num_processes", "2"), "local"),
+        (("--launcher", "local"), "local"),
+        (("--tee", "3"), "local"),
+        (("--log_dir", "logs"), "local"),
+        (("--launcher", "torchrun"), "torchrun"),
+        (("--max_restarts", "1"), "torchrun"),
+        (("--rdzv_backend", "c10d"), "torchrun"),
+        (("--rdzv_conf", "timeout=3"), "torchrun"),
+        (("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h"), "torchrun"),
+    ],
+)
+def test_what_starts_the_workers(plan: Any, flags: tuple[str, ...], how: str) -> None:
+    assert plan(*flags).how == how
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "messages"),
+    [
+        (
+            ("--num_processes", "5"),
+            FOUR_GPUS,
+            ("num_processes=5", "only 4 GPUs", "--num_processes 4", "--cpu"),
+        ),
+        (("--gpu_ids", "0,9"), FOUR_GPUS, ("gpu_ids=0,9", "--gpu_ids", "GPUs 0 to 3")),
+        (("--gpu_ids", "0,0"), FOUR_GPUS, ("gpu_ids=0,0", "once")),
+        (("--gpu_ids", "0"), CPU_ONLY, ("gpu_ids=0", "no NVIDIA or AMD GPU")),
+        (("--multi_gpu",), CPU_ONLY, ("--multi_gpu", "--cpu")),
+        (("--num_machines", "2"), CPU_ONLY, ("num_machines=2", "--main_process_ip")),
+        (
+            ("--num_machines", "2", "--main_process_ip", "h", "--num_processes", "3"),
+            CPU_ONLY,
+            ("num_processes=3", "num_machines=2", "1 over"),
+        ),
+        (("--machine_rank", "1"), CPU_ONLY, ("machine_rank=1", "num_machines=1")),
+        (
+            ("--num_machines", "1:2", "--main_process_ip", "h"),
+            CPU_ONLY,
+            ("num_machines=1:2", "--rdzv_backend c10d"),
+        ),
+        (
+            ("--launcher", "local", "--max_restarts", "2"),
+            CPU_ONLY,
+            ("--launcher local", "max_restarts=2", "torchrun"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    plan: Any, flags: tuple[str, ...], machine: Machine, messages: tuple[str, ...]
+) -> None:
+    with pytest.raises(LaunchError) as error:
+        plan(*flags, machine=machine)
+
+    assert [message for message in messages if message not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (("--role", "trainer"), "one process: --role"),
+        (("--num_processes", "2", "--monitor_interval", "1"), "workers of this machine: --monitor_interval"),
+        (("--launcher", "torchrun", "--grace_period", "1"), "torchrun: --grace_period"),
+        (("--cpu", "--gpu_ids", "0"), "--gpu_ids is ignored"),
+    ],
+)
+def test_flags_without_effect_give_a_warning(plan: Any, flags: tuple[str, ...], match: str) -> None:
+    with pytest.warns(UserWarning, match=match):
+        plan(*flags)

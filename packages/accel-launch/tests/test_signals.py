@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from accel_launch.errors import LaunchError
+from accel_launch.signals import SignalPipe
+
+
+def test_signals_can_be_read_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with SignalPipe() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sorted(signals.read()) == [signal.SIGUSR1, signal.SIGTERM]
+        assert signals.read() == []
+
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalPipe() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.read() == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_is_refused() -> None:
+    errors: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            with SignalPipe():
+                pass
+        except LaunchError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+
+    with pytest.raises(LaunchError, match="main thread"):
+        raise errors[0]

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch.errors import LaunchError
+from accel_launch.machine import Machine
+from accel_launch.parser import launch_command_parser
+from accel_launch.plan import Plan, make_plan
+from accel_launch.resolve import resolve
+from accel_launch.torchrun import torchrun_command, torchrun_environment, torchrun_port
+
+Start = Callable[..., Any]
+SCRIPT = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+rank = dist.get_rank()
+open(f"done{rank}", "w").write(f"{total.item():g} {os.environ['LOCAL_RANK']} {os.environ['GROUP_RANK']}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Any:
+    script = tmp_path / "script.py"
+    script.touch()
+
+    def make(*flags: str, environ: dict[str, str] | None = None) -> Plan:
+        args = launch_command_parser().parse_args([*flags, str(script), "--lr", "1"])
+        settings = resolve(args, None, {})
+        return make_plan(settings, str(script), ["--lr", "1"], environ or {}, Machine(gpus=0, cores=4))
+
+    return make
+
+
+def options(command: list[str]) -> dict[str, str]:
+    return dict(
+        token.partition("=")[::2] for token in command[3:] if token.startswith("--") and token != "--lr"
+    )
+
+
+def test_static_rendezvous(plan: Any) -> None:
+    command = torchrun_command(
+        plan(
+            *(
+                "--num_machines",
+                "2",
+                "--machine_rank",
+                "1",
+                "--main_process_ip",
+                "host",
+                "--num_processes",
+                "4",
+            ),
+            *("--max_restarts", "3", "--monitor_interval", "2", "--role", "trainer", "--tee", "3"),
+            *("--log_dir", "logs", "--rdzv_conf", "timeout=9"),
+        ),
+        29501,
+    )
+
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[-2:] == ["--lr", "1"]
+    assert options(command) == {
+        "--nnodes": "2",
+        "--nproc_per_node": "2",
+        "--node_rank": "1",
+        "--master_addr": "host",
+        "--master_port": "29501",
+        "--max_restarts": "3",
+        "--monitor_interval": "2.0",
+        "--role": "trainer",
+        "--tee": "3",
+        "--log_dir": "logs",
+        "--rdzv_conf": "timeout=9",
+    }
+
+
+def test_elastic_rendezvous(plan: Any) -> None:
+    elastic = plan(
+        *(
+            "--num_machines",
+            "1:3",
+            "--main_process_ip",
+            "host",
+            "--rdzv_backend",
+            "c10d",
+            "--num_processes",
+            "6",
+        )
+    )
+    found = options(torchrun_command(elastic, 29500))
+
+    assert (found["--nnodes"], found["--nproc_per_node"]) == ("1:3", "2")
+    assert (found["--rdzv_backend"], found["--rdzv_endpoint"]) == ("c10d", "host:29500")
+    assert "--master_addr" not in found
+    environ = torchrun_environment(elastic)
+    assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert environ["ACCELERATE_NUM_PROCESSES"] == "6"
+
+
+@pytest.mark.parametrize("flag", ["--module", "--no_python"])
+def test_what_the_script_is_passes_through(tmp_path: Path, flag: str) -> None:
+    name = "json" if flag == "--module" else "sh"
+    args = launch_command_parser().parse_args(["--launcher", "torchrun", flag, name])
+    made = make_plan(resolve(args, None, {}), name, [], {"PATH": "/bin:/usr/bin"}, Machine(gpus=0, cores=1))
+
+    assert torchrun_command(made, 1)[-2:] == [flag, name]
+
+
+def test_ports(plan: Any) -> None:
+    several = plan("--num_machines", "2", "--main_process_ip", "host", "--num_processes", "2")
+    assert torchrun_port(several) == (29500, None)
+
+    port, held = torchrun_port(plan("--launcher", "torchrun"))
+    assert held is not None
+    assert held.getsockname()[1] == port
+    held.close()
+
+    with socket.create_server(("", 0)) as server:
+        taken = plan("--launcher", "torchrun", "--main_process_port", str(server.getsockname()[1]))
+        with pytest.raises(LaunchError, match="in use"):
+            torchrun_port(taken)
+
+
+def test_one_machine_for_real(start: Start) -> None:
+    run = start("launch", "--launcher", "torchrun", "--num_processes", "2", script=SCRIPT)
+    code, _, error = run.finish(90)
+
+    assert code == 0, error
+    assert (run.folder / "done0").read_text() == "2 0 0"
+    assert (run.folder / "done1").read_text() == "2 1 0"
+
+
+def test_two_machines_for_real(start: Start) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    flags = ("launch", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1")
+    runs = [
+        start(*flags, "--main_process_port", port, "--machine_rank", str(rank), script=SCRIPT)
+        for rank in (0, 1)
+    ]
+    for run in runs:
+        code, _, error = run.finish(90)
+        assert code == 0, error
+
+    assert (runs[0].folder / "done0").read_text() == "2 0 0"
+    assert (runs[0].folder / "done1").read_text() == "2 0 1"
+
+
+def test_a_restart_for_real(start: Start) -> None:
+    script = (
+        "import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nopen('run' + count, 'w').close()\n"
+        "raise SystemExit(count == '0')\n"
+    )
+    run = start(
+        "launch", "--max_restarts", "1", "--rdzv_backend", "c10d", "--num_processes", "2", script=script
+    )
+    code, _, error = run.finish(90)
+
+    assert code == 0, error
+    assert (run.folder / "run1").exists()
