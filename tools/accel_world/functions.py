@@ -95,6 +95,7 @@ def _importable(name: FunctionName) -> bool:
 def _import_by_path(name: FunctionName) -> None:
     spec = importlib.util.spec_from_file_location(name.module, name.path)
     assert spec is not None
+    _provide_parents(name)
     module = importlib.util.module_from_spec(spec)
     tree = ast.parse(Path(name.path).read_bytes(), name.path)
     rewrite_asserts(tree, Path(name.path).read_bytes(), name.path)
@@ -104,3 +105,16 @@ def _import_by_path(name: FunctionName) -> None:
     except BaseException:
         del sys.modules[name.module]
         raise
+
+
+def _provide_parents(name: FunctionName) -> None:
+    """Make the packages of a dotted name exist, which pickle asks for; pytest invents them from folders."""
+    parts = name.module.split(".")[:-1]
+    folders = [str(folder) for folder in Path(name.path).parents]
+    for depth in range(1, len(parts) + 1):
+        parent = ".".join(parts[:depth])
+        try:
+            importlib.import_module(parent)
+        except ImportError:
+            package = sys.modules[parent] = ModuleType(parent)
+            package.__path__ = [folders[len(parts) - depth]]

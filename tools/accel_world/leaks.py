@@ -214,20 +214,16 @@ def _restore_torch_settings(before: dict[str, Any] | None) -> list[str]:
     if before is None or after is None or after == before:
         return []
     torch = sys.modules["torch"]
+    changed = [name for name in before if after[name] != before[name]]
     torch.set_default_dtype(before["default dtype"])
-    if after["number of threads"] != before["number of threads"]:
-        torch.set_num_threads(before["number of threads"])
-    torch.use_deterministic_algorithms(
-        before["deterministic algorithms"], warn_only=before["deterministic warn_only"]
-    )
+    torch.set_num_threads(before["number of threads"])
+    if any(name.startswith("deterministic") for name in changed):  # a slow call: it imports the compiler
+        warn_only = before["deterministic warn_only"]
+        torch.use_deterministic_algorithms(before["deterministic algorithms"], warn_only=warn_only)
     torch.backends.cudnn.deterministic = before["cudnn.deterministic"]
     torch.backends.cudnn.benchmark = before["cudnn.benchmark"]
     torch.set_grad_enabled(before["grad mode"])
-    return [
-        f"{name} changed from {before[name]} to {after[name]}"
-        for name in before
-        if after[name] != before[name]
-    ]
+    return [f"{name} changed from {before[name]} to {after[name]}" for name in changed]
 
 
 # Singletons come before the process group, which they may own; the environment comes last.
