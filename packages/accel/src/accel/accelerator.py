@@ -1,0 +1,608 @@
+"""The Accelerator: a thin face over process state, an engine, loaders, gradients and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from accel import checkpointing, configuration, metrics, tracking
+from accel.configuration import UNSET
+from accel.engines import EngineContext, choose_engine
+from accel.engines.ddp import sync_in_backward
+from accel.precision import Precision
+from accel.prepare import prepare, prepare_loader, prepare_models_and_optimizers, prepare_scheduler
+from accel.profile import profile
+from accel.uneven import join_uneven_inputs
+from accel.utils.missing import not_yet
+from accel_data.prepare import skip_first_batches
+from accel_ops import collectives, padding
+from accel_ops.memory import release_memory
+from accel_optim.precision import autocast
+from accel_optim.scaler import get_grad_scaler
+from accel_optim.window import Window
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.control import ProcessControl
+from accel_state.gradient import GradientState
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from accel.tracking import GeneralTracker
+    from accel_ckpt.config import ProjectConfiguration
+    from accel_data.config import DataLoaderConfiguration
+    from accel_optim.handlers import AutocastKwargs
+    from accel_optim.scheduler import AcceleratedScheduler
+    from accel_state.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+    from accel_state.handlers import (
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        ProfileKwargs,
+        TorchDynamoPlugin,
+    )
+    from accel_state.parallelism import ParallelismConfig
+    from accel_state.process import Process
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(ProcessControl):
+    """Runs an ordinary PyTorch training loop on any number of processes and in any precision.
+
+    Args:
+        device_placement: Put prepared objects and their batches on the device.
+        split_batches: Split the loader's batches over the processes instead of giving each process whole
+            ones; the same setting as `DataLoaderConfiguration.split_batches`.
+        mixed_precision: "no", "fp16" or "bf16"; default: ACCELERATE_MIXED_PRECISION, then "no".
+        gradient_accumulation_steps: Micro-batches per optimizer step;
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which the launcher's flag sets, comes before it.
+        cpu: Stay on the CPU although there is an accelerator.
+        dataloader_config: How loaders are sharded.
+        deepspeed_plugin: Options of DeepSpeed, when it is the engine.
+        fsdp_plugin: Options of FSDP, when it is the engine.
+        torch_tp_plugin: Options of tensor parallelism.
+        megatron_lm_plugin: Options of Megatron-LM, when it is the engine.
+        rng_types: Generators synchronised at the start of each iteration; default: the sampler's alone.
+        log_with: Trackers, by name or as objects.
+        project_dir: Where checkpoints and logs go.
+        project_config: The same and more.
+        gradient_accumulation_plugin: The accumulation settings in full, instead of the number alone.
+        step_scheduler_with_optimizer: Step prepared schedulers only when their optimizer stepped.
+        kwargs_handlers: Options for autocast, DDP, the scaler, the process group and the profiler; one of
+            each.
+        dynamo_backend: A torch.compile backend by name.
+        dynamo_plugin: The compile options in full.
+        deepspeed_plugins: Several named DeepSpeedPlugins.
+        parallelism_config: Sizes of the device mesh's dimensions.
+        **deprecated: Arguments of earlier releases (fp16, logging_dir, dispatch_batches, even_batches,
+            use_seedable_sampler), each with a FutureWarning.
+
+    Raises:
+        ValueError: If a value is unknown, or two arguments contradict each other.
+        NotImplementedError: If a documented engine is asked for that is not there yet.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = UNSET,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
+        **deprecated: Any,
+    ) -> None:
+        if deprecated:
+            known = inspect.signature(Accelerator).parameters
+            old = configuration.resolve_old_spellings(
+                deprecated, mixed_precision, dataloader_config, project_config, known=[*known]
+            )
+            mixed_precision, dataloader_config, project_config = old
+        self.project_configuration = configuration.resolve_project(project_dir, project_config)
+        self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
+        self.rng_types = configuration.resolve_rng_types(rng_types)
+        self.handlers = configuration.sort_handlers(kwargs_handlers)
+        accumulation = configuration.resolve_accumulation(
+            gradient_accumulation_steps, gradient_accumulation_plugin
+        )
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.state = AcceleratorState(
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            dynamo_plugin=configuration.resolve_dynamo(dynamo_backend, dynamo_plugin),
+            deepspeed_plugin=deepspeed_plugins if deepspeed_plugins is not None else deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            _from_accelerator=True,
+            **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
+        )
+        self.gradient_state = GradientState.new(accumulation)
+        self.window = Window(self.gradient_state)
+        self.scaler = self._make_scaler()
+        self.engine = choose_engine(self.state)(self._engine_context())
+        self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
+        self.trackers: list[GeneralTracker] = []
+        self.flag_tensor: torch.Tensor | None = None
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
+        self._unprepared: list[Any] = []
+        self._save_state_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_state_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    def _make_scaler(self) -> torch.amp.GradScaler | None:
+        if self.mixed_precision != "fp16":
+            return None
+        options = self.handlers.scaler.to_kwargs() if self.handlers.scaler is not None else {}
+        return get_grad_scaler(self.distributed_type, device_type=self.device.type, **options)
+
+    def _engine_context(self) -> EngineContext:
+        return EngineContext(
+            process=self.process,
+            precision=Precision(self.mixed_precision, self.handlers.autocast),
+            gradient_state=self.gradient_state,
+            scaler=self.scaler,
+            mesh=self.torch_device_mesh,
+            ddp=self.handlers.ddp,
+            dynamo=self.state.dynamo_plugin,
+        )
+
+    # State
+
+    @property
+    def process(self) -> Process:
+        """The facts of this process."""
+        return self.state.process
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How training is distributed; it names the engine."""
+        return self.state.distributed_type
+
+    @property
+    def mixed_precision(self) -> str:
+        """The compute precision: "no", "fp16" or "bf16"."""
+        return self.state.mixed_precision
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several accelerator devices train together (MULTI_GPU and its kin)."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def project_dir(self) -> str | None:
+        """The project's folder."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where trackers write."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number that the next automatically named checkpoint gets."""
+        return self.project_configuration.iteration
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeedPlugin, or None."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The library that computes in fp8; None in other precisions."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP version 2 is the engine."""
+        return bool(self.state.is_fsdp2)
+
+    # Loaders
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batches are split over the processes."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all; None: for iterable datasets only."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process gets the same number of full batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random samplers are replaced by SeedableRandomSampler."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are torchdata's StatefulDataLoader."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader over the rest of the epoch, without reading the first `num_batches`."""
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    # The mesh
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the mesh dimensions, when they were given."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The device mesh that the parallelism config describes, else None."""
+        return self.state.device_mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the engine works on mesh dimensions that compose."""
+        return self.is_fsdp2
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's coordinate along dp_replicate."""
+        return self._mesh_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process's coordinate along dp_shard."""
+        return self._mesh_rank("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's coordinate along tp."""
+        return self._mesh_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's coordinate along cp."""
+        return self._mesh_rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's coordinate along pp."""
+        return self._mesh_rank("pp")
+
+    def _mesh_rank(self, dim: str) -> int:
+        mesh = self.torch_device_mesh
+        if mesh is None:
+            raise RuntimeError(
+                f"there is no {dim} rank without a mesh: pass parallelism_config to Accelerator."
+            )
+        names = mesh.mesh_dim_names or ()
+        return mesh.get_local_rank(dim) if dim in names else 0
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers; they come back in the order given.
+
+        Preparing a prepared object returns it as it is. The order of the arguments does not matter.
+
+        Args:
+            *args: The objects.
+            device_placement: Per object, whether it is put on the device.
+
+        Raises:
+            ValueError: If the engine cannot train an object; the message names it and the fix.
+        """
+        result = prepare(self, args, device_placement)
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Prepare one model; with `evaluation_mode` nothing is set up for gradients."""
+        (prepared,) = prepare_models_and_optimizers(self, [model], [device_placement], evaluation_mode)
+        return prepared  # type: ignore[no-any-return]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Prepare one optimizer."""
+        (prepared,) = prepare_models_and_optimizers(self, [optimizer], [device_placement])
+        return prepared  # type: ignore[no-any-return]
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Prepare one learning rate scheduler."""
+        return prepare_scheduler(self, scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: torch.utils.data.DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Prepare one loader."""
+        return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """The model without what `prepare` put around it."""
+        return self.engine.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a module of the model is spread over several devices by a device map."""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Release these objects and everything prepared, collect garbage, and count steps anew."""
+        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._unprepared):
+            held.clear()
+        self.window.reset()
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    # Gradients
+
+    @property
+    def step(self) -> int:
+        """Micro-batches in the open accumulation window; 0 at a boundary."""
+        return self.window.step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state._set_sync_gradients(sync_gradients)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self.gradient_state.plugin_kwargs.update({"num_steps": gradient_accumulation_steps})
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped, because fp16 gradients overflowed."""
+        return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self._optimizers)
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
+        with self.window:
+            if self.window.reduce_gradients:
+                yield
+                return
+            with contextlib.ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(self.engine.no_sync(model))
+                yield
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward leaves the gradients of `model` on their own process."""
+        return self.engine.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward synchronises gradients although the forward ran under `no_sync`."""
+        return sync_in_backward(model)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of a mean loss: divided by the accumulation steps, and scaled under fp16."""
+        scale = self.window.loss_scale()
+        self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions."""
+        if self.scaler is None or not self.sync_gradients:
+            return
+        chosen: Sequence[Any] = self._optimizers
+        if optimizer is not None:
+            chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for item in chosen:
+            item.unscale_gradients()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip the gradients of `parameters` by their total norm, and return the norm before clipping.
+
+        Inside an accumulation window the gradients are not whole yet: the norm is returned and nothing is
+        clipped.
+        """
+        if self.sync_gradients:
+            self.unscale_gradients()
+            return self.engine.clip_grad_norm(parameters, max_norm, norm_type)
+        norm = self.engine.grad_norm(parameters, norm_type)
+        return norm if norm is None or self.scaler is None else norm / self.scaler.get_scale()
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
+        if self.sync_gradients:
+            self.unscale_gradients()
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A context in the Accelerator's precision; `autocast_handler` overrides its options."""
+        options = autocast_handler if autocast_handler is not None else self.handlers.autocast
+        return autocast(self.device.type, self.mixed_precision, options)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A context for training on inputs whose number differs between processes.
+
+        Args:
+            joinables: Prepared models (or torch's Joinable objects).
+            even_batches: Overrides the setting for prepared map-style loaders inside the context.
+        """
+        return join_uneven_inputs(self, joinables, even_batches)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Profile the code inside; traces are written when the handler names a folder."""
+        return profile(self, profile_handler)
+
+    lomo_backward = not_yet("Accelerator.lomo_backward")
+    maybe_context_parallel = not_yet("Accelerator.maybe_context_parallel")
+    deepspeed_ulysses_dl_adapter = not_yet("Accelerator.deepspeed_ulysses_dl_adapter")
+
+    # Collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all processes along their first dimension, leaf by leaf."""
+        return collectives.gather(tensor, process=self.process)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather, and drop the rows that only padded the last batch: every sample counts once."""
+        return metrics.gather_for_metrics(
+            input_data,
+            loader=self.gradient_state.active_dataloader,
+            process=self.process,
+            shard=self.engine.data_shard,
+            use_gather_object=use_gather_object,
+        )
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce the tensors of all processes, leaf by leaf; every process gets the result."""
+        return collectives.reduce(tensor, reduction, scale, process=self.process)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors along `dim` to the largest size over the processes."""
+        return padding.pad_across_processes(tensor, dim, pad_index, pad_first, process=self.process)
+
+    def set_trigger(self) -> None:
+        """Raise this process's flag; `check_trigger` sees it on every process."""
+        self.flag_tensor = torch.ones((), device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised its flag since the last check, which all of them make together."""
+        flag = self.flag_tensor if self.flag_tensor is not None else torch.zeros((), device=self.device)
+        self.flag_tensor = None
+        return bool(collectives.reduce(flag, "sum", process=self.process).item() >= 1)
+
+    # Files
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process holds weights that have to be written."""
+        return self.engine.saves_model
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write `obj` once per job (or once per machine, with save_on_each_node)."""
+        checkpointing.save(self, obj, f, safe_serialization)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Write everything that `load_state` needs to go on from here; returns the folder."""
+        return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Restore what `save_state` wrote; without a folder, the newest automatically named one."""
+        checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state of a prepared model."""
+        return self.engine.state_dict(model, unwrap)
+
+    save_model = not_yet("Accelerator.save_model")
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects (with state_dict and load_state_dict) along with the state."""
+        checkpointing.register(self, objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before `save_state` writes."""
+        handle = RemovableHandle(self._save_state_hooks)
+        self._save_state_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` before `load_state` reads."""
+        handle = RemovableHandle(self._load_state_hooks)
+        self._load_state_hooks[handle.id] = hook
+        return handle
+
+    # Tracking
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with` and store the run's configuration."""
+        self.trackers = tracking.start(
+            self.log_with, self.process, project_name, self.logging_dir, config, init_kwargs
+        )
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker called `name` (or, unwrapped, its library's own run object) on the main process."""
+        return tracking.find(self.trackers, self.process, name, unwrap)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Log `values` to every tracker."""
+        tracking.log(self.trackers, values, step, log_kwargs)
+
+    def end_training(self) -> None:
+        """Finish the trackers and leave the process group; call it last."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.state.destroy_process_group()

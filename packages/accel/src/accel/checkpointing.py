@@ -1,0 +1,192 @@
+"""save_state and load_state: which objects of an Accelerator go into a checkpoint, and where it lies."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_ckpt import layout, rotation, tensors
+from accel_ckpt.agree import from_main
+from accel_ckpt.staging import staged
+from accel_ckpt.state import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+)
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = ["load_state", "register", "save", "save_state"]
+
+
+def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
+    """Write one object, once per job or once per machine."""
+    each_node = accelerator.project_configuration.save_on_each_node
+    tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+
+
+def register(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+    """Note objects to save and load along with the state.
+
+    Raises:
+        ValueError: If one has no state_dict or no load_state_dict; none is registered then.
+    """
+    unfit = [
+        f"{type(item).__name__} ({position})"
+        for position, item in enumerate(objects)
+        if not (
+            callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+        )
+    ]
+    if unfit:
+        raise ValueError(
+            "register_for_checkpointing takes objects with state_dict() and load_state_dict(); these lack "
+            "one: "
+            f"{', '.join(unfit)}."
+        )
+    accelerator._custom_objects.extend(objects)
+
+
+def save_state(
+    accelerator: Accelerator, output_dir: str | None, safe_serialization: bool, **options: Any
+) -> str:
+    """Write a checkpoint, which appears as a whole or not at all; every process calls it.
+
+    Args:
+        accelerator: Whose prepared and registered objects are saved.
+        output_dir: The folder; not needed with automatic naming.
+        safe_serialization: Whether weights are safetensors.
+        **options: Options for an engine's own saving; with replicas there is none.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If there is no folder to write to, or its automatic name is taken.
+    """
+    if options:
+        warnings.warn(
+            f"save_state ignores {', '.join(options)}: the {accelerator.engine.name} engine saves without "
+            f"options.",
+            stacklevel=3,
+        )
+    config = accelerator.project_configuration
+    folder = _new_folder(accelerator, output_dir)
+    process = accelerator.process
+    with staged(folder, save_on_each_node=config.save_on_each_node, process=process) as staging:
+        weights = [accelerator.get_state_dict(model) for model in accelerator._models]
+        for hook in accelerator._save_state_hooks.values():
+            hook(accelerator._models, weights, str(staging.path))
+        save_accelerator_state(
+            staging.path,
+            weights,
+            accelerator._optimizers,
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            process.rank,
+            accelerator.step,
+            accelerator.scaler,
+            config.save_on_each_node,
+            safe_serialization,
+            process=process,
+        )
+        for index, item in enumerate(accelerator._custom_objects):
+            save_custom_state(item, staging.path, index, config.save_on_each_node)
+    if config.automatic_checkpoint_naming:
+        config.iteration += 1
+        from_main(
+            lambda: len(rotation.prune(folder.parent, config.total_limit)), process, "pruning checkpoints"
+        )
+    return str(staging.target)
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: str | None,
+    load_kwargs: dict[str, Any] | None,
+    **options: Any,
+) -> None:
+    """Restore a checkpoint; every process calls it.
+
+    Args:
+        accelerator: Whose prepared and registered objects are restored.
+        input_dir: The folder; None for the newest automatically named one.
+        load_kwargs: Options of torch.load for everything but weights.
+        **options: Options of the models' load_state_dict, and `map_location`.
+
+    Raises:
+        ValueError: If there is no folder to read from.
+        FileNotFoundError: If there is no checkpoint in it.
+    """
+    folder = _old_folder(accelerator, input_dir)
+    models = list(accelerator._models)
+    for hook in accelerator._load_state_hooks.values():
+        hook(models, str(folder))
+    result = load_accelerator_state(
+        folder,
+        models,
+        accelerator._optimizers,
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        accelerator.process_index,
+        accelerator.scaler,
+        options.pop("map_location", None),
+        load_kwargs,
+        process=accelerator.process,
+        **options,
+    )
+    for index, item in enumerate(accelerator._custom_objects):
+        load_custom_state(item, folder, index)
+    accelerator.window.step = result.get("step", 0)
+    number = layout.iteration_of(folder.name)
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming and number is not None:
+        # What is saved next comes after what was loaded, instead of meeting its name.
+        config.iteration = max(config.iteration, number + 1)
+
+
+def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state needs output_dir, unless checkpoints are named automatically: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+        return Path(output_dir)
+    if config.project_dir is None:
+        raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
+    if output_dir is not None:
+        warnings.warn(
+            f"save_state ignores output_dir={str(output_dir)!r}: checkpoints are named automatically.",
+            stacklevel=4,
+        )
+    folder = layout.checkpoint_dir(config.project_dir, config.iteration)
+    if from_main(folder.exists, accelerator.process, "naming the checkpoint"):
+        raise ValueError(
+            f"{folder} exists already. Set ProjectConfiguration(iteration=...) above the checkpoints there, "
+            f"or load "
+            "the newest with load_state(), after which saving goes on behind it."
+        )
+    return folder
+
+
+def _old_folder(accelerator: Accelerator, input_dir: str | None) -> Path:
+    if input_dir is not None:
+        return Path(input_dir)
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming or config.project_dir is None:
+        raise ValueError(
+            "load_state needs input_dir, unless checkpoints are named automatically: "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
+    root = Path(config.project_dir) / layout.CHECKPOINTS_DIR
+    found = from_main(lambda: rotation.latest(root), accelerator.process, "looking for the newest checkpoint")
+    if found is None:
+        raise FileNotFoundError(f"there is no complete checkpoint in {root}.")
+    return found

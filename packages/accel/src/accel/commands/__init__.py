@@ -1,0 +1,1 @@
+"""Commands, under their documented paths: re-exports of accel-launch."""

@@ -1,0 +1,11 @@
+"""The launch command, under its documented path: re-exports of accel-launch."""
+
+from __future__ import annotations
+
+from accel_launch.command import launch_command
+from accel_launch.parser import launch_command_parser
+
+__all__ = [
+    "launch_command",
+    "launch_command_parser",
+]

@@ -1,0 +1,206 @@
+"""What the Accelerator's arguments mean: handlers by kind, old spellings, environment defaults."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_ckpt.config import ProjectConfiguration
+from accel_data.config import DataLoaderConfiguration
+from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_state import env
+from accel_state.enums import RNGType
+from accel_state.handlers import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+
+__all__ = [
+    "UNSET",
+    "Handlers",
+    "resolve_accumulation",
+    "resolve_dataloader_config",
+    "resolve_dynamo",
+    "resolve_old_spellings",
+    "resolve_project",
+    "resolve_rng_types",
+    "sort_handlers",
+]
+
+UNSET: Any = object()
+"""Marks an argument that was not given, where None and False mean something."""
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The kwargs handlers of one Accelerator, one of each kind."""
+
+    autocast: AutocastKwargs | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+
+
+_FIELD_OF = {
+    AutocastKwargs: "autocast",
+    DistributedDataParallelKwargs: "ddp",
+    GradScalerKwargs: "scaler",
+    InitProcessGroupKwargs: "init",
+    ProfileKwargs: "profile",
+}
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Sort kwargs handlers by kind.
+
+    Raises:
+        TypeError: If one is of a kind that the Accelerator does not know.
+        ValueError: If two are of one kind.
+    """
+    found: dict[str, Any] = {}
+    for handler in handlers or ():
+        field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
+        if field is None:
+            names = ", ".join(kind.__name__ for kind in _FIELD_OF)
+            raise TypeError(f"kwargs_handlers got {handler!r}; it takes instances of {names}.")
+        if field in found:
+            raise ValueError(
+                f"kwargs_handlers holds two {type(handler).__name__}; pass one, with every option that you "
+                f"want set."
+            )
+        found[field] = handler
+    return Handlers(**found)
+
+
+def resolve_dataloader_config(
+    config: DataLoaderConfiguration | None, split_batches: Any
+) -> DataLoaderConfiguration:
+    """The loader configuration, with the constructor's own `split_batches` folded in.
+
+    Raises:
+        ValueError: If both are given and say different things.
+    """
+    if split_batches is UNSET:
+        return config if config is not None else DataLoaderConfiguration()
+    if config is None:
+        return DataLoaderConfiguration(split_batches=bool(split_batches))
+    if config.split_batches and not split_batches:
+        raise ValueError(
+            "Accelerator got split_batches=False and a dataloader_config with split_batches=True: "
+            "set it in dataloader_config alone."
+        )
+    return replace(config, split_batches=bool(split_batches))
+
+
+def resolve_accumulation(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """The accumulation plugin; the environment's number of steps (the launcher's flag) comes before the
+    argument.
+
+    Raises:
+        ValueError: If both the number and a plugin are given, or the number is not a positive integer.
+    """
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                f"Accelerator got gradient_accumulation_steps={steps} and a gradient_accumulation_plugin: "
+                f"pass one "
+                "of them (the plugin's num_steps is the same setting)."
+            )
+        if plugin.num_steps is not None:
+            return plugin
+        return replace(plugin, num_steps=env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or 1)
+    if env.is_set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+        steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
+    return GradientAccumulationPlugin(num_steps=steps)
+
+
+def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """The compile options: a backend by name, a plugin, or the environment's.
+
+    Raises:
+        ValueError: If both are given, or the backend is unknown.
+        NotImplementedError: If regional compilation is asked for.
+    """
+    if backend is not None and plugin is not None:
+        raise ValueError("Accelerator got dynamo_backend and dynamo_plugin: pass one of them.")
+    if plugin is None:
+        plugin = TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+    if plugin.use_regional_compilation:
+        raise NotImplementedError(
+            "TorchDynamoPlugin(use_regional_compilation=True): compile_regions is not there yet; "
+            "leave it out to compile the whole model."
+        )
+    return plugin
+
+
+def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """The project configuration; `project_dir` fills it where it names none."""
+    if config is None:
+        return ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(project_dir)
+    return config
+
+
+def resolve_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[RNGType]:
+    """The generators synchronised at each iteration's start; the sampler's alone by default.
+
+    Raises:
+        ValueError: If a type is unknown; the message lists the known ones.
+    """
+    return [RNGType(kind) for kind in (rng_types if rng_types is not None else ["generator"])]
+
+
+_LOADER_SPELLINGS = ("dispatch_batches", "even_batches", "use_seedable_sampler")
+
+
+def resolve_old_spellings(
+    given: Mapping[str, Any],
+    mixed_precision: Any,
+    loaders: DataLoaderConfiguration | None,
+    project: ProjectConfiguration | None,
+    known: Sequence[str],
+) -> tuple[Any, DataLoaderConfiguration | None, ProjectConfiguration | None]:
+    """Translate arguments of earlier releases, each with a FutureWarning.
+
+    Args:
+        given: Keyword arguments that the constructor does not list.
+        mixed_precision: The current argument, which an old one fills where it is None.
+        loaders: The current dataloader_config.
+        project: The current project_config.
+        known: The constructor's argument names, to suggest from.
+
+    Returns:
+        mixed_precision, dataloader_config and project_config.
+
+    Raises:
+        TypeError: If a name was never an argument; the message names the nearest one that is.
+    """
+    for name, value in given.items():
+        if name == "fp16":
+            _warn_old("fp16", "mixed_precision='fp16'")
+            mixed_precision = mixed_precision or ("fp16" if value else "no")
+        elif name in _LOADER_SPELLINGS:
+            _warn_old(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")
+            loaders = replace(loaders or DataLoaderConfiguration(), **{name: value})
+        elif name == "logging_dir":
+            _warn_old(name, f"project_config=ProjectConfiguration(logging_dir={value!r})")
+            project = replace(project or ProjectConfiguration(), logging_dir=value)
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
+    return mixed_precision, loaders, project
+
+
+def _warn_old(name: str, now: str) -> None:
+    warnings.warn(f"Accelerator({name}=...) is the old spelling; write {now}.", FutureWarning, stacklevel=4)

@@ -1,0 +1,220 @@
+"""The engine seam: how training is parallelized, behind one narrow base class.
+
+Every default is right for one process, so that an engine overrides only what it changes. An engine is made
+once per Accelerator from a frozen context and touches models, optimizers and gradients; loaders,
+collectives and files stay functions of their own packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from accel.precision import Precision, wrap_forward
+from accel_ops.modules import extract_model_from_parallel, is_compiled_module
+from accel_optim.optimizer import AcceleratedOptimizer
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_optim.handlers import DistributedDataParallelKwargs
+    from accel_state.gradient import GradientState
+    from accel_state.handlers import TorchDynamoPlugin
+    from accel_state.process import Process
+
+__all__ = ["Engine", "EngineContext", "Prepared"]
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine may know; frozen, so that nothing it was built on moves under it.
+
+    Attributes:
+        process: Rank, sizes, device and backend of this process.
+        precision: The compute precision and its autocast options.
+        gradient_state: The accumulation window's state that optimizers follow.
+        scaler: The loss scaler of fp16 training, else None.
+        mesh: The device mesh, when a ParallelismConfig asked for one.
+        ddp: Options for DistributedDataParallel.
+        dynamo: Options for torch.compile.
+    """
+
+    process: Process
+    precision: Precision
+    gradient_state: GradientState
+    scaler: GradScaler | None = None
+    mesh: DeviceMesh | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    dynamo: TorchDynamoPlugin | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The objects of one `prepare` call that engines care about, in the order given.
+
+    Attributes:
+        models: Modules to wrap.
+        optimizers: Optimizers over their parameters.
+        place_models: Per model, whether it moves to the process's device.
+        place_optimizers: Per optimizer, whether a loaded state moves to the parameters' device.
+        evaluation_mode: True when the models are only evaluated, so that nothing is set up for gradients.
+    """
+
+    models: tuple[torch.nn.Module, ...] = ()
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    place_models: tuple[bool, ...] = field(default=())
+    place_optimizers: tuple[bool, ...] = field(default=())
+    evaluation_mode: bool = False
+
+
+class Engine:
+    """One process, one device. Other engines override what differs."""
+
+    name = "single"
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(rank, size) along the data-parallel dimension; the loaders shard by it."""
+        return 0, 1
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse combinations this engine cannot train, before anything is changed.
+
+        Raises:
+            ValueError: If some object cannot be prepared; the message names it and the fix.
+        """
+        for model in objects.models:
+            _refuse_offloaded_training(model, objects)
+            if self.context.scaler is not None and not objects.evaluation_mode:
+                _refuse_fp16_parameters(model)
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
+        place = objects.place_models or (True,) * len(objects.models)
+        models = tuple(
+            self.prepare_model(model, put, objects.evaluation_mode)
+            for model, put in zip(objects.models, place, strict=True)
+        )
+        place = objects.place_optimizers or (True,) * len(objects.optimizers)
+        optimizers = tuple(
+            self.prepare_optimizer(optimizer, put)
+            for optimizer, put in zip(objects.optimizers, place, strict=True)
+        )
+        return replace(objects, models=models, optimizers=optimizers)
+
+    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """Place, cast, wrap and compile one model, in this order."""
+        if place and not _is_dispatched(model):
+            model = model.to(self.context.process.device)
+        wrap_forward(model, self.context.precision, self.context.process.device.type)
+        if not evaluation_mode:
+            model = self.wrap_model(model)
+        return self.compile_model(model)
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model as it trains under this engine."""
+        return model
+
+    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Compile the model when a dynamo backend was chosen; last, so that the wrapper is compiled too."""
+        dynamo = self.context.dynamo
+        if dynamo is None or dynamo.backend == "NO" or is_compiled_module(model):
+            return model
+        return cast("torch.nn.Module", torch.compile(model, **dynamo.to_kwargs()))
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """Wrap an optimizer so that it steps at the window's boundary only."""
+        return AcceleratedOptimizer(
+            optimizer,
+            device_placement=place,
+            scaler=self.context.scaler,
+            gradient_state=self.context.gradient_state,
+        )
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """Undo `wrap_model` (and on request the precision wrapper and compilation)."""
+        inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return inner
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context in which backward leaves the gradients of `model` unsynchronised."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass on a loss that is already scaled for the window."""
+        if self.context.scaler is not None:
+            loss = self.context.scaler.scale(loss)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the gradients as they are now."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return torch.nn.utils.get_total_norm(
+            [tensor.grad for tensor in tensors if tensor.grad is not None], norm_type
+        )
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm; returns the norm before clipping."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    @property
+    def saves_model(self) -> bool:
+        """Whether this process holds weights to be written; of replicas, the main one alone does."""
+        return self.context.process.is_main
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's full state on this process, under the names of the unwrapped model when `unwrap`."""
+        if unwrap:
+            model = self.unwrap_model(model, keep_torch_compile=False)
+        return model.state_dict()
+
+    @property
+    def joins_uneven_inputs(self) -> bool:
+        """Whether `join` does something; where it does not, the caller is told."""
+        return False
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """A context for training on uneven inputs; nothing to do where no collective runs in backward."""
+        return contextlib.nullcontext()
+
+
+def _is_dispatched(model: torch.nn.Module) -> bool:
+    """Whether a device map spread the model over several devices."""
+    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+
+
+def _refuse_offloaded_training(model: torch.nn.Module, objects: Prepared) -> None:
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    offloaded = {"cpu", "disk"} & {str(device) for device in devices}
+    if len(devices) > 1 and offloaded and not objects.evaluation_mode:
+        raise ValueError(
+            f"{type(model).__name__} is dispatched with parts on {sorted(offloaded)} (hf_device_map), which "
+            f"cannot be "
+            "trained. Load it on the process's device, or pass evaluation_mode=True to prepare_model."
+        )
+
+
+def _refuse_fp16_parameters(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise ValueError(
+                f"{type(model).__name__}.{name} is float16, and fp16 training scales the loss: gradients in "
+                f"float16 "
+                "cannot be unscaled. Keep the parameters in float32 (mixed precision casts per operation), "
+                "or train "
+                "in bf16 with mixed_precision='bf16'."
+            )

@@ -1,0 +1,100 @@
+"""Data parallelism with replicated models: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.engines.base import Engine
+
+__all__ = ["DDPEngine", "sync_in_backward"]
+
+# Fields of DistributedDataParallelKwargs that configure the communication hook and not the constructor.
+_HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
+
+
+class DDPEngine(Engine):
+    """Every process holds the whole model; gradients are averaged in backward."""
+
+    name = "ddp"
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data."""
+        return self.context.process.rank, self.context.process.world_size
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""
+        if isinstance(model, DistributedDataParallel):
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        options = self.context.ddp.to_kwargs() if self.context.ddp is not None else {}
+        device = self.context.process.device
+        device_ids = None if device.type == "cpu" or not _is_on(model, device) else [device.index]
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=device_ids,
+            output_device=device_ids[0] if device_ids else None,
+            **{name: value for name, value in options.items() if name not in _HOOK_FIELDS},
+        )
+        if self.context.ddp is not None:
+            self.context.ddp.register_comm_hook(wrapped)
+        return wrapped
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """DDP's own no_sync; a model that is not wrapped has nothing to hold back."""
+        ddp = _ddp(model)
+        return contextlib.nullcontext() if ddp is None else ddp.no_sync()
+
+    @property
+    def joins_uneven_inputs(self) -> bool:
+        """DDP has torch's Join."""
+        return True
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Torch's Join: a process out of data shadows the collectives of the others."""
+        return Join([_ddp(item) or item if isinstance(item, torch.nn.Module) else item for item in joinables])
+
+
+def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a prepared model, below torch.compile's."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _is_on(model: torch.nn.Module, device: torch.device) -> bool:
+    return all(parameter.device == device for parameter in model.parameters())
+
+
+def sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A context whose backward synchronises gradients although its forward ran under `no_sync`.
+
+    Raises:
+        ValueError: If DDP searches for unused parameters, which it does in forward and so cannot do here.
+    """
+    ddp = _ddp(model)
+    return contextlib.nullcontext() if ddp is None else _arm_reducer(ddp)
+
+
+@contextlib.contextmanager
+def _arm_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
+    if ddp.find_unused_parameters:
+        raise ValueError(
+            "trigger_sync_in_backward cannot work with find_unused_parameters=True: DDP looks for unused "
+            "parameters "
+            "in forward, and that forward ran under no_sync. Run the last forward outside of no_sync instead."
+        )
+    before = ddp.require_backward_grad_sync
+    ddp.require_backward_grad_sync = True
+    # forward under no_sync did not arm the reducer; an empty list means: every parameter takes part.
+    ddp.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        ddp.require_backward_grad_sync = before

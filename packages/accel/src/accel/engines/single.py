@@ -1,0 +1,13 @@
+"""Training on one process: the base engine's defaults are all it needs."""
+
+from __future__ import annotations
+
+from accel.engines.base import Engine
+
+__all__ = ["SingleEngine"]
+
+
+class SingleEngine(Engine):
+    """One process on one device."""
+
+    name = "single"

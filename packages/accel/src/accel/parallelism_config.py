@@ -1,0 +1,9 @@
+"""The parallelism configuration, under its documented path: re-exports of accel-state."""
+
+from __future__ import annotations
+
+from accel_state.parallelism import ParallelismConfig
+
+__all__ = [
+    "ParallelismConfig",
+]

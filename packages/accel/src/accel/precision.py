@@ -1,0 +1,58 @@
+"""Mixed precision as a wrapper of one module's forward: autocast inside, fp32 outputs outside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel_ops.convert import convert_outputs_to_fp32
+from accel_optim.handlers import AutocastKwargs
+from accel_optim.precision import autocast
+from accel_state.enums import PrecisionType
+
+__all__ = ["AutocastForward", "Precision", "wrap_forward"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The compute precision of one Accelerator.
+
+    Attributes:
+        name: "no", "fp16" or "bf16".
+        autocast: Options of the autocast contexts; None: the defaults.
+    """
+
+    name: str = "no"
+    autocast: AutocastKwargs | None = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether operations run in a lower precision than the parameters."""
+        return self.name != PrecisionType.NO.value
+
+
+class AutocastForward:
+    """A module's forward under autocast; a class, and not a closure, so that the module still pickles."""
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
+        self.forward = forward
+        self.precision = precision
+        self.device_type = device_type
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward in the precision's autocast context."""
+        with autocast(self.device_type, self.precision.name, self.precision.autocast):
+            return self.forward(*args, **kwargs)
+
+
+def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str) -> None:
+    """Make `model` compute in `precision` and return fp32 outputs; twice is once, "no" is nothing."""
+    if not precision.is_mixed or hasattr(model, "_original_forward"):
+        return
+    model._original_forward = model.forward  # type: ignore[assignment]
+    model.forward = convert_outputs_to_fp32(AutocastForward(model.forward, precision, device_type))

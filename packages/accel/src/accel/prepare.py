@@ -1,0 +1,190 @@
+"""`prepare`: which kind each object is, in which order kinds are prepared, and what is prepared already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel.engines.base import Prepared
+from accel_data.prepare import prepare_data_loader
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scheduler import AcceleratedScheduler
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = ["prepare", "prepare_loader", "prepare_models_and_optimizers", "prepare_scheduler"]
+
+# Schedulers read optimizers, and optimizers read the parameters that models end up with.
+_KINDS: dict[str, Any] = {
+    "model": torch.nn.Module,
+    "scheduler": (LRScheduler, AcceleratedScheduler),
+    "optimizer": torch.optim.Optimizer,
+    "loader": DataLoader,
+}
+
+
+def prepare(
+    accelerator: Accelerator, objects: Sequence[Any], placement: Sequence[bool | None] | None
+) -> list[Any]:
+    """Prepare objects of any kinds; returns them in the order given.
+
+    Args:
+        accelerator: Whose engine, loaders and windows the objects join.
+        objects: Models, optimizers, schedulers, loaders; None and other objects come back as they are.
+        placement: Per object, whether it is put on the device; None: the Accelerator's default.
+
+    Raises:
+        ValueError: If `placement` has another length than `objects`, or the engine refuses an object.
+    """
+    if placement is None:
+        placement = [None] * len(objects)
+    if len(placement) != len(objects):
+        raise ValueError(
+            f"prepare got {len(objects)} objects and a device_placement of {len(placement)}: give one entry "
+            f"for each."
+        )
+    kinds = [_kind_of(accelerator, item) for item in objects]
+    result = list(objects)
+    trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
+    done = prepare_models_and_optimizers(
+        accelerator, [objects[index] for index in trained], [placement[index] for index in trained]
+    )
+    for index, item in zip(trained, done, strict=True):
+        result[index] = item
+    for index, kind in enumerate(kinds):
+        if kind == "scheduler":
+            result[index] = prepare_scheduler(accelerator, objects[index])
+        elif kind == "loader":
+            result[index] = prepare_loader(accelerator, objects[index], placement[index])
+    return result
+
+
+def prepare_models_and_optimizers(
+    accelerator: Accelerator,
+    objects: Sequence[Any],
+    placement: Sequence[bool | None],
+    evaluation_mode: bool = False,
+) -> list[Any]:
+    """Hand the models and optimizers that are not prepared yet to the engine, together."""
+    fresh: dict[int, Any] = {}
+    for item, put in zip(objects, placement, strict=True):
+        if _already(accelerator, item) is None and id(item) not in fresh:
+            fresh[id(item)] = (item, accelerator.device_placement if put is None else put)
+    models = [pair for pair in fresh.values() if isinstance(pair[0], torch.nn.Module)]
+    optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
+    request = Prepared(
+        models=tuple(model for model, _ in models),
+        optimizers=tuple(optimizer for optimizer, _ in optimizers),
+        place_models=tuple(put for _, put in models),
+        place_optimizers=tuple(put for _, put in optimizers),
+        evaluation_mode=evaluation_mode,
+    )
+    accelerator.engine.check(request)
+    done = accelerator.engine.prepare(request)
+    accelerator._models.extend(done.models)
+    accelerator._optimizers.extend(done.optimizers)
+    new = dict(zip([id(model) for model in request.models], done.models, strict=True))
+    new.update(zip([id(item) for item in request.optimizers], done.optimizers, strict=True))
+    return [new[id(item)] if id(item) in new else _already(accelerator, item) for item in objects]
+
+
+def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
+    """Wrap a scheduler so that it steps when its optimizer really did; twice is once."""
+    for known in accelerator._schedulers:
+        if known is scheduler or known.scheduler is scheduler:
+            return known
+    if not isinstance(scheduler, AcceleratedScheduler):
+        own = [item for item in accelerator._optimizers if _inner(item) is scheduler.optimizer]
+        scheduler = AcceleratedScheduler(
+            scheduler,
+            own or accelerator._optimizers,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            split_batches=accelerator.split_batches,
+            gradient_state=accelerator.gradient_state,
+            num_processes=accelerator.engine.data_shard[1],
+        )
+    accelerator._schedulers.append(scheduler)
+    return scheduler
+
+
+def prepare_loader(
+    accelerator: Accelerator, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
+) -> Any:
+    """Shard a loader over the engine's data-parallel processes; twice is once."""
+    config = accelerator.dataloader_config
+    rank, size = accelerator.engine.data_shard
+    prepared = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=size,
+        process_index=rank,
+        split_batches=config.split_batches,
+        put_on_device=accelerator.device_placement if place is None else place,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=config.dispatch_batches,
+        even_batches=config.even_batches,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+        gradient_state=accelerator.gradient_state,
+        custom_classes=config.custom_classes,
+    )
+    if not any(known is prepared for known in accelerator._dataloaders):
+        accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def _kind_of(accelerator: Accelerator, item: Any) -> str | None:
+    for kind, types in _KINDS.items():
+        if isinstance(item, types):
+            return kind
+    if item is not None:
+        _tell_unknown(accelerator, item)
+    return None
+
+
+def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
+    """Warn the first time, refuse the second: a loop that prepares it again expects something to happen."""
+    kind = type(item).__name__
+    if any(known is item for known in accelerator._unprepared):
+        raise TypeError(
+            f"prepare got a {kind} a second time, and it is of no kind that it prepares (torch Module, "
+            f"Optimizer, "
+            "LRScheduler, DataLoader). Leave it out of the call."
+        )
+    accelerator._unprepared.append(item)
+    warnings.warn(
+        f"prepare got a {kind}, which it does not prepare: it comes back unchanged. It prepares torch "
+        f"Module, "
+        "Optimizer, LRScheduler and DataLoader objects.",
+        UserWarning,
+        stacklevel=5,
+    )
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _already(accelerator: Accelerator, item: Any) -> Any | None:
+    """The prepared form of `item` when there is one: itself, or what wraps it."""
+    if isinstance(item, torch.nn.Module):
+        for model in accelerator._models:
+            if model is item or accelerator.engine.unwrap_model(model, keep_torch_compile=False) is item:
+                return model
+        return None
+    for optimizer in accelerator._optimizers:
+        if optimizer is item or _inner(optimizer) is item:
+            return optimizer
+    if isinstance(item, AcceleratedOptimizer):
+        accelerator._optimizers.append(item)
+        return item
+    return None

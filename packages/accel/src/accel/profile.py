@@ -1,0 +1,37 @@
+"""Profiling a block with torch's profiler, one trace file per process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_state.handlers import ProfileKwargs
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = ["profile"]
+
+
+@contextlib.contextmanager
+def profile(accelerator: Accelerator, handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    """Run torch's profiler around a block.
+
+    Args:
+        accelerator: Whose handler is used when none is given, and whose rank names the trace file.
+        handler: The profiler's options; `output_trace_dir` makes every process write
+            `profile_<rank>.json`, a Chrome trace.
+
+    Yields:
+        The running `torch.profiler.profile`.
+    """
+    handler = handler or accelerator.handlers.profile or ProfileKwargs()
+    with handler.build() as profiler:
+        yield profiler
+    if handler.output_trace_dir is not None:
+        folder = Path(handler.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"profile_{accelerator.process_index}.json"))
+        accelerator.wait_for_everyone()

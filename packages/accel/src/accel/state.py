@@ -1,0 +1,19 @@
+"""Process, Accelerator and gradient state, under their documented path: re-exports of accel-state."""
+
+from __future__ import annotations
+
+from accel_state.accelerator_state import AcceleratorState, do_nothing, is_initialized
+from accel_state.gradient import GradientState
+from accel_state.process import PartialState, Process, current_process
+from accel_state.shared import ThreadLocalSharedDict
+
+__all__ = [
+    "AcceleratorState",
+    "GradientState",
+    "PartialState",
+    "Process",
+    "ThreadLocalSharedDict",
+    "current_process",
+    "do_nothing",
+    "is_initialized",
+]

@@ -1,0 +1,1 @@
+"""Trackers: one file each, found by name and imported on first use."""

@@ -1,0 +1,75 @@
+"""The interface of a tracker, and the rule that logging happens on the main process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accel_state.process import current_process
+
+__all__ = ["GeneralTracker", "on_main_process"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def on_main_process(function: _F) -> _F:
+    """Run a tracker's method on the main process alone, unless it has `main_process_only = False`."""
+
+    @functools.wraps(function)
+    def run(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        if self.main_process_only and not current_process().is_main:
+            return None
+        return function(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+class GeneralTracker:
+    """Base class of all trackers; subclass it to write your own.
+
+    A subclass sets `name` and `requires_logging_directory`, gives the property `tracker` (its library's
+    own run object), and overrides `store_init_configuration` and `log`. Its constructor takes the
+    project's name first.
+
+    Attributes:
+        name: What `log_with` and `get_tracker` call it.
+        requires_logging_directory: Whether it needs `logging_dir`.
+        main_process_only: Whether it logs on the main process alone (default) or on every process.
+    """
+
+    name: str
+    requires_logging_directory: bool
+    main_process_only: bool = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:
+            return
+        missing = [
+            attribute
+            for attribute in ("name", "requires_logging_directory", "tracker")
+            if attribute not in vars(self)
+            and getattr(type(self), attribute, None) is getattr(GeneralTracker, attribute, None)
+        ]
+        if missing:
+            raise NotImplementedError(
+                f"{type(self).__name__} lacks {', '.join(missing)}: a tracker sets `name` and "
+                "`requires_logging_directory` and gives the property `tracker`."
+            )
+
+    @property
+    def tracker(self) -> Any:
+        """The library's own run object."""
+        raise NotImplementedError(f"{type(self).__name__} must give the property `tracker`.")
+
+    def start(self) -> None:
+        """Begin the run; called by `init_trackers` after the tracker is made."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the run's configuration (hyper-parameters)."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log `values` at `step`."""
+
+    def finish(self) -> None:
+        """End the run, and flush what is not written yet."""

@@ -1,0 +1,60 @@
+"""Training on inputs whose number differs between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = ["join_uneven_inputs"]
+
+
+@contextlib.contextmanager
+def join_uneven_inputs(
+    accelerator: Accelerator, joinables: Sequence[Any], even_batches: bool | None
+) -> Iterator[None]:
+    """Let processes that ran out of data shadow the gradient collectives of the others.
+
+    Args:
+        accelerator: Whose engine and loaders take part.
+        joinables: Prepared models or torch Joinable objects.
+        even_batches: Overrides the setting of prepared map-style loaders inside the context.
+    """
+    engine = accelerator.engine
+    if not engine.joins_uneven_inputs:
+        if accelerator.use_distributed:
+            warnings.warn(
+                f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
+                stacklevel=3,
+            )
+        yield
+        return
+    with _even_batches(accelerator, even_batches), engine.join(joinables):
+        yield
+
+
+@contextlib.contextmanager
+def _even_batches(accelerator: Accelerator, even_batches: bool | None) -> Iterator[None]:
+    """Override even_batches on the loaders that have the setting, and put it back."""
+    if even_batches is None:
+        yield
+        return
+    samplers = [getattr(loader, "batch_sampler", None) for loader in accelerator._dataloaders]
+    settable = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
+    if len(settable) < len(samplers):
+        warnings.warn(
+            "join_uneven_inputs(even_batches=...) does not affect iterable-style and dispatched loaders.",
+            stacklevel=4,
+        )
+    before = [sampler.even_batches for sampler in settable]
+    for sampler in settable:
+        sampler.even_batches = even_batches
+    try:
+        yield
+    finally:
+        for sampler, value in zip(settable, before, strict=True):
+            sampler.even_batches = value

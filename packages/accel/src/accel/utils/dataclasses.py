@@ -1,0 +1,57 @@
+"""Plugins, handlers and enumerations, under their documented path: re-exports of the packages below."""
+
+from __future__ import annotations
+
+from accel_ckpt.config import ProjectConfiguration
+from accel_data.config import DataLoaderConfiguration
+from accel_ops.tensors import TensorInformation
+from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_state.enums import (
+    ComputeEnvironment,
+    CustomDtype,
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SageMakerDistributedType,
+)
+from accel_state.handlers import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from accel_state.parallel_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+__all__ = [
+    "AutocastKwargs",
+    "ComputeEnvironment",
+    "CustomDtype",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedSequenceParallelConfig",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "SageMakerDistributedType",
+    "TensorInformation",
+    "TorchContextParallelConfig",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+]

@@ -1,0 +1,27 @@
+"""Models and files, under their documented path: re-exports of the packages below."""
+
+from __future__ import annotations
+
+from accel_ckpt.tensors import clean_state_dict_for_safetensors, load, save
+from accel_ops.modules import (
+    extract_model_from_parallel,
+    get_module_children_bottom_up,
+    has_compiled_regions,
+    is_compiled_module,
+    model_has_dtensor,
+    recursive_getattr,
+)
+from accel_state.process import wait_for_everyone
+
+__all__ = [
+    "clean_state_dict_for_safetensors",
+    "extract_model_from_parallel",
+    "get_module_children_bottom_up",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "load",
+    "model_has_dtensor",
+    "recursive_getattr",
+    "save",
+    "wait_for_everyone",
+]

@@ -1,0 +1,190 @@
+"""save_state and load_state through the Accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.accelerator import Accelerator
+from accel_ckpt.config import ProjectConfiguration
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["count"]
+
+
+def make_run(**options):
+    torch.manual_seed(0)
+    accelerator = Accelerator(**options)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    data = TensorDataset(torch.arange(60.0).reshape(20, 3), torch.arange(20.0).reshape(20, 1))
+    loader = DataLoader(data, batch_size=2, shuffle=True)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler), counter
+
+
+def train(run, steps: int, save_at: int | None = None, folder: str = "") -> list[float]:
+    accelerator, model, optimizer, loader, scheduler, counter = run
+    losses: list[float] = []
+    while len(losses) < steps:
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            counter.count += 1
+            losses.append(loss.item())
+            if len(losses) == save_at:
+                accelerator.save_state(folder)
+            if len(losses) == steps:
+                break
+    return losses
+
+
+def straight_and_resumed(folder: str, precision: str) -> tuple[list, list]:
+    run = make_run(mixed_precision=precision)
+    rest = train(run, 15, save_at=7, folder=folder)[7:]
+    parameters = [p.detach().clone() for p in run[1].parameters()]
+
+    torch.manual_seed(99)
+    again = make_run(mixed_precision=precision)
+    again[0].load_state(folder)
+    assert again[5].count == 7
+    resumed = train(again, 8)
+    for a, b in zip(parameters, again[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    return rest, resumed
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, precision):
+    rest, resumed = straight_and_resumed(str(tmp_path / "state"), precision)
+
+    assert resumed == rest
+
+
+def test_also_on_two_processes(world, tmp_path):
+    for rest, resumed in world.run(straight_and_resumed, str(tmp_path / "state"), "no"):
+        assert resumed == rest
+
+
+def test_the_files_have_their_documented_names_and_open_without_accel(tmp_path):
+    run = make_run(mixed_precision="fp16")
+    folder = Path(run[0].save_state(str(tmp_path / "state")))
+
+    names = {path.name for path in folder.iterdir()}
+    expected = {"model.safetensors", "optimizer.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl"}
+    assert expected | {"custom_checkpoint_0.pkl"} <= names
+    weights = load_file(folder / "model.safetensors")
+    assert torch.equal(weights["0.weight"], run[1].state_dict()["0.weight"])
+
+
+def test_hooks_see_models_weights_and_the_folder(tmp_path):
+    run = make_run()
+    accelerator = run[0]
+    seen = []
+
+    def save_hook(models, weights, output_dir):
+        seen.append((models[0] is run[1], next(iter(weights[0]))))
+        Path(output_dir, "extra.json").write_text("{}")
+
+    def load_hook(models, input_dir):
+        seen.append(Path(input_dir, "extra.json").exists())
+        models.clear()
+
+    save_handle = accelerator.register_save_state_pre_hook(save_hook)
+    accelerator.register_load_state_pre_hook(load_hook)
+    folder = accelerator.save_state(str(tmp_path / "a"))
+    with torch.no_grad():
+        next(run[1].parameters()).zero_()
+    with pytest.warns(UserWarning, match="model.safetensors"):
+        accelerator.load_state(folder)
+    save_handle.remove()
+    accelerator.save_state(str(tmp_path / "b"))
+
+    assert seen == [(True, "0.weight"), True]
+    assert next(run[1].parameters()).abs().sum() == 0  # the hook had taken the model out
+    assert (tmp_path / "a" / "extra.json").exists()
+    assert not (tmp_path / "b" / "extra.json").exists()
+
+
+def test_a_failing_hook_leaves_the_old_checkpoint(tmp_path):
+    run = make_run()
+    folder = run[0].save_state(str(tmp_path / "state"))
+    before = load_file(Path(folder) / "model.safetensors")
+    train(run, 1)
+
+    def fail(models, weights, output_dir):
+        raise RuntimeError("planted")
+
+    run[0].register_save_state_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        run[0].save_state(str(tmp_path / "state"))
+    after = load_file(Path(folder) / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_automatic_names_count_up_prune_and_resume_behind_the_newest(tmp_path):
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2}
+    run = make_run(project_config=ProjectConfiguration(**config))
+    for _ in range(3):
+        run[0].save_state()
+    with pytest.warns(UserWarning, match="ignores output_dir"):
+        run[0].save_state(str(tmp_path / "elsewhere"))
+    assert run[0].save_iteration == 4
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+
+    again = make_run(project_config=ProjectConfiguration(**config))
+    again[0].project_configuration.iteration = 3
+    with pytest.raises(ValueError, match="checkpoint_3 exists already"):
+        again[0].save_state()
+    again[0].load_state()
+    assert again[0].save_state().endswith("checkpoint_4")
+
+
+def test_what_is_wrong_is_named(tmp_path):
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match="needs output_dir"):
+        accelerator.save_state()
+    with pytest.raises(ValueError, match="needs input_dir"):
+        accelerator.load_state()
+    with pytest.raises(FileNotFoundError):
+        accelerator.load_state(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"int \(1\)"):
+        accelerator.register_for_checkpointing(Counter(), 3)
+    assert accelerator._custom_objects == []
+    with pytest.warns(UserWarning, match="ignores exclude_frozen_parameters"):
+        accelerator.save_state(str(tmp_path / "a"), exclude_frozen_parameters=True)
+    naming = ProjectConfiguration(automatic_checkpoint_naming=True)
+    with pytest.raises(ValueError, match="project_dir"):
+        Accelerator(project_config=naming).save_state()
+    naming.project_dir = str(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        Accelerator(project_config=naming).load_state()
+
+
+def test_save_writes_one_object(tmp_path):
+    accelerator = Accelerator()
+    accelerator.save({"w": torch.ones(2)}, tmp_path / "a.bin")
+    accelerator.save({"w": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+
+    assert torch.equal(torch.load(tmp_path / "a.bin")["w"], torch.ones(2))
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["w"], torch.ones(2))

@@ -1,0 +1,262 @@
+"""Engines: the registry, and DDP on real gloo workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.accelerator import Accelerator
+from accel.engines import ENGINES, engine_class
+from accel.engines.ddp import DDPEngine
+from accel.engines.single import SingleEngine
+from accel_optim.handlers import DistributedDataParallelKwargs
+from accel_state.enums import DistributedType
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).to(dtype)
+
+
+def make_data(count: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(count, 3, dtype=torch.float64, generator=generator),
+        torch.randn(count, 1, dtype=torch.float64, generator=generator),
+    )
+
+
+def test_every_distributed_type_has_a_row():
+    assert set(ENGINES) == set(DistributedType)
+    assert engine_class(DistributedType.NO) is SingleEngine
+    assert engine_class(DistributedType.MULTI_CPU) is DDPEngine
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_an_engine_that_is_not_built_is_refused_by_name(kind):
+    with pytest.raises(NotImplementedError, match=kind):
+        engine_class(DistributedType(kind))
+
+
+def train(
+    global_batch: int, accumulation: int, max_norm: float | None
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Train on this world's share of fixed global batches; returns global losses and the final parameters."""
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    micro = global_batch // accelerator.num_processes // accumulation
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(make_data(), batch_size=micro)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, window = [], []
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                window.append(accelerator.reduce(loss.detach(), "mean").item())
+                if accelerator.sync_gradients:
+                    losses.append(sum(window) / len(window))
+                    window = []
+                    if max_norm is not None:
+                        losses.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses, [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_training_does_not_depend_on_the_number_of_processes(world, size, accumulation):
+    losses, parameters = train(24, 1, 0.05)
+
+    for other_losses, other_parameters in world.run(train, 24, accumulation, 0.05, size=size):
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        for a, b in zip(other_parameters, parameters, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def check_wrapping() -> None:
+    accelerator = Accelerator()
+    assert accelerator.distributed_type == DistributedType.MULTI_CPU
+    assert isinstance(accelerator.engine, DDPEngine)
+    raw, frozen = make_model(), make_model().requires_grad_(False)
+    model = accelerator.prepare(raw)
+    assert isinstance(model, DistributedDataParallel)
+    assert accelerator.prepare(raw) is model
+    assert accelerator.prepare(model) is model
+    assert accelerator.unwrap_model(model) is raw
+    assert list(accelerator.get_state_dict(model)) == list(raw.state_dict())
+    assert next(iter(accelerator.get_state_dict(model, unwrap=False))).startswith("module.")
+    assert accelerator.prepare(frozen) is frozen
+    assert accelerator.prepare_model(make_model(), evaluation_mode=True).__class__ is torch.nn.Sequential
+
+
+def test_ddp_wraps_what_trains_and_only_that(world):
+    world.run(check_wrapping)
+
+
+def check_options() -> tuple:
+    handler = DistributedDataParallelKwargs(
+        find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=3, comm_hook="fp16"
+    )
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    model = accelerator.prepare(make_model(torch.float32))
+    accelerator.backward(model(torch.randn(2, 3)).sum())
+    gradient = next(model.parameters()).grad
+    return (
+        model.find_unused_parameters,
+        model.gradient_as_bucket_view,
+        model.bucket_bytes_cap // 2**20,
+        bool(torch.equal(gradient, gradient.half().float())),
+        accelerator.gather(gradient.flatten()[:1]).tolist(),
+    )
+
+
+def test_ddp_options_and_communication_hook_reach_ddp(world):
+    a, b = world.run(check_options)
+    assert a[:4] == (True, True, 3, True)
+    assert a[4] == b[4]
+    assert a[4][0] == a[4][1]
+
+
+def gradients_with(context: str) -> list:
+    accelerator = Accelerator()
+    model = accelerator.prepare(make_model())
+    x = torch.full((2, 3), float(accelerator.process_index + 1), dtype=torch.float64)
+    if context == "no_sync":
+        with accelerator.no_sync(model):
+            accelerator.backward(model(x).sum())
+    elif context == "trigger":
+        with accelerator.no_sync(model):
+            first, second = model(x).sum(), model(2 * x).sum()
+            accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+    else:
+        accelerator.backward(model(x).sum() + model(2 * x).sum())
+    return next(model.parameters()).grad.flatten().tolist()
+
+
+def test_no_sync_keeps_gradients_apart_and_the_trigger_brings_them_together(world):
+    apart = world.run(gradients_with, "no_sync")
+    assert apart[0] != apart[1]
+
+    together = world.run(gradients_with, "trigger")
+    expected = world.run(gradients_with, "plain")
+    assert together[0] == pytest.approx(together[1], rel=1e-12)
+    assert together[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+def check_trigger_refused() -> None:
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    model = accelerator.prepare(make_model())
+    with (
+        pytest.raises(ValueError, match="find_unused_parameters"),
+        accelerator.trigger_sync_in_backward(model),
+    ):
+        pass
+    with accelerator.trigger_sync_in_backward(make_model()):
+        pass
+
+
+def test_the_trigger_is_refused_where_ddp_searches_unused_parameters(world):
+    world.run(check_trigger_refused)
+
+
+def train_uneven(even_batches: bool | None) -> tuple[int, list[float]]:
+    accelerator = Accelerator()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(make_data(10), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    count = 0
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        for x, y in loader:
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            count += 1
+    assert accelerator.even_batches
+    assert loader.batch_sampler.even_batches
+    return count, next(model.parameters()).flatten().tolist()
+
+
+def test_join_uneven_inputs(world):
+    counts = [count for count, _ in world.run(train_uneven, None)]
+    assert counts == [3, 3]
+
+    (first, a), (second, b) = world.run(train_uneven, False)
+    assert (first, second) == (3, 2)
+    assert a == b
+
+
+def test_join_has_no_effect_on_one_process():
+    accelerator = Accelerator()
+    with accelerator.join_uneven_inputs([make_model()]):
+        pass
+
+
+def check_collectives() -> None:
+    accelerator = Accelerator()
+    rank, size = accelerator.process_index, accelerator.num_processes
+    assert accelerator.gather(torch.tensor([rank])).tolist() == list(range(size))
+    assert accelerator.reduce(torch.tensor([1.0 + rank]), "sum").item() == sum(range(1, size + 1))
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=7)
+    assert padded.tolist() == [1.0] * (rank + 1) + [7.0] * (size - rank - 1)
+    if rank == size - 1:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+    with accelerator.split_between_processes(list(range(5))) as mine:
+        assert sum(accelerator.gather(torch.tensor([len(mine)])).tolist()) == 5
+    order = []
+    with accelerator.main_process_first():
+        order.append(rank)
+    accelerator.wait_for_everyone()
+    assert accelerator.on_main_process(lambda: rank)() == (0 if rank == 0 else None)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_and_control_through_the_accelerator(world, size):
+    world.run(check_collectives, size=size)
+
+
+def fp16_step(poison: bool) -> tuple[bool, float, list[float]]:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = make_model(torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((1, 3), float("inf") if poison and accelerator.is_last_process else 0.5)
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    return (
+        accelerator.optimizer_step_was_skipped,
+        accelerator.scaler.get_scale(),
+        next(model.parameters()).flatten().tolist(),
+    )
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world):
+    a, b = world.run(fp16_step, True)
+    assert a == b
+    assert a[0]
+    a, b = world.run(fp16_step, False)
+    assert a == b
+    assert not a[0]
+
+
+def debug_mismatch() -> str:
+    accelerator = Accelerator()
+    with pytest.raises(Exception) as caught:
+        accelerator.gather(torch.zeros(2 + accelerator.process_index))
+    return str(caught.value)
+
+
+def test_debug_mode_names_ranks_and_places_through_the_accelerator(world):
+    for message in world.run(debug_mismatch, env={"ACCELERATE_DEBUG_MODE": "true"}):
+        assert "gather" in message
+        assert "test_engines.py" in message
