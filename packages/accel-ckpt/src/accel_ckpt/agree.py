@@ -1,0 +1,97 @@
+"""Doing something on several processes so that it fails on all of them or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_ckpt.errors import CheckpointError
+from accel_ops.objects import broadcast_object_list, gather_object
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["agree", "from_main", "together"]
+
+_T = TypeVar("_T")
+
+
+def agree(error: Exception | None, process: Process, task: str) -> None:
+    """Let all processes know whether one of them failed. Every process must call this.
+
+    Args:
+        error: What went wrong here; None if nothing did.
+        process: This process.
+        task: What was done, for the message ("writing the checkpoint").
+
+    Raises:
+        Exception: `error`, on the processes that have one.
+        CheckpointError: On all others, if some process failed; it names each of these and its error.
+    """
+    reports: list[str | None] = [None]
+    if process.world_size > 1:
+        reports = gather_object(
+            [None if error is None else f"{type(error).__name__}: {error}"], process=process
+        )
+    if error is not None:
+        raise error
+    failed = [f"process {rank}: {report}" for rank, report in enumerate(reports) if report is not None]
+    if failed:
+        raise CheckpointError(f"{task} failed on another process. {'; '.join(failed)}")
+
+
+def together(function: Callable[[], _T], process: Process, task: str) -> _T:
+    """Call a function on every process, and agree on how it went.
+
+    Args:
+        function: What to do here.
+        process: This process.
+        task: What it is, for the message.
+
+    Returns:
+        What the function returned here.
+
+    Raises:
+        Exception: As `agree`.
+    """
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    agree(error, process, task)
+    return result
+
+
+def from_main(function: Callable[[], _T], process: Process, task: str) -> _T:
+    """Call a function on the first process, and give its result to all.
+
+    Args:
+        function: What to do there; the result must pickle.
+        process: This process.
+        task: What it is, for the message.
+
+    Returns:
+        What the function returned on the first process.
+
+    Raises:
+        Exception: What the function raised, on the first process; a CheckpointError with it on the others.
+    """
+    if process.world_size == 1:
+        return function()
+    error: Exception | None = None
+    box: list[Any] = [(None, None)]
+    if process.is_main:
+        try:
+            box = [(function(), None)]
+        except Exception as caught:
+            error = caught
+            box = [(None, f"{type(caught).__name__}: {caught}")]
+    broadcast_object_list(box, process=process)
+    result: _T
+    result, report = box[0]
+    if error is not None:
+        raise error
+    if report is not None:
+        raise CheckpointError(f"{task} failed on the main process. {report}")
+    return result

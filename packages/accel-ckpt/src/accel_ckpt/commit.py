@@ -1,0 +1,135 @@
+"""Making a checkpoint folder appear whole: the protocol on the disk, for one process that owns the folder.
+
+1. Everything is written into a *staging* folder beside the target, `.<name>.staging-<token>`.
+2. `seal`: every file is flushed to the disk; then the manifest is written, whose presence says "complete".
+3. `commit`: one rename makes the staging folder the target. A checkpoint that was there is renamed aside
+   first (`.<name>.replaced-<token>`) and deleted afterwards.
+
+Killed anywhere, there is the old checkpoint, the new one, or both. In the moment between the two renames of
+step 3 there is nothing under the target's own name; `recovery.find` then returns the sealed new one.
+
+A target that cannot be renamed as a whole (a mount point, the current folder), or in which other files live,
+is committed in place: the staging folder lies inside the target, and its sealed files are moved out of it one
+by one. Once sealed, `recovery.find` finishes a move that was interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from accel_ckpt import manifest
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.layout import MANIFEST, role_of
+from accel_ckpt.recovery import discard, flush, move_out, sweep
+
+__all__ = ["commit", "new_token", "seal", "staging_path"]
+
+
+def new_token() -> str:
+    """Return a name for one save: it tells which process of which machine works on it."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def staging_path(target: Path, token: str) -> Path:
+    """Return the folder in which a checkpoint is written before it appears.
+
+    Args:
+        target: The checkpoint folder; absolute, symbolic links resolved.
+        token: The save's name.
+    """
+    if _is_replaceable(target):
+        return target.parent / f".{target.name}.staging-{token}"
+    return target / f".staging-{token}"
+
+
+def seal(staging: Path, facts: Mapping[str, Any]) -> None:
+    """Flush a finished staging folder to the disk and write its manifest.
+
+    Args:
+        staging: The folder.
+        facts: What to record about the run; JSON values.
+
+    Raises:
+        OSError: If the disk does not take it.
+        CheckpointError: If there is something else than files and folders.
+    """
+    paths = [staging / name for name in manifest.files_in(staging)]
+    with ThreadPoolExecutor(1) as disk:
+        flushed = disk.submit(_flush_all, paths)  # while the digests are computed
+        described = manifest.describe(staging, facts)
+        flushed.result()
+    manifest.write(staging, described)
+    for folder in {staging, *(path.parent for path in paths)}:
+        flush(folder)
+
+
+def commit(staging: Path, target: Path) -> None:
+    """Make a sealed staging folder the checkpoint.
+
+    Args:
+        staging: The folder, sealed.
+        target: The checkpoint folder.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    if staging.parent == target:
+        move_out(staging, target)
+    else:
+        token = staging.name.rpartition(".staging-")[2]
+        aside = target.parent / f".{target.name}.replaced-{token}"
+        replaces = target.exists()
+        if replaces:
+            os.rename(target, aside)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            if replaces:
+                os.rename(aside, target)
+            raise
+        flush(target.parent)
+        discard(aside)
+    sweep(target)
+
+
+def _is_replaceable(target: Path) -> bool:
+    if not target.exists():
+        return True
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file. Save into a folder, or delete the file.")
+    here = Path.cwd().resolve()
+    if (
+        target == here
+        or target in here.parents
+        or os.path.ismount(target)
+        or not os.access(target.parent, os.W_OK)
+    ):
+        return False
+    return not _strangers(target)
+
+
+def _strangers(target: Path) -> bool:
+    """Whether there is something in the folder that no save has put there."""
+    try:
+        known = manifest.read(target)
+    except CheckpointError:
+        known = None
+    for base, folders, names in os.walk(target):
+        folders[:] = [name for name in folders if not name.startswith(".staging-")]
+        for name in names:
+            path = Path(base, name).relative_to(target).as_posix()
+            mine = path in known.paths() if known else role_of(path) != "other"
+            if not mine and path != MANIFEST:
+                return True
+    return False
+
+
+def _flush_all(paths: list[Path]) -> None:
+    for path in paths:
+        flush(path)

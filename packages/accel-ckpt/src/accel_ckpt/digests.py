@@ -1,0 +1,162 @@
+"""Digests of files, and the check of a folder's files against them."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.layout import role_of
+
+__all__ = ["CHUNK_BYTES", "FileEntry", "describe_files", "kind_of", "plain_file", "verify"]
+
+CHUNK_BYTES = 16 * 2**20
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        path: Where it is inside the folder, with forward slashes.
+        size: Its size, in bytes.
+        role: What it is; see `layout.role_of`.
+        chunks: sha256 of each chunk, in hexadecimal; empty for an empty file.
+    """
+
+    path: str
+    size: int
+    role: str
+    chunks: tuple[str, ...]
+
+
+def describe_files(
+    folder: Path, names: Sequence[str], chunk_bytes: int = CHUNK_BYTES
+) -> tuple[FileEntry, ...]:
+    """Digest files of a folder.
+
+    Args:
+        folder: The folder.
+        names: Paths inside the folder.
+        chunk_bytes: Size of a digested chunk.
+    """
+    paths = [folder / name for name in names]
+    digested = _digests(paths, chunk_bytes)
+    return tuple(
+        FileEntry(name, path.stat().st_size, role_of(name), chunks)
+        for name, path, chunks in zip(names, paths, digested, strict=True)
+    )
+
+
+def verify(folder: Path, entries: Iterable[FileEntry], chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Check that files are what the manifest says.
+
+    Args:
+        folder: The checkpoint folder.
+        entries: The files to check.
+        chunk_bytes: Size of a digested chunk.
+
+    Raises:
+        CorruptCheckpointError: If files are missing, changed, or not plain files in the folder; it names all
+            of them.
+    """
+    found = {entry: _unreadable(folder, entry) for entry in entries}
+    sound = [entry for entry, problem in found.items() if problem is None]
+    digested = _digests([folder / entry.path for entry in sound], chunk_bytes)
+    found |= {
+        entry: _difference(entry, chunks, chunk_bytes) for entry, chunks in zip(sound, digested, strict=True)
+    }
+    problems = [problem for problem in found.values() if problem is not None]
+    if problems:
+        raise CorruptCheckpointError(
+            f"{folder} is damaged: {'; '.join(problems)}. Load another checkpoint, or copy this one anew."
+        )
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """Find a file inside a folder without following a link out of it.
+
+    Args:
+        folder: The folder.
+        name: Path of the file inside the folder.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        CorruptCheckpointError: If it, or a folder on the way, is a link or a special file.
+    """
+    path = folder
+    for part in PurePosixPath(name).parts:
+        path = path / part
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and path != folder / name):
+            raise CorruptCheckpointError(f"{name} is {kind_of(mode)} where a file is expected")
+    return path
+
+
+def kind_of(mode: int) -> str:
+    """Name what a file's mode says that it is."""
+    kinds = {
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFDIR: "a folder",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")
+
+
+def _digests(paths: Sequence[Path], chunk_bytes: int) -> list[tuple[str, ...]]:
+    """Digest the chunks of all files, by several threads also within a file (hashlib frees the lock)."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pending = [
+            [
+                pool.submit(_digest, path, start, chunk_bytes)
+                for start in range(0, path.stat().st_size, chunk_bytes)
+            ]
+            for path in paths
+        ]
+        return [tuple(chunk.result() for chunk in chunks) for chunks in pending]
+
+
+def _starts(path: Path, chunk_bytes: int) -> range:
+    return range(0, path.stat().st_size, chunk_bytes)
+
+
+def _digest(path: Path, start: int, chunk_bytes: int) -> str:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        digest = hashlib.sha256()
+        left = chunk_bytes
+        while left and (data := file.read(left)):
+            digest.update(data)
+            left -= len(data)
+        return digest.hexdigest()
+
+
+def _unreadable(folder: Path, entry: FileEntry) -> str | None:
+    try:
+        size = plain_file(folder, entry.path).stat().st_size
+    except FileNotFoundError:
+        return f"{entry.path} is missing"
+    except CorruptCheckpointError as error:
+        return str(error)
+    return None if size == entry.size else f"{entry.path} has {size} bytes and should have {entry.size}"
+
+
+def _difference(entry: FileEntry, chunks: tuple[str, ...], chunk_bytes: int) -> str | None:
+    for index, (found, expected) in enumerate(zip_longest(chunks, entry.chunks)):
+        if found != expected:
+            first = index * chunk_bytes
+            return f"{entry.path} differs in bytes {first} to {min(first + chunk_bytes, entry.size) - 1}"
+    return None

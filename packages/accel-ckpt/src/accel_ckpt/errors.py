@@ -1,0 +1,17 @@
+"""Errors of this package.
+
+CheckpointError (a RuntimeError): a checkpoint could not be written or read.
+    CorruptCheckpointError: its files are not what its manifest says.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "CorruptCheckpointError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says what was wrong and what to do."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Files of a checkpoint are missing, changed, or not to be read; the message names each of them."""

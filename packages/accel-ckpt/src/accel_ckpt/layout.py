@@ -1,0 +1,129 @@
+"""What the files of a checkpoint folder are called. Names alone: no file is touched here, and torch is not
+needed.
+
+    model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
+    optimizer.bin, optimizer_1.bin ...             optimizers
+    scheduler.bin, scheduler_1.bin ...             learning-rate schedules
+    dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
+    sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
+    scaler.pt                                      fp16 loss scale
+    random_states_<rank>.pkl                       random generators, one file per rank
+    custom_checkpoint_<i>.pkl                      registered objects
+    accel_manifest.json                            what the folder holds, with a digest per file
+
+With automatic naming, folders are `<project_dir>/checkpoints/checkpoint_<iteration>`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = [
+    "CHECKPOINTS_DIR",
+    "MANIFEST",
+    "SCALER",
+    "checkpoint_dir",
+    "custom_file",
+    "iteration_of",
+    "loader_file",
+    "model_file",
+    "optimizer_file",
+    "random_states_file",
+    "role_of",
+    "sampler_file",
+    "scheduler_file",
+]
+
+MANIFEST = "accel_manifest.json"
+SCALER = "scaler.pt"
+CHECKPOINTS_DIR = "checkpoints"
+
+_CHECKPOINT = re.compile(r"checkpoint_(\d+)")
+_ROLES = {
+    "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)",
+    "optimizer": r"optimizer(_\d+)?\.bin",
+    "scheduler": r"scheduler(_\d+)?\.bin",
+    "loader": r"dl_state_dict(_\d+)?\.bin",
+    "sampler": r"sampler(_\d+)?\.bin",
+    "scaler": r"scaler\.pt",
+    "random": r"random_states_\d+\.pkl",
+    "custom": r"custom_checkpoint_\d+\.pkl",
+}
+
+
+def _numbered(stem: str, index: int, suffix: str) -> str:
+    return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
+
+
+def model_file(index: int = 0, safe_serialization: bool = True) -> str:
+    """Return the name of a model's weights.
+
+    Args:
+        index: Which model, in the order of preparation.
+        safe_serialization: Whether they are safetensors.
+    """
+    return (
+        _numbered("model", index, ".safetensors")
+        if safe_serialization
+        else _numbered("pytorch_model", index, ".bin")
+    )
+
+
+def optimizer_file(index: int = 0) -> str:
+    """Return the name of an optimizer's state."""
+    return _numbered("optimizer", index, ".bin")
+
+
+def scheduler_file(index: int = 0) -> str:
+    """Return the name of a scheduler's state."""
+    return _numbered("scheduler", index, ".bin")
+
+
+def loader_file(index: int = 0) -> str:
+    """Return the name of a loader's position."""
+    return _numbered("dl_state_dict", index, ".bin")
+
+
+def sampler_file(index: int = 0) -> str:
+    """Return the name of the state of a loader's sampler."""
+    return _numbered("sampler", index, ".bin")
+
+
+def random_states_file(rank: int) -> str:
+    """Return the name of a rank's random generators."""
+    return f"random_states_{rank}.pkl"
+
+
+def custom_file(index: int) -> str:
+    """Return the name of a registered object's state."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
+def role_of(name: str) -> str:
+    """Tell what a file of a checkpoint folder is.
+
+    Args:
+        name: The file's path inside the folder.
+
+    Returns:
+        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random" or "custom"; "other" for a
+        file that something else has put there.
+    """
+    return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")
+
+
+def checkpoint_dir(project_dir: str | Path, iteration: int) -> Path:
+    """Return the folder of an automatically named checkpoint.
+
+    Args:
+        project_dir: The project's folder.
+        iteration: Number of the checkpoint.
+    """
+    return Path(project_dir) / CHECKPOINTS_DIR / f"checkpoint_{iteration}"
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the number in an automatic folder name, or None if it is not one."""
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found.group(1)) if found else None

@@ -1,0 +1,151 @@
+"""A checkpoint folder that is being read: checked, asked for its files, and what was left aside told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt import digests, layout, manifest, recovery, tensors
+from accel_ckpt.agree import from_main, together
+from accel_ckpt.errors import CheckpointError
+from accel_state.process import Process
+
+__all__ = ["Reading", "open_checkpoint"]
+
+
+@dataclass
+class Reading:
+    """What a checkpoint folder has, and what has been asked for.
+
+    Args:
+        folder: The folder.
+        names: Its files.
+        facts: What its manifest says about the run.
+        device: Where files are read to.
+        options: Options of `tensors.load`.
+        used: The files that were asked for.
+        notes: What to tell the user.
+    """
+
+    folder: Path
+    names: frozenset[str]
+    facts: dict[str, Any]
+    device: Any
+    options: dict[str, Any]
+    used: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def require(self, *alternatives: Sequence[str]) -> None:
+        """Check that files are there, before anything is changed.
+
+        Args:
+            *alternatives: For each file, the names that it may have.
+
+        Raises:
+            CheckpointError: If some are not; it names all of them.
+        """
+        missing = [" or ".join(names) for names in alternatives if self.names.isdisjoint(names)]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} has no {', no '.join(missing)}. It has: {', '.join(sorted(self.names))}. "
+                "Load into the objects that were saved, in the same order."
+            )
+
+    def load(self, *alternatives: str) -> Any:
+        """Load the first of these files that is there; None if there is none."""
+        name = next((name for name in alternatives if name in self.names), None)
+        if name is None:
+            return None
+        self.used.add(name)
+        return tensors.load(self.folder / name, map_location=self.device, **self.options)
+
+    def tell(self, process: Process) -> None:
+        """Warn of what was left aside; on other processes than the main one, of what is their own."""
+        ours = ("model", "optimizer", "scheduler", "loader", "sampler", "scaler")
+        left = sorted(name for name in self.names - self.used if layout.role_of(name) in ours)
+        if left and process.is_main:
+            self.notes.append(f"not loaded, because nothing was given for it: {', '.join(left)}")
+        if self.notes:
+            warnings.warn(f"Checkpoint {self.folder}: {'; '.join(self.notes)}.", stacklevel=5)
+
+
+def open_checkpoint(
+    input_dir: Path, process: Process, map_location: Any, options: dict[str, Any], verify: bool
+) -> Reading:
+    """Find a checkpoint and check its files. Every process must call it.
+
+    Args:
+        input_dir: The checkpoint folder.
+        process: This process.
+        map_location: "cpu", "on_device" or a device; None for "cpu".
+        options: Options of `tensors.load`.
+        verify: Whether to check the digests; the processes of a machine share the files.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        CorruptCheckpointError: If files are missing or changed.
+        ValueError: If `map_location` is none of these.
+    """
+    device = _device(map_location, process)
+    # One process per machine may have to finish an interrupted commit, before the others look.
+    together(
+        lambda: recovery.find(input_dir) if process.is_local_main else None, process, "opening the checkpoint"
+    )
+
+    def check() -> Reading:
+        folder = recovery.find(input_dir)
+        described = manifest.read(folder)
+        if described is None:
+            names = frozenset(manifest.files_in(folder))
+            _tell_foreign(folder, names, process)
+            return Reading(folder, names, {}, device, options)
+        if verify:
+            share = described.files[process.local_rank :: process.local_world_size]
+            digests.verify(folder, share, described.chunk_bytes)
+        return Reading(folder, described.paths(), dict(described.facts), device, options)
+
+    reading = together(check, process, "checking the checkpoint")
+    saved = from_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")
+    together(lambda: _check_same(reading, saved), process, "checking the checkpoint")
+    return reading
+
+
+def _check_same(reading: Reading, saved: str | None) -> None:
+    # Machines with disks of their own may have been interrupted between their commits.
+    if reading.facts.get("save") != saved:
+        raise CheckpointError(
+            f"{reading.folder} is not from the same save here ({reading.facts.get('save')}) as on the main "
+            f"process ({saved}). Load an older checkpoint, or copy the folder from the main machine."
+        )
+
+
+def _tell_foreign(folder: Path, names: frozenset[str], process: Process) -> None:
+    if all(layout.role_of(name) == "other" for name in names):
+        raise FileNotFoundError(
+            f"{folder} is no checkpoint: it has neither {layout.MANIFEST} nor any file of one. Name the "
+            "folder that save_state returned."
+        )
+    if process.is_main:
+        warnings.warn(
+            f"{folder} has no {layout.MANIFEST}: another implementation wrote it, and its files cannot "
+            "be checked.",
+            stacklevel=6,
+        )
+
+
+def _device(map_location: Any, process: Process) -> Any:
+    if map_location is None:
+        return "cpu"
+    if map_location == "on_device":
+        return process.device
+    try:
+        return torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"map_location must be 'cpu', 'on_device' or a device, not {map_location!r}."
+        ) from error

@@ -1,0 +1,75 @@
+"""The random generators of one process: Python's, numpy's, torch's and the device's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.devices import row
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["get_rng_state", "set_rng_state"]
+
+
+def get_rng_state(process: Process) -> dict[str, Any]:
+    """Read the state of all generators.
+
+    Args:
+        process: This process; its device's generator is read.
+
+    Returns:
+        States by the names that checkpoints use. Tensors, arrays and numbers alone, so that reading them back
+        runs no code. numpy's is there if numpy is in use.
+    """
+    states: dict[str, Any] = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        states["numpy_random_seed"] = np.random.get_state()
+    if process.device.type != "cpu":
+        states[_device_key(process)] = [row(process.device).get_rng_state()]
+    return states
+
+
+def set_rng_state(states: dict[str, Any], process: Process) -> list[str]:
+    """Set the generators to states that were read before.
+
+    Args:
+        states: What `get_rng_state` returned, there or in another implementation of these checkpoints.
+        process: This process.
+
+    Returns:
+        The names of the generators of this process that `states` says nothing about.
+    """
+    expected = ["random_state", "torch_manual_seed"]
+    if "random_state" in states:
+        version, internal, gauss = states["random_state"]
+        random.setstate((version, tuple(internal), gauss))
+    if "torch_manual_seed" in states:
+        torch.set_rng_state(states["torch_manual_seed"].cpu())
+    if "numpy_random_seed" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy_random_seed"])
+    if process.device.type != "cpu":
+        expected.append(_device_key(process))
+        if _device_key(process) in states:
+            row(process.device).set_rng_state(_own(states[_device_key(process)], process))
+    return [name for name in expected if name not in states]
+
+
+def _device_key(process: Process) -> str:
+    return f"torch_{process.device.type}_manual_seed"
+
+
+def _own(state: Any, process: Process) -> Any:
+    """Pick this process's state; others write one per device that they see."""
+    if not isinstance(state, list | tuple):
+        return state
+    index = process.device.index or 0
+    return state[index if index < len(state) else 0]
