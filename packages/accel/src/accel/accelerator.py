@@ -16,6 +16,7 @@ from accel import checkpointing, configuration, metrics, tracking
 from accel.configuration import UNSET
 from accel.engines import EngineContext, choose_engine
 from accel.engines.ddp import sync_in_backward
+from accel.mesh import MeshCoordinates
 from accel.precision import Precision
 from accel.prepare import prepare, prepare_loader, prepare_models_and_optimizers, prepare_scheduler
 from accel.profile import profile
@@ -32,7 +33,6 @@ from accel_state.control import ProcessControl
 from accel_state.gradient import GradientState
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
     from accel.tracking import GeneralTracker
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator"]
 
 
-class Accelerator(ProcessControl):
+class Accelerator(MeshCoordinates, ProcessControl):
     """Runs an ordinary PyTorch training loop on any number of processes and in any precision.
 
     Args:
@@ -265,57 +265,6 @@ class Accelerator(ProcessControl):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader over the rest of the epoch, without reading the first `num_batches`."""
         return skip_first_batches(dataloader, num_batches=num_batches)
-
-    # The mesh
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """The sizes of the mesh dimensions, when they were given."""
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The device mesh that the parallelism config describes, else None."""
-        return self.state.device_mesh
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the engine works on mesh dimensions that compose."""
-        return self.is_fsdp2
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This process's coordinate along dp_replicate."""
-        return self._mesh_rank("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This process's coordinate along dp_shard."""
-        return self._mesh_rank("dp_shard")
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This process's coordinate along tp."""
-        return self._mesh_rank("tp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This process's coordinate along cp."""
-        return self._mesh_rank("cp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This process's coordinate along pp."""
-        return self._mesh_rank("pp")
-
-    def _mesh_rank(self, dim: str) -> int:
-        mesh = self.torch_device_mesh
-        if mesh is None:
-            raise RuntimeError(
-                f"there is no {dim} rank without a mesh: pass parallelism_config to Accelerator."
-            )
-        names = mesh.mesh_dim_names or ()
-        return mesh.get_local_rank(dim) if dim in names else 0
 
     # Preparing
 

@@ -40,8 +40,8 @@ def gather_for_metrics(
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
     """
-    counts = getattr(loader, "real_samples", None)
-    rows = getattr(loader, "batch_rows", None)
+    counts: tuple[int, ...] | None = getattr(loader, "real_samples", None)
+    rows: int = getattr(loader, "batch_rows", None) or 0
     if use_gather_object or not _holds_only_tensors(data):
         if counts is not None:
             data = _cut_objects(data, counts[shard[0]], rows)

@@ -89,8 +89,8 @@ def prepare_models_and_optimizers(
     done = accelerator.engine.prepare(request)
     accelerator._models.extend(done.models)
     accelerator._optimizers.extend(done.optimizers)
-    new = dict(zip([id(model) for model in request.models], done.models, strict=True))
-    new.update(zip([id(item) for item in request.optimizers], done.optimizers, strict=True))
+    asked, answered = (*request.models, *request.optimizers), (*done.models, *done.optimizers)
+    new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}
     return [new[id(item)] if id(item) in new else _already(accelerator, item) for item in objects]
 
 
@@ -109,8 +109,9 @@ def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedSc
             gradient_state=accelerator.gradient_state,
             num_processes=accelerator.engine.data_shard[1],
         )
-    accelerator._schedulers.append(scheduler)
-    return scheduler
+    prepared: AcceleratedScheduler = scheduler
+    accelerator._schedulers.append(prepared)
+    return prepared
 
 
 def prepare_loader(

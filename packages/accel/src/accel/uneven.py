@@ -43,7 +43,7 @@ def _even_batches(accelerator: Accelerator, even_batches: bool | None) -> Iterat
     if even_batches is None:
         yield
         return
-    samplers = [getattr(loader, "batch_sampler", None) for loader in accelerator._dataloaders]
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in accelerator._dataloaders]
     settable = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(settable) < len(samplers):
         warnings.warn(

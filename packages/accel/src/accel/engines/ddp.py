@@ -59,7 +59,10 @@ class DDPEngine(Engine):
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """Torch's Join: a process out of data shadows the collectives of the others."""
-        return Join([_ddp(item) or item if isinstance(item, torch.nn.Module) else item for item in joinables])
+        members: list[Any] = [
+            _ddp(item) or item if isinstance(item, torch.nn.Module) else item for item in joinables
+        ]
+        return Join(members)
 
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:

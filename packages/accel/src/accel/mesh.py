@@ -1,0 +1,90 @@
+"""Where this process stands in the device mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.parallelism import ParallelismConfig
+
+__all__ = ["MeshCoordinates"]
+
+
+class MeshCoordinates:
+    """Mixin with the mesh of a parallelism configuration, and this process's coordinates in it.
+
+    A subclass has the attribute `state`.
+    """
+
+    state: AcceleratorState
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the mesh dimensions, when they were given."""
+        return cast("ParallelismConfig | None", self.state.parallelism_config)
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The device mesh that the parallelism config describes, else None."""
+        return cast("DeviceMesh | None", self.state.device_mesh)
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the engine works on mesh dimensions that compose."""
+        return bool(self.state.is_fsdp2)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's coordinate along dp_replicate.
+
+        Raises:
+            RuntimeError: If there is no mesh.
+        """
+        return self._coordinate("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process's coordinate along dp_shard.
+
+        Raises:
+            RuntimeError: If there is no mesh.
+        """
+        return self._coordinate("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's coordinate along tp.
+
+        Raises:
+            RuntimeError: If there is no mesh.
+        """
+        return self._coordinate("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's coordinate along cp.
+
+        Raises:
+            RuntimeError: If there is no mesh.
+        """
+        return self._coordinate("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's coordinate along pp.
+
+        Raises:
+            RuntimeError: If there is no mesh.
+        """
+        return self._coordinate("pp")
+
+    def _coordinate(self, dim: str) -> int:
+        mesh = self.torch_device_mesh
+        if mesh is None:
+            raise RuntimeError(
+                f"There is no {dim} rank without a mesh: pass parallelism_config to Accelerator."
+            )
+        return mesh.get_local_rank(dim) if dim in (mesh.mesh_dim_names or ()) else 0
