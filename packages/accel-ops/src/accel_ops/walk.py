@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -159,6 +160,9 @@ def flatten(
     Raises:
         TypeError: If `required_by` is given and a leaf is not a tensor.
     """
+    inside = children(tree)
+    if inside is not None and _all_tensors(inside):
+        return list(inside), lambda tensors: rebuild(tree, tensors)
     leaves: list[torch.Tensor] = []
 
     def collect(node: Any) -> None:
@@ -167,6 +171,9 @@ def flatten(
             return
         inside = children(node)
         if inside is not None:
+            if _all_tensors(inside):
+                leaves.extend(inside)
+                return
             for child in inside:
                 collect(child)
         elif required_by is not None:
@@ -202,7 +209,16 @@ def _replace(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
         return next(tensors)
     inside = children(node)
-    return node if inside is None else rebuild(node, [_replace(child, tensors) for child in inside])
+    if inside is None:
+        return node
+    if _all_tensors(inside):
+        return rebuild(node, list(islice(tensors, len(inside))))
+    return rebuild(node, [_replace(child, tensors) for child in inside])
+
+
+def _all_tensors(values: Sequence[Any]) -> bool:
+    """Tell, for many at once, whether all are tensors; False may be wrong (for tensors of other classes)."""
+    return set(map(type, values)) == {torch.Tensor}
 
 
 def _field_names(data: Any) -> list[str]:

@@ -1,0 +1,297 @@
+"""The meeting of processes over the process group's store, on which debug mode stands.
+
+A `Session` belongs to one process group. For each operation every process writes one text under the
+operation's number and waits until all have written theirs. It polls, and never blocks in the store, so that
+it can see meanwhile who has left, and ask where the missing ones are. Keys are deleted one operation later.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import sys
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+
+from accel_ops.whereabouts import Monitor
+from accel_state.process import Process
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["DistributedOperationException", "Session", "current_session", "leave"]
+
+WARN_AFTER_S = 5.0
+"""After so long a wait for others (seconds) there is one warning that says where they are."""
+
+ANSWER_S = 2.0
+"""How long to wait (seconds) for another process to say where it is."""
+
+LINGER_S = 2.0
+"""How long process 0, which may host the store, stays (seconds) for others to read why it leaves."""
+
+_LOOK_EVERY_S = 0.05
+_PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
+
+
+class DistributedOperationException(Exception):
+    """Processes are about to run collectives that do not fit together, or wait for one that will not come."""
+
+
+class Session:
+    """This process's part in the meetings of one process group.
+
+    Args:
+        base: The process group's store.
+        process: The facts of this process.
+    """
+
+    def __init__(self, base: Store, process: Process) -> None:
+        self.base = base
+        self.rank = process.rank
+        self.world = process.world_size
+        self.count = 0
+        self.last = "none yet"
+        self._gone = False
+        self._old: list[str] = []
+        self._noted: set[str] = set()
+        # A store may outlive a process group; the processes then join the next session together.
+        joined = base.add("accel/contract/joined", 1)
+        self.store = _prefixed(f"accel/contract/{(joined - 1) // self.world}", base)
+        self.monitor = Monitor(self.store, self.rank, self._is_over, self.publish_left)
+
+    def meet(self, text: str, label: str) -> list[str]:
+        """Write this process's text for the next operation, and wait for those of the others.
+
+        Args:
+            text: What the others are to read.
+            label: Operation and place, for messages.
+
+        Returns:
+            The texts of all processes, in rank order.
+
+        Raises:
+            DistributedOperationException: If a process has left or does not come, or the store is gone.
+        """
+        self.count += 1
+        self.last = f"operation {self.count} ({label})"
+        self.monitor.watch()
+        try:
+            if self._gone:
+                self._gone = False
+                self.store.delete_key(f"left/{self.rank}")
+            self.store.set(self._key(self.rank), text)
+            self._wait_for_all()
+            texts = [self.store.get(self._key(rank)).decode() for rank in range(self.world)]
+            self._clean_up()
+        except (RuntimeError, OSError) as error:
+            raise DistributedOperationException(
+                f"Process {self.rank}, in {self.last}, lost the store of the process group "
+                f"({_first_line(error)}). The process that hosts it, usually process 0, has ended or cannot "
+                "be reached; see its output."
+            ) from error
+        return texts
+
+    def fail(self, message: str) -> NoReturn:
+        """Raise, but let the other processes read why first, in case that this one hosts the store.
+
+        Raises:
+            DistributedOperationException: Always.
+        """
+        with contextlib.suppress(RuntimeError, OSError):
+            self._acknowledge()
+            self._linger()
+        raise DistributedOperationException(message)
+
+    def first_time(self, topic: str) -> bool:
+        """Tell whether this is the first time that a topic comes up in this session."""
+        new = topic not in self._noted
+        self._noted.add(topic)
+        return new
+
+    def publish_left(self, reason: str) -> None:
+        """Tell the others that this process takes part no longer.
+
+        Args:
+            reason: Why, as the end of a sentence.
+        """
+        if self._gone:
+            return
+        self._gone = True
+        with contextlib.suppress(RuntimeError, OSError):
+            self.store.set(f"left/{self.rank}", f"left after {self.last}, because {reason}")
+
+    def close(self, reason: str) -> None:
+        """Leave for good: tell the others, and stay for those who are waiting already."""
+        self.monitor.stop()
+        self.publish_left(reason)
+        self.count += 1
+        with contextlib.suppress(RuntimeError, OSError):
+            self._linger()
+
+    def _is_over(self) -> bool:
+        return _default_store() is not self.base
+
+    def _key(self, rank: int) -> str:
+        return f"{self.count}/{rank}"
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world) if not self.store.check([self._key(rank)])]
+
+    def _wait_for_all(self) -> None:
+        wanted = [self._key(rank) for rank in range(self.world)]
+        start = time.monotonic()
+        look_at, warn_at = start + _LOOK_EVERY_S, start + WARN_AFTER_S
+        give_up_at = start + _timeout_s(self.base)
+        pause = _PAUSES_S[0]
+        while not self.store.check(wanted):
+            now = time.monotonic()
+            if now > look_at:
+                self._raise_if_left()
+                look_at = now + _LOOK_EVERY_S
+            if now > warn_at:
+                warn_at = float("inf")
+                self._warn(now - start)
+            if now > give_up_at:
+                self._give_up(now - start)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _PAUSES_S[1])
+
+    def _raise_if_left(self) -> None:
+        missing = self._missing()
+        left = [rank for rank in missing if self.store.check([f"left/{rank}"])]
+        # It may have written its text and left between the two questions.
+        left = [rank for rank in left if not self.store.check([self._key(rank)])]
+        if left:
+            notes = [f"  process {rank} {self.store.get(f'left/{rank}').decode()}" for rank in left]
+            waits = f"Process {self.rank} waits in {self.last}, but not all others will come:"
+            self.fail("\n".join([waits, *notes, "Every process must call the same operations."]))
+
+    def _warn(self, waited_s: float) -> None:
+        warnings.warn(
+            f"Process {self.rank} has waited {waited_s:.0f} s in {self.last}.\n{self._where_missing()}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def _give_up(self, waited_s: float) -> None:
+        self.fail(
+            f"Process {self.rank} has waited {waited_s:.0f} s in {self.last}, which is the timeout of the "
+            f"process group.\n{self._where_missing()}"
+        )
+
+    def _where_missing(self) -> str:
+        missing = self._missing()
+        numbers = {rank: self.store.add(f"ask/{rank}", 1) for rank in missing}
+        until = time.monotonic() + ANSWER_S
+        answers: dict[int, str] = {}
+        while len(answers) < len(missing) and time.monotonic() < until:
+            time.sleep(_PAUSES_S[1])
+            for rank in missing:
+                if self.store.check([f"where/{rank}"]):
+                    number, text = json.loads(self.store.get(f"where/{rank}"))
+                    if number >= numbers[rank]:
+                        answers[rank] = text
+        silent = "does not answer: it has not come to any operation yet, hangs outside Python, or was killed"
+        return "\n".join(f"  process {rank} {answers.get(rank, silent)}" for rank in missing)
+
+    def _clean_up(self) -> None:
+        # All have come here, so all have read what was written for the operation before.
+        for key in self._old:
+            self.store.delete_key(key)
+        self._old = [self._key(self.rank)]
+
+    def _acknowledge(self) -> None:
+        key = f"read/{self._key(self.rank)}"
+        self.store.set(key, "")
+        self._old.append(key)
+
+    def _linger(self) -> None:
+        """Stay until those who wait in the present operation have read why it fails."""
+        if self.rank != 0:
+            return
+        until = time.monotonic() + LINGER_S
+        while time.monotonic() < until:
+            missing = self._missing()
+            present = [rank for rank in range(1, self.world) if rank not in missing]
+            if all(self.store.check([f"read/{self._key(rank)}"]) for rank in present):
+                return
+            time.sleep(_PAUSES_S[1])
+
+
+_session: Session | None = None
+_lock = threading.Lock()
+
+
+def current_session(process: Process) -> Session:
+    """Return the session of the present process group, and begin one if there is none.
+
+    Args:
+        process: The facts of this process.
+
+    Raises:
+        RuntimeError: If there is no process group.
+    """
+    global _session
+    store = _default_store()
+    if store is None:
+        raise RuntimeError(
+            f"Process {process.rank} of {process.world_size} has no process group: it was destroyed or never "
+            "made."
+        )
+    with _lock:
+        if _session is None or _session.base is not store:
+            if _session is not None:
+                _session.close("its process group was destroyed")
+            _session = Session(store, process)
+            atexit.register(leave)
+        return _session
+
+
+def leave(reason: str | None = None) -> None:
+    """Tell the other processes that this one takes part in no more collectives.
+
+    It is called when the interpreter exits; call it before, where a process stops early but lives on. Nothing
+    happens outside debug mode. A later collective takes it back.
+
+    Args:
+        reason: Why, as the end of a sentence; by default the exception that ends the script, or its end.
+    """
+    global _session
+    with _lock:
+        session, _session = _session, None
+    atexit.unregister(leave)
+    if session is not None:
+        session.close(reason or _why_exiting())
+
+
+def _why_exiting() -> str:
+    error: Any = getattr(sys, "last_value", None)  # set where an exception was not caught
+    return f"of {type(error).__name__}: {_first_line(error)}" if error else "its script ended"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _default_store() -> Store | None:
+    """Return the store of the default process group (torch has no public call for it)."""
+    if not dist.is_initialized():
+        return None
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _timeout_s(store: Any) -> float:
+    # The process group gives its own timeout to the store that it is made with.
+    return float(store.timeout.total_seconds())
+
+
+def _prefixed(prefix: str, store: Store) -> Store:
+    prefixed: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return prefixed

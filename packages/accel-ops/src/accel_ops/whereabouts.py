@@ -1,0 +1,109 @@
+"""Saying where a process is: a thread that answers, while the process itself is busy elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Monitor", "whereabouts"]
+
+_EVERY_S = 0.1
+# Nobody asks before having waited longer than this, so until then the store is left in peace.
+_QUIET_S = 3.0
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
+)
+
+
+class Monitor:
+    """A daemon thread that answers other processes' questions, and notices the end of the process group.
+
+    Args:
+        store: Where questions and answers are written.
+        rank: Rank of this process.
+        is_over: Tells whether the process group has been destroyed.
+        publish_left: Called with the reason when it has been.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        is_over: Callable[[], bool],
+        publish_left: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._is_over = is_over
+        self._publish_left = publish_left
+        self._answered = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._watched = 0
+        self._since = 0.0
+
+    def watch(self) -> None:
+        """Note that the calling thread has just come to an operation; the first call starts the thread."""
+        self._watched = threading.get_ident()
+        self._since = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="accel-contract", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY_S):
+            if self._is_over():
+                self._publish_left("its process group was destroyed")
+                return
+            if time.monotonic() - self._since > _QUIET_S and not self._answer():
+                return
+
+    def _answer(self) -> bool:
+        try:
+            if self._store.check([f"ask/{self._rank}"]):
+                asked = int(self._store.get(f"ask/{self._rank}"))
+                if asked > self._answered:
+                    self._answered = asked
+                    text = f"is at {whereabouts(self._watched)}"
+                    self._store.set(f"where/{self._rank}", json.dumps([asked, text]))
+        except (RuntimeError, OSError):  # the store is gone, and with it those who might ask
+            return False
+        return True
+
+
+def whereabouts(thread_id: int) -> str:
+    """Say where a thread is now.
+
+    Args:
+        thread_id: Its `threading.get_ident()`.
+
+    Returns:
+        File, line and function of the innermost frame, and of the innermost one outside of libraries.
+    """
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "no line of Python: its thread has ended"
+    here = _place(frame)
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+        outer = outer.f_back
+    return here if outer is None or outer is frame else f"{here}, called from {_place(outer)}"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
