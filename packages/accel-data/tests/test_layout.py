@@ -1,9 +1,10 @@
 from itertools import cycle, islice
 
 import torch
-from accel_data.layout import Layout, Share, cut
 from hypothesis import given
 from hypothesis import strategies as st
+
+from accel_data.layout import Layout, Share, cut
 
 layouts = st.builds(
     Layout,
@@ -48,7 +49,9 @@ def test_every_kind_of_order_is_cut_alike(length, layout):
 def test_all_processes_together_take_turns(length, layout):
     order = list(range(length))
     parts = by_hand(order, layout)
-    expected = [parts[rank][step] for step in range(60) for rank in range(len(parts)) if step < len(parts[rank])]
+    expected = [
+        parts[rank][step] for step in range(60) for rank in range(len(parts)) if step < len(parts[rank])
+    ]
     for kind in (range(length), torch.arange(length), order, iter(order)):
         assert list(cut(kind, layout, None, Share())) == expected
     assert layout.num_batches(length, None) == len(expected)

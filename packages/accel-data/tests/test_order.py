@@ -2,15 +2,6 @@ import random
 
 import pytest
 import torch
-from accel_data.order import (
-    IsolatedRNG,
-    SeedableRandomSampler,
-    draw,
-    mix_seed,
-    order_of,
-    sampler_generator,
-    take,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -19,6 +10,16 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+)
+
+from accel_data.order import (
+    IsolatedRNG,
+    SeedableRandomSampler,
+    draw,
+    mix_seed,
+    order_of,
+    sampler_generator,
+    take,
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_data.cursor import Pass, Progress, from_state, to_state
@@ -41,12 +42,15 @@ class DataLoaderStateMixin:
             known.
         real_samples: How many samples of each process in the batch at hand are real, the rest being padding
             at the end of that process's batch; None if nothing is padded.
+        batch_rows: How many samples, padding included, the batch at hand has on every process; None if
+            nothing is padded.
         gradient_state: The state that is told when iteration begins and ends.
     """
 
     end_of_dataloader: bool
     remainder: int
     real_samples: tuple[int, ...] | None
+    batch_rows: int | None
     gradient_state: GradientState
 
     def __init__(self) -> None:
@@ -58,6 +62,7 @@ class DataLoaderStateMixin:
         self.end_of_dataloader = False
         self.remainder = -1
         self.real_samples = None
+        self.batch_rows = None
 
     def begin(self) -> None:
         """Begin an iteration: this loader becomes the active one of its gradient state."""
@@ -97,6 +102,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = 0
+        self.synchronized_generator: torch.Generator | None = None
         self._progress = Progress()
         self._base = loader_class(use_stateful_dataloader)
         self._reads: DataLoader[Any] | None = None
@@ -159,7 +165,9 @@ class DataLoaderAdapter(DataLoader[Any]):
 
         Until the next iteration begins, an iteration that was left early is its place.
         """
-        return to_state(self._progress.cursor(self._step_size), self._seed, self._length)
+        generator = self.synchronized_generator
+        state = None if generator is None else generator.get_state()
+        return to_state(self._progress.cursor(self._step_size, state), self._seed, self._length)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a place: the next iteration has the rest of its epoch, on any number of processes.
@@ -219,6 +227,11 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._shard.sampler.initial_seed = seed
         else:
             self._shard.seed = seed
+
+    @property
+    def _unbatched(self) -> bool:
+        """Whether each item of the dataset goes out as it is, so that its number of samples is not known."""
+        return self.batch_size is None and (self._shard is None or isinstance(self.sampler, Unbatched))
 
     def _install_shard(self) -> BatchSamplerShard:
         """Put a shard in the place of the sampler that is iterated, unless it is one."""

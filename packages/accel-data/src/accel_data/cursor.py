@@ -27,7 +27,7 @@ class Cursor:
             batch size is not known).
         batches: Batches handed out to each process in this epoch.
         step_size: Samples of one step, all processes together, in the run that stopped here.
-        generator: State of the user's generator from which the epoch's order was drawn.
+        generator: State of the user's generator when the epoch began.
     """
 
     epoch: int = 0
@@ -49,13 +49,13 @@ class Pass:
         begin: Where it began.
         limit: Length of the global order, beyond which there is only padding; None if not known.
         steps: Batches handed out since.
-        share: What the sampler tells about this pass (the state of its generator).
+        generator: State of the user's generator when it began.
     """
 
     begin: Cursor
     limit: int | None = None
     steps: int = 0
-    share: Any = None
+    generator: torch.Tensor | None = None
 
     def cursor(self) -> Cursor:
         """Return the present place."""
@@ -63,8 +63,8 @@ class Pass:
         consumed = begin.consumed + self.steps * begin.step_size
         if self.limit is not None:
             consumed = min(consumed, max(self.limit, begin.consumed))
-        generator = begin.generator if self.share is None else self.share.generator
-        return replace(begin, consumed=consumed, batches=begin.batches + self.steps, generator=generator)
+        batches = begin.batches + self.steps
+        return replace(begin, consumed=consumed, batches=batches, generator=self.generator)
 
 
 class Progress:
@@ -129,11 +129,18 @@ class Progress:
         if exhausted:
             self._latest = None
 
-    def cursor(self, step_size: int) -> Cursor:
-        """Return the present place."""
+    def cursor(self, step_size: int, generator: torch.Tensor | None) -> Cursor:
+        """Return the present place.
+
+        Args:
+            step_size: Samples of one step, all processes together.
+            generator: Present state of the user's generator.
+        """
         if self._resume is not None:
             return self._resume
-        return Cursor(self.epoch, step_size=step_size) if self._latest is None else self._latest.cursor()
+        if self._latest is None:
+            return Cursor(self.epoch, step_size=step_size, generator=generator)
+        return self._latest.cursor()
 
     def resume(self, cursor: Cursor) -> None:
         """Begin the next pass at a place, whose epoch it finishes."""

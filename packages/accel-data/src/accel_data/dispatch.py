@@ -53,8 +53,8 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration: Number of the first epoch.
         device: Where batches are put; None leaves them where they arrive.
         even_batches: Complete an incomplete last step with samples from the start.
-        num_processes: Number of data-parallel processes; those that run by default. With 1, this process reads
-            for itself alone.
+        num_processes: Number of data-parallel processes; those that run by default. With 1, this process
+            reads for itself alone.
         gradient_state: The state that is told when iteration begins and ends; by default the newest.
         **kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
@@ -118,11 +118,6 @@ class DataLoaderDispatcher(PreparedLoader):
             layout = Layout(self.batch_size or 1, count, self.drop_last, self.even_batches)
             steps = layout.num_steps(self.total_dataset_length)
         return max(steps - self.skip_batches, 0)
-
-    @property
-    def _unbatched(self) -> bool:
-        """Whether the dataset gives whole batches, whose size is not known before."""
-        return self.batch_size is None and (self._shard is None or isinstance(self.sampler, Unbatched))
 
     @property
     def _sliced_items(self) -> bool:
@@ -192,7 +187,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _rounds(self, started: Pass) -> Iterator[tuple[list[Any], tuple[int, ...] | None, bool]]:
         """Read the steps of a pass: the parts, the padding, and whether it is the last one."""
-        size = None if self._unbatched else self._local_size
+        size = self.batch_size if self._shard is None else self._shard.local_batch_size
+        size = None if self._unbatched else size
         slice_fn = self.slice_fn
         if self._unbatched:
             slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
@@ -203,14 +199,10 @@ class DataLoaderDispatcher(PreparedLoader):
             yield from look_ahead(iter(rounds.of(reads)))
             return
         reads = (Read(batch, None) for batch in self._indexed(started))
-        share = started.share
+        share = self._shard.share
         for found, last in _with_last(rounds.of(reads), self._shard, share):
             real = self._padding(found, share.real) if last and share.real else found.real
             yield found.parts, real, last
-
-    @property
-    def _local_size(self) -> int | None:
-        return self.batch_size if self._shard is None else self._shard.local_batch_size
 
     def _indexed(self, started: Pass) -> Iterator[Any]:
         """Read a map-style dataset: the batches of all processes in turn, or joined if sliced later."""
@@ -224,10 +216,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
             self._reads = self._base(self.dataset, **sampling, **settings(self))
-        self._seek(started)
-        batches = iter(self._reads)
-        started.share = shard.share
-        return batches
+        shard.start = started.begin.consumed
+        return iter(self._reads)
 
     def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:
         if not self._unbatched:
@@ -274,8 +264,8 @@ def _owners(process: Process, mesh: DeviceMesh | None, num_processes: int | None
     parts = max(ranks.values()) + 1
     if num_processes not in (None, parts):
         raise ValueError(
-            f"Batches cannot be handed out to num_processes={num_processes}: process 0 has {parts} to serve. Leave "
-            "num_processes out, or pass dispatch_batches=False."
+            f"Batches cannot be handed out to num_processes={num_processes}: process 0 has {parts} to serve. "
+            "Leave num_processes out, or pass dispatch_batches=False."
         )
     if sorted(ranks) != list(range(process.world_size)):
         raise ValueError(

@@ -7,7 +7,7 @@ When the positions end inside a step, the step is dropped, padded from the start
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -27,12 +27,10 @@ class Share:
     Args:
         num_batches: Number of batches; None until it is known.
         real: For the last batch, how many entries of each process are real; None if nothing is padded.
-        generator: State of the sampler's generator from which the order was drawn.
     """
 
     num_batches: int | None = None
     real: tuple[int, ...] | None = None
-    generator: torch.Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,15 @@ def cut(order: Order, layout: Layout, rank: int | None, share: Share) -> Iterato
         del order  # at most this process's share stays in memory
         for first in range(0, len(rows), _ROWS):
             yield from rows[first : first + _ROWS].tolist()
+    elif isinstance(order, range):
+        starts = _starts(layout, length, rank)
+        for first in range(0, len(starts), _ROWS):
+            some = starts[first : first + _ROWS]
+            column = torch.arange(some.start, some.stop, some.step).unsqueeze(1)
+            yield from (column + torch.arange(layout.share)).tolist()
     else:
-        yield from _pieces(order, layout, rank)
+        for position in _starts(layout, length, rank):
+            yield order[position : position + layout.share]
     yield from tails
 
 
@@ -130,12 +135,11 @@ def _rows(order: torch.Tensor, layout: Layout, rank: int | None) -> torch.Tensor
     return rows[:, rank].clone()
 
 
-def _pieces(order: range | list[Any], layout: Layout, rank: int | None) -> Iterator[list[Any]]:
-    share, group = layout.share, layout.group
-    end = len(order) - layout.tail(len(order))
-    first, step = (0, share) if rank is None else (rank * share, group)
-    for position in range(layout.start + first, end, step):
-        yield list(order[position : position + share])
+def _starts(layout: Layout, length: int, rank: int | None) -> range:
+    """Return the position at which each full batch begins."""
+    first, step = (0, layout.share) if rank is None else (rank * layout.share, layout.group)
+    end = max(length - layout.tail(length), layout.start)
+    return range(layout.start + first, end, step)
 
 
 def _tail_positions(layout: Layout, length: int, rank: int | None) -> Iterator[Sequence[int]]:

@@ -10,6 +10,7 @@ import torch
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
 from accel_data.checks import check_skip
 from accel_data.cursor import Pass
+from accel_data.iterable import count_rows
 from accel_data.layout import Share
 from accel_ops.tree import send_to_device
 
@@ -59,7 +60,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             for batch, real, last in self._read(started):
                 if last or real is not self.real_samples:
-                    self._mark(real, last)
+                    self._mark(batch, real, last)
                 started.steps += 1
                 yield batch if self.device is None else self._to_device(batch)
             exhausted = True
@@ -73,23 +74,32 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _start_pass(self) -> Pass:
         started = self._progress.start(self.skip_batches, self._step_size, self._limit)
         self._tell_epoch(started.begin.epoch)
+        generator = self.synchronized_generator
+        if generator is not None and started.begin.generator is not None:
+            generator.set_state(started.begin.generator)
+        self._synchronize()
+        started.generator = None if generator is None else generator.get_state()
         return started
 
-    def _seek(self, started: Pass) -> None:
-        """Tell the shard where the pass starts."""
-        assert self._shard is not None
-        self._shard.start = started.begin.consumed
-        self._shard.resume_generator = started.begin.generator
+    def _synchronize(self) -> None:
+        """Make random generators those of process 0."""
 
     def _known_remainder(self) -> int:
         real, total = None if self._shard is None else self._shard.num_real, self.total_batch_size
         return -1 if self._drop_last or real is None or total is None else real % total
 
-    def _mark(self, real: Real, last: bool) -> None:
+    def _mark(self, batch: Any, real: Real, last: bool) -> None:
         self.real_samples = real
+        self.batch_rows = None if real is None else self._padded_rows(batch, real)
         self.end_of_dataloader = last
         if last and real is not None and self.remainder == -1:
             self.remainder = sum(real)
+
+    def _padded_rows(self, batch: Any, real: tuple[int, ...]) -> int:
+        """Return how many samples, padding included, a padded batch has."""
+        if self._unbatched:
+            return count_rows(batch)
+        return self._stream_shard().share if self._shard is None else self._shard.padded_rows(real)
 
     def _to_device(self, batch: Any) -> Any:
         assert self.device is not None

@@ -231,6 +231,7 @@ def _dispatcher(
     seeded, seed = plan.seeding.seeded(iterated)
     sampling = _sampling(dataloader, seeded.sampler if single else seeded, False)
     loader = cls(dataset, **sampling, **common)
+    loader.synchronized_generator = sampler_generator(seeded)
     assert loader._shard is not None
     loader._shard.seed = seed
     return loader

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.checks import check_divides, check_place, check_skip
 from accel_data.layout import Layout, Share, cut
-from accel_data.order import Order, order_of, sampler_generator
+from accel_data.order import Order, order_of
 
 __all__ = ["BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
 
@@ -60,7 +60,6 @@ class BatchSamplerShard(BatchSampler):
         self.seed: int | None = None  # of the generators under which an unknown sampler is walked
         self.epoch = 0
         self.start = 0  # where the next pass starts in the global order, in samples
-        self.resume_generator: Any = None  # state of the sampler's generator for the next pass
         self.agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None
         self.share = Share()  # of the latest pass
         self._check()
@@ -104,6 +103,11 @@ class BatchSamplerShard(BatchSampler):
     def num_real(self) -> int | None:
         """Samples in the global order that are no padding; None where only walking tells."""
         return self.num_samples
+
+    def padded_rows(self, real: tuple[int, ...]) -> int:
+        """Return how many indices, padding included, each process has in a padded batch."""
+        assert self.local_batch_size is not None
+        return self.local_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the samplers inside.
@@ -152,19 +156,13 @@ class BatchSamplerShard(BatchSampler):
         # A generator, so that nothing is drawn before the loader has drawn its own seed, as without sharding.
         self._check()
         if self._flat:
-            yield from cut(self._order(share), self._layout(start), self._rank, share)
+            yield from cut(self._order(), self._layout(start), self._rank, share)
         elif self.even_batches and self.num_processes > 1:
-            yield from cut(self._flattened(self._order(share)), self._layout(start), self._rank, share)
+            yield from cut(self._flattened(self._order()), self._layout(start), self._rank, share)
         else:
-            yield from self._whole_batches(self._order(share), start, share)
+            yield from self._whole_batches(self._order(), start, share)
 
-    def _order(self, share: Share) -> Any:
-        generator = sampler_generator(self.batch_sampler)
-        if generator is not None:
-            if self.resume_generator is not None:
-                generator.set_state(self.resume_generator)
-                self.resume_generator = None
-            share.generator = generator.get_state()
+    def _order(self) -> Any:
         return order_of(self._walked, self.seed, self.epoch, self.agreed)
 
     def _flattened(self, batches: Any) -> Order:
@@ -267,6 +265,10 @@ class PresplitBatchSampler(BatchSamplerShard):
         if not isinstance(self.splitter, DistributedSampler):
             return None
         return min(self.splitter.total_size, len(self.splitter.dataset))  # type: ignore[arg-type]
+
+    def padded_rows(self, real: tuple[int, ...]) -> int:
+        """Return how many indices, padding included, each process has in a padded batch."""
+        return max(real)
 
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
         first = start // int(self.splitter.num_replicas)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from accel_ops import contract
-from accel_ops.packing import as_bytes
 from accel_ops.tree import TensorInformation, is_tensor_information, recursively_apply
 from accel_state.process import Process
 
@@ -200,7 +199,7 @@ class Channel:
         buffer[: self._header].view(torch.int64).copy_(torch.tensor(header))
         position = self._header
         pieces = [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
-        for piece in (*pieces, *map(as_bytes, tensors)):
+        for piece in (*pieces, *map(_as_bytes, tensors)):
             buffer[position : position + len(piece)].copy_(piece)
             position += len(piece)
 
@@ -212,6 +211,10 @@ class Channel:
             return
         parts = [part.to(self.device) for part in self._parts]
         dist.scatter(self._buffer, [parts[owner] for owner in self.owners], src=0)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _is_plain(leaf: Any) -> bool:

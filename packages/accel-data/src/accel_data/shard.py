@@ -78,16 +78,12 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
 
-    def _start_pass(self) -> Pass:
-        self._synchronize()
-        return super()._start_pass()
-
     def _read(self, started: Pass) -> Iterator[Item]:
         if self._shard is None:
             return look_ahead((batch, real) for real, batch in self._stream(started, self._stream_shard()))
-        self._seek(started)
+        self._shard.start = started.begin.consumed
         batches = DataLoader.__iter__(self)
-        started.share = share = self._shard.share
+        share = self._shard.share
         return counted(batches, share) if self._shard.has_length else looked_up(batches, share)
 
     def _synchronize(self) -> None:

@@ -1,0 +1,691 @@
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from accel_data import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipDataLoader,
+    get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accel_data.samplers import PresplitBatchSampler
+from accel_state.gradient import GradientState
+from accel_state.process import current_process
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+class Stream(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+        self.epochs = []
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Recorded:
+    """A dataset that notes what is read."""
+
+    def __init__(self, length):
+        self.length = length
+        self.read = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+class GlobalShuffle:
+    """A sampler that draws from Python's and torch's global generators."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        indices = torch.randperm(self.length).tolist()
+        random.shuffle(indices)
+        return iter(indices)
+
+
+class LengthBuckets(BatchSampler):
+    """A batch sampler of another class with a generator of its own."""
+
+    def __init__(self, length, batch_size, drop_last):
+        super().__init__(range(length), batch_size, drop_last)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        self.sampler = torch.randperm(len(self.sampler), generator=self.generator).tolist()
+        return super().__iter__()
+
+    def __len__(self):
+        return super().__len__()
+
+
+def prepared(make, num_processes, **kwargs):
+    return [
+        prepare_data_loader(make(), num_processes=num_processes, process_index=rank, **kwargs)
+        for rank in range(num_processes)
+    ]
+
+
+def epoch_of(loaders):
+    """Read an epoch in lockstep; return the real samples in rank order, and the batches of each process."""
+    samples, batches = [], [[] for _ in loaders]
+    iterators = [iter(loader) for loader in loaders]
+    done = False
+    while not done:
+        done = True
+        reals = set()
+        for rank, (loader, iterator) in enumerate(zip(loaders, iterators, strict=True)):
+            batch = next(iterator, None)
+            if batch is None:
+                continue
+            done = False
+            batches[rank].append(batch.tolist())
+            reals.add(loader.real_samples)
+            assert loader.batch_rows == (len(batch) if loader.real_samples else None)
+            real = loader.real_samples[rank] if loader.real_samples else None
+            samples += batch.tolist()[:real]
+        assert len(reals) <= 1  # the processes agree about the padding
+    return samples, batches
+
+
+def expected_padding(length, group, drop_last):
+    full, tail = divmod(length, group)
+    return full * group if drop_last else length, full + bool(tail and not drop_last)
+
+
+KINDS = {
+    "sequential": lambda n: {},
+    "shuffle": lambda n: {"shuffle": True},
+    "generator": lambda n: {"shuffle": True, "generator": torch.Generator().manual_seed(4)},
+    "replacement": lambda n: {"sampler": RandomSampler(range(n), replacement=True, num_samples=n)},
+    "subset": lambda n: {"sampler": SubsetRandomSampler(range(n))},
+    "weighted": lambda n: {
+        "sampler": WeightedRandomSampler(torch.ones(n), n, generator=torch.Generator().manual_seed(5))
+    },
+    "global": lambda n: {"sampler": GlobalShuffle(n)},
+    "list": lambda n: {"sampler": list(range(n))[::-1]},
+}
+
+sizes = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 8))
+
+
+@given(sizes, st.sampled_from(sorted(KINDS)), st.booleans(), st.booleans(), st.booleans())
+def test_processes_together_see_what_one_would(size, kind, split, even, drop_last):
+    length, batch_size, processes = size
+    batch_size *= processes if split else 1
+    group = batch_size if split else batch_size * processes
+
+    def make():
+        return DataLoader(range(length), batch_size, drop_last=drop_last, **KINDS[kind](length))
+
+    options = {"data_seed": 11, "split_batches": split, "even_batches": even}
+    one = prepare_data_loader(
+        DataLoader(range(length), 1, **KINDS[kind](length)), num_processes=1, process_index=0, data_seed=11
+    )
+    loaders = prepared(make, processes, **options)
+    for _ in range(2):
+        order = [int(batch) for batch in one]
+        samples, batches = epoch_of(loaders)
+        count, steps = expected_padding(length, group if processes > 1 else batch_size, drop_last)
+
+        assert samples == order[:count]
+        assert len(loaders[0]) == len(batches[0]) == steps
+        if processes > 1 and (even or drop_last):
+            assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
+            assert {len(rank) for rank in batches} == {steps}
+
+
+@given(sizes, st.booleans(), st.booleans(), st.booleans())
+def test_processes_together_see_a_stream_once(size, split, even, drop_last):
+    length, batch_size, processes = size
+    batch_size *= processes if split else 1
+    group = batch_size if split else batch_size * processes
+
+    def make():
+        return DataLoader(Stream(length), batch_size, drop_last=drop_last)
+
+    options = {"split_batches": split, "even_batches": even, "dispatch_batches": False}
+    loaders = prepared(make, processes, **options)
+    for _ in range(2):
+        samples, batches = epoch_of(loaders)
+        count, steps = expected_padding(length, group, drop_last)
+
+        assert samples == list(range(count))
+        assert len(batches[0]) == steps
+        if processes > 1 and (even or drop_last):
+            assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
+            assert {len(rank) for rank in batches} == {steps}
+
+
+@given(sizes, st.booleans())
+def test_a_batch_sampler_of_another_class_is_shared_out(size, drop_last):
+    length, batch_size, processes = size
+
+    def make():
+        return DataLoader(range(length), batch_sampler=LengthBuckets(length, batch_size, drop_last))
+
+    one = [index for batch in make() for index in batch.tolist()]
+    samples, _ = epoch_of(prepared(make, processes))
+
+    assert (
+        samples
+        == one[: expected_padding(length, batch_size * processes, drop_last)[0] if processes > 1 else None]
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_workers_change_nothing(stream, processes):
+    def make(workers):
+        if stream:
+            return lambda: DataLoader(Stream(29), 2, num_workers=workers)
+        return lambda: DataLoader(range(29), 2, shuffle=True, num_workers=workers)
+
+    options = {"data_seed": 1, "dispatch_batches": False}
+    without, with_two = (prepared(make(workers), processes, **options) for workers in (0, 2))
+    for _ in range(2):
+        assert epoch_of(with_two) == epoch_of(without)
+
+
+def test_the_order_changes_with_epoch_and_seed_only():
+    def epochs(**kwargs):
+        loader = prepare_data_loader(
+            DataLoader(range(50), 5, shuffle=True), num_processes=1, process_index=0, **kwargs
+        )
+        return [[int(index) for batch in loader for index in batch] for _ in range(3)]
+
+    torch.manual_seed(1)
+    first = epochs()
+    torch.manual_seed(1)
+    torch.rand(1)
+
+    assert epochs() == first
+    assert first[0] != first[1] != first[2]
+    torch.manual_seed(2)
+    assert epochs() != first
+    assert epochs(data_seed=1) != epochs(data_seed=2)
+
+
+def test_two_loaders_of_one_accelerator_differ():
+    torch.manual_seed(1)
+    state = GradientState.new()
+    first, second = (
+        prepare_data_loader(
+            DataLoader(range(50), 5, shuffle=True), num_processes=1, process_index=0, gradient_state=state
+        )
+        for _ in range(2)
+    )
+
+    assert torch.cat(list(first)).tolist() != torch.cat(list(second)).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_users_generator_keeps_its_order(workers):
+    def make():
+        generator = torch.Generator().manual_seed(9)
+        return DataLoader(range(23), 4, shuffle=True, generator=generator, num_workers=workers)
+
+    plain = make()
+    ours = prepare_data_loader(make(), num_processes=1, process_index=0)
+    for _ in range(2):
+        assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
+def test_use_seedable_sampler_replaces_the_users_generator():
+    generator = torch.Generator().manual_seed(9)
+    loader = prepare_data_loader(
+        DataLoader(range(23), 4, shuffle=True, generator=generator),
+        num_processes=1,
+        process_index=0,
+        use_seedable_sampler=True,
+    )
+    sampler = get_sampler(loader)
+
+    assert isinstance(sampler, SeedableRandomSampler)
+    assert sampler.initial_seed == 9
+
+
+def noted(worker_id):
+    """A worker_init_fn."""
+
+
+SETTINGS = {
+    "num_workers": 2,
+    "pin_memory": True,
+    "timeout": 7.0,
+    "worker_init_fn": noted,
+    "multiprocessing_context": "fork",
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "pin_memory_device": "",
+    "in_order": True,
+    "collate_fn": list,
+}
+
+
+@pytest.mark.parametrize("dataset", [range(20), Stream(20)])
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_settings_are_kept(dataset, dispatch, skip):
+    settings = {**SETTINGS, "generator": torch.Generator()}
+    given_loader = DataLoader(dataset, 4, **settings)
+    loader = prepare_data_loader(given_loader, num_processes=1, process_index=0, dispatch_batches=dispatch)
+    if skip:
+        loader = skip_first_batches(loader, 2)
+
+    assert isinstance(loader, DataLoader)
+    for name in settings:
+        assert getattr(loader, name) == getattr(given_loader, name), name
+    assert loader.batch_size == 4
+    assert prepare_data_loader(loader) is loader
+
+
+def test_settings_are_kept_when_a_plain_loader_skips():
+    for dataset in (range(20), Stream(20)):
+        given_loader = DataLoader(dataset, 4, **SETTINGS)
+        loader = skip_first_batches(given_loader, 2)
+        for name in SETTINGS:
+            assert getattr(loader, name) == getattr(given_loader, name), name
+
+
+def test_attributes_of_a_prepared_loader():
+    loader = prepare_data_loader(
+        DataLoader(range(21), 4, shuffle=True), num_processes=2, process_index=1, data_seed=0
+    )
+    halves = prepare_data_loader(
+        DataLoader(range(21), 4), num_processes=2, process_index=1, split_batches=True
+    )
+    stream = prepare_data_loader(
+        DataLoader(Stream(5), 4), num_processes=2, process_index=1, dispatch_batches=False
+    )
+
+    assert (loader.total_batch_size, loader.total_dataset_length, loader.batch_size) == (8, 21, 4)
+    assert (halves.total_batch_size, halves.total_dataset_length, halves.batch_size) == (4, 21, 2)
+    assert (stream.total_batch_size, stream.batch_size) == (8, 4)
+    assert isinstance(loader.batch_sampler, BatchSamplerShard)
+    assert isinstance(stream.dataset, IterableDatasetShard)
+    assert loader.sampler is loader.get_sampler() is get_sampler(loader)
+
+
+@pytest.mark.parametrize("skip", [0, 2, 5])
+def test_skipping_seeks(skip):
+    data = Recorded(23)
+    loader = prepare_data_loader(
+        DataLoader(data, 4, shuffle=True), num_processes=1, process_index=0, data_seed=3
+    )
+    order = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    data.read.clear()
+    skipped = skip_first_batches(loader, skip)
+
+    assert [batch.tolist() for batch in skipped] == order[skip:]
+    assert len(skipped) == len(order) - skip
+    assert data.read == [index for batch in order[skip:] for index in batch]
+    assert skipped.iteration == loader.iteration == 1
+    assert [batch.tolist() for batch in loader] != order  # the next epoch, and all of it
+    assert loader.iteration == skipped.iteration == 2
+
+
+def test_skipping_a_stream():
+    loader = prepare_data_loader(
+        DataLoader(Stream(23), 4), num_processes=2, process_index=0, dispatch_batches=False
+    )
+    skipped = skip_first_batches(skip_first_batches(loader, 1), 1)
+
+    assert [batch.tolist() for batch in skipped] == [[16, 17, 18, 19]]
+    assert skipped.real_samples == (4, 3)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_skipping_with_a_plain_loader(batch_size):
+    data = Recorded(10)
+    skipped = skip_first_batches(DataLoader(data, batch_size), 2)
+
+    assert torch.cat(
+        [batch.reshape(-1) if batch_size else torch.tensor([batch]) for batch in skipped]
+    ).tolist() == list(range(8 if batch_size else 2, 10))
+    assert data.read == list(range(8 if batch_size else 2, 10))
+    assert len(skipped) == (1 if batch_size else 8)
+
+
+def test_skipping_with_a_plain_loader_over_a_stream():
+    skipped = skip_first_batches(DataLoader(Stream(10), 4), 2)
+
+    assert isinstance(skipped, SkipDataLoader)
+    assert [batch.tolist() for batch in skipped] == [[8, 9]]
+    with pytest.raises(ValueError, match="Prepare that one first"):
+        prepare_data_loader(skipped, num_processes=1, process_index=0)
+
+
+def test_a_distributed_sampler_passes_through():
+    def make(rank):
+        return DataLoader(range(21), 4, sampler=DistributedSampler(range(21), 2, rank))
+
+    loaders = [prepare_data_loader(make(rank), num_processes=2, process_index=rank) for rank in range(2)]
+    assert isinstance(loaders[0].batch_sampler, PresplitBatchSampler)
+    assert (loaders[0].total_batch_size, loaders[0].batch_size) == (8, 4)
+    first, _ = epoch_of(loaders)
+    second, _ = epoch_of(loaders)
+    assert sorted(first) == sorted(second) == list(range(21))
+    assert first != second  # set_epoch is called
+    assert loaders[0].remainder == 21 % 8
+
+
+def test_a_shard_of_the_user_passes_through():
+    batches = BatchSampler(SequentialSampler(range(8)), 2, False)
+    loader = DataLoader(range(8), batch_sampler=BatchSamplerShard(batches, 2, 1))
+    stream = DataLoader(IterableDatasetShard(Stream(8), 2, num_processes=2, process_index=1), 2)
+
+    place = {"num_processes": 2, "process_index": 1, "dispatch_batches": False}
+    assert [batch.tolist() for batch in prepare_data_loader(loader, **place)] == [[2, 3], [6, 7]]
+    assert [batch.tolist() for batch in prepare_data_loader(stream, **place)] == [[2, 3], [6, 7]]
+
+
+class PerRank:
+    num_replicas, rank = 4, 1
+
+    def __iter__(self):
+        return iter([0])
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1)),
+            "its DistributedSampler is for process 1 of 4, but this is process 0 of 2.*num_replicas=2, ",
+        ),
+        (lambda: DataLoader(range(8), sampler=PerRank()), "its PerRank is for process 1 of 4"),
+        (
+            lambda: DataLoader(range(8), batch_sampler=BatchSamplerShard([[0]], 4, 1, even_batches=False)),
+            "its BatchSamplerShard is for process 1 of 4, but this is process 0 of 2",
+        ),
+        (
+            lambda: DataLoader(IterableDatasetShard(Stream(8), num_processes=2, process_index=1)),
+            "its IterableDatasetShard is for process 1 of 2, but this is process 0 of 2",
+        ),
+    ],
+)
+def test_what_is_shared_out_for_others_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_data_loader(make(), num_processes=2, process_index=0, dispatch_batches=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(range(8), sampler=DistributedSampler(range(8), 1, 0)),
+        lambda: DataLoader(range(8), batch_sampler=BatchSamplerShard([[0]])),
+        lambda: DataLoader(IterableDatasetShard(Stream(8))),
+    ],
+)
+def test_what_is_shared_out_is_not_dispatched(make):
+    with pytest.raises(
+        ValueError, match=r"process 0 would hand out its own share only.*dispatch_batches=False"
+    ):
+        prepare_data_loader(make(), num_processes=1, process_index=0, dispatch_batches=True)
+
+
+def test_batch_size_none():
+    def make(length):
+        return lambda: DataLoader(range(length), batch_size=None)
+
+    def items(loaders):
+        return [list(loader) for loader in loaders]
+
+    assert items(prepared(make(6), 2)) == [[0, 2, 4], [1, 3, 5]]
+    assert items(prepared(make(5), 2, even_batches=False)) == [[0, 2, 4], [1, 3]]
+    assert [len(loader) for loader in prepared(make(5), 2, even_batches=False)] == [3, 2]
+    with pytest.raises(ValueError, match=r"its 5 items cannot be padded .* 2 processes.*even_batches=False"):
+        prepared(make(5), 2)
+
+
+def test_batch_size_none_with_a_sampler_of_batches():
+    def make():
+        sampler = BatchSampler(SequentialSampler(range(10)), 4, False)
+        return DataLoader(torch.arange(10), batch_size=None, sampler=sampler)
+
+    samples, batches = epoch_of(prepared(make, 2))
+
+    assert samples == list(range(10))
+    assert batches == [[[0, 1, 2, 3], [8, 9, 0, 1]], [[4, 5, 6, 7], [2, 3, 4, 5]]]
+
+
+def test_batch_size_none_with_a_stream_of_batches():
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(10).split(2))
+
+    samples, batches = epoch_of(prepared(lambda: DataLoader(Batches(), None), 2, dispatch_batches=False))
+
+    assert samples == list(range(10))
+    assert batches[1] == [[2, 3], [6, 7], [0, 1]]
+
+
+def test_a_stream_is_told_its_epoch():
+    data = Stream(3)
+    loader = prepare_data_loader(DataLoader(data), num_processes=1, process_index=0)
+    list(loader)
+    list(loader)
+
+    assert data.epochs == [0, 1]
+
+
+def test_dispatch_is_the_default_for_streams_only():
+    assert isinstance(prepare_data_loader(DataLoader(Stream(3))), DataLoaderDispatcher)
+    assert isinstance(prepare_data_loader(DataLoader(range(3))), DataLoaderShard)
+    assert isinstance(prepare_data_loader(DataLoader(range(3)), dispatch_batches=True), DataLoaderDispatcher)
+    with pytest.raises(ValueError, match="num_processes=2: process 0 has 1 to serve"):
+        prepare_data_loader(DataLoader(Stream(3)), num_processes=2, process_index=0)
+
+
+def test_batches_are_put_on_the_device():
+    loader = prepare_data_loader(
+        DataLoader([{"x": torch.ones(2), "name": "a"}], 1), torch.device("meta"), put_on_device=True
+    )
+    (batch,) = loader
+
+    assert batch["x"].device.type == "meta"
+    assert batch["name"] == ["a"]
+    (batch,) = prepare_data_loader(DataLoader(torch.ones(1)), torch.device("meta"))
+    assert batch.device.type == "cpu"
+
+
+def test_custom_classes_are_made():
+    class Mine(DataLoaderShard):
+        pass
+
+    loader = DataLoader(range(3))
+
+    assert type(prepare_data_loader(loader, custom_classes={DataLoaderShard: Mine})) is Mine
+    with pytest.raises(ValueError, match="keys must be DataLoaderShard or DataLoaderDispatcher"):
+        prepare_data_loader(loader, custom_classes={DataLoaderDispatcher: Mine})
+
+
+def test_what_a_subclass_does_in_iter_is_not_lost_in_silence():
+    class Mine(DataLoader):
+        def __iter__(self):
+            return iter([])
+
+    with pytest.warns(UserWarning, match="Mine has an __iter__ of its own"):
+        assert len(list(prepare_data_loader(Mine(range(3))))) == 3
+
+
+def test_ignored_settings_are_told():
+    with pytest.warns(UserWarning, match="slice_fn_for_dispatch is ignored"):
+        prepare_data_loader(DataLoader(range(3)), slice_fn_for_dispatch=lambda *args, **kwargs: None)
+    with pytest.warns(UserWarning, match="in_order=False"):
+        prepare_data_loader(DataLoader(range(3), num_workers=1, in_order=False))
+    loader = DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))
+    with pytest.warns(UserWarning, match="split_batches=True is ignored"):
+        prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=True)
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "error", "message"),
+    [
+        (lambda: [1, 2], {}, TypeError, r"takes a torch.utils.data.DataLoader, but got a list: \[1, 2\]"),
+        (lambda: DataLoader(range(4)), {"rng_types": ["tpu"]}, ValueError, "tpu"),
+        (
+            lambda: DataLoader(range(4)),
+            {"data_seed": "1"},
+            TypeError,
+            "data_seed must be an integer or None.*'1'",
+        ),
+        (lambda: DataLoader(range(4), 3), {"split_batches": True}, ValueError, "3 does not divide by 2"),
+        (
+            lambda: DataLoader(Stream(4), 3),
+            {"split_batches": True, "dispatch_batches": False},
+            ValueError,
+            "3 does not divide by 2",
+        ),
+        (lambda: DataLoader(NoLength()), {}, ValueError, "NoLength has no __len__"),
+        (
+            lambda: DataLoader(range(4), batch_sampler=[[0], [1, 2]]),
+            {},
+            ValueError,
+            r"list has none.*even_batches=False",
+        ),
+        (
+            lambda: DataLoader(range(4)),
+            {"process_index": 2},
+            ValueError,
+            "below num_processes=2, but it is 2",
+        ),
+    ],
+)
+def test_bad_input_is_refused(make, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        prepare_data_loader(make(), **{"num_processes": 2, "process_index": 0, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("skip", "error", "message"),
+    [
+        (-1, ValueError, "-1"),
+        ("2", TypeError, "'2'"),
+        (4, ValueError, "Cannot skip 4 batches: the loader has only 3"),
+    ],
+)
+def test_bad_skips_are_refused(skip, error, message):
+    with pytest.raises(error, match=message):
+        skip_first_batches(prepare_data_loader(DataLoader(range(3))), skip)
+
+
+def whole_orders(kind):
+    """Read two epochs with generators that are seeded differently on every process."""
+    rank = current_process().rank
+    torch.manual_seed(rank)
+    random.seed(rank)
+    generator = torch.Generator().manual_seed(rank)
+    loader = {
+        "shuffle": lambda: DataLoader(range(20), 2, shuffle=True),
+        "generator": lambda: DataLoader(range(20), 2, shuffle=True, generator=generator),
+        "weighted": lambda: DataLoader(
+            range(20), 2, sampler=WeightedRandomSampler(torch.ones(20), 20, False, generator=generator)
+        ),
+        "global": lambda: DataLoader(range(20), 2, sampler=GlobalShuffle(20)),
+        "seedable": lambda: DataLoader(range(20), 2, sampler=SeedableRandomSampler(range(20))),
+    }[kind]()
+    ours = prepare_data_loader(loader)
+    return [[batch.tolist() for batch in ours] for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "generator", "weighted", "global", "seedable"])
+def test_processes_that_are_seeded_differently_share_one_order(world, kind):
+    results = world.run(whole_orders, kind, size=2)
+    for epoch in range(2):
+        assert sorted(i for result in results for batch in result[epoch] for i in batch) == list(range(20))
+    assert results[0][0] != results[0][1]
+
+
+def synchronised(rng_types):
+    rank = current_process().rank
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
+    loader = DataLoader(range(4), 1, shuffle=True, generator=generator)
+    next(iter(prepare_data_loader(loader, rng_types=rng_types, data_seed=0)))
+    return torch.rand(1).item(), torch.rand(1, generator=generator).item()
+
+
+@pytest.mark.parametrize(
+    ("rng_types", "same"),
+    [
+        (None, (False, True)),
+        (["torch"], (True, False)),
+        (["torch", "generator"], (True, True)),
+        ([], (False, False)),
+    ],
+)
+def test_the_named_generators_are_synchronised(world, rng_types, same):
+    first, second = world.run(synchronised, rng_types, size=2)
+
+    assert tuple(one == other for one, other in zip(first, second, strict=True)) == same
+
+
+class PrivateShuffle(GlobalShuffle):
+    """A sampler whose generator nobody can reach."""
+
+    def __iter__(self):
+        indices = list(range(self.length))
+        random.Random(current_process().rank).shuffle(indices)
+        return iter(indices)
+
+
+def disagrees():
+    loader = prepare_data_loader(DataLoader(range(8), 2, sampler=PrivateShuffle(8)))
+    with pytest.raises(RuntimeError, match="does not give the same order on every process"):
+        list(loader)
+
+
+def test_samplers_that_disagree_are_noticed(world):
+    world.run(disagrees, size=2)
+
+
+def reads_for_itself():
+    if current_process().is_main:
+        for loader in (DataLoader(range(4), 2, shuffle=True), DataLoader(Stream(4), 2)):
+            assert len(list(prepare_data_loader(loader, num_processes=1, process_index=0))) == 2
+
+
+def test_one_process_may_read_for_itself(world):
+    world.run(reads_for_itself, size=2, timeout_s=10)

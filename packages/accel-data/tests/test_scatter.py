@@ -1,0 +1,169 @@
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from accel_data.scatter import ABSENT, Channel, Message
+from accel_state.process import current_process
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Example:
+    ids: torch.Tensor
+    text: str
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def every_kind(rank):
+    """A batch with everything that may be in one, different for each process."""
+    return {
+        "dtypes": [(torch.arange(6 + rank) % 2).to(dtype) for dtype in DTYPES],
+        "scalar": torch.tensor(rank),
+        "empty": torch.zeros(0, 3),
+        "transposed": torch.arange(6.0).reshape(2, 3).T + rank,
+        "sparse": torch.eye(2).to_sparse(),
+        "strings": ["a", f"rank {rank}", None],
+        "pair": Pair(torch.ones(1) * rank, rank),
+        "example": Example(torch.full((2,), rank), "text"),
+        "mapping": UserDict(x=torch.tensor([1.5])),
+        3: (),
+    }
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.to_dense(), other.to_dense())
+    if isinstance(one, (dict, UserDict)):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Example):
+        return same(one.ids, other.ids) and one.text == other.text
+    return type(one) is type(other) and one == other
+
+
+def converse(steps, owners=None):
+    """Send some steps from process 0; return what this process has received, and the bytes of structure."""
+    process = current_process()
+    channel = Channel(process, owners or range(process.world_size))
+    if not process.is_main:
+        received = []
+        while (message := channel.receive()) is not None:
+            received.append(message)
+            if message.last:
+                break
+        return received, None
+    structures = []
+    for parts, real, last in steps:
+        encoded = channel.encode(parts)
+        structures.append([len(part.structure) if part else None for part in encoded])
+        channel.send(encoded, real, last)
+    if not last:
+        channel.stop()
+    return [], structures
+
+
+def every_kind_arrives():
+    rank = current_process().rank
+    received, _ = converse([([every_kind(part) for part in range(3)], (2, 1, 0), True)])
+    if rank:
+        (message,) = received
+        assert message.real == (2, 1, 0)
+        assert message.last is True
+        assert same(message.batch, every_kind(rank))
+        assert type(message.batch["pair"]) is Pair
+        message.batch["dtypes"][0].logical_not_()  # it owns its memory
+
+
+def test_every_kind_of_batch_arrives(world):
+    world.run(every_kind_arrives, size=3)
+
+
+def grows_and_shrinks():
+    sizes = [1, 5000, 3, 20000, 1]
+    steps = [([torch.arange(size), torch.arange(size) + 1], None, False) for size in sizes]
+    received, _ = converse(steps)
+
+    return [(len(message.batch), message.real, message.last) for message in received]
+
+
+def test_batches_of_any_size_arrive(world):
+    nothing, received = world.run(grows_and_shrinks, size=2)
+
+    assert nothing == []
+    assert received == [(size, None, False) for size in (1, 5000, 3, 20000, 1)]
+
+
+def sends_structures():
+    batches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}, {"x": torch.ones(3)}, {"x": torch.zeros(3)}]
+    received, structures = converse([([batch, batch], None, False) for batch in batches])
+
+    return structures or [message.batch["x"].tolist() for message in received]
+
+
+def test_the_structure_is_sent_when_it_changes(world):
+    structures, received = world.run(sends_structures, size=2)
+
+    assert received == [[1.0] * 2, [0.0] * 2, [1.0] * 3, [0.0] * 3]
+    own, other = zip(*structures, strict=True)
+    assert own == (0, 0, 0, 0)  # nothing is made for process 0 itself
+    assert [bool(size) for size in other] == [True, False, True, False]
+
+
+def small_tensors_are_free():
+    received, _ = converse([([(torch.ones(1), torch.ones(10**6))] * 2, None, True)])
+    return [message.batch[0].untyped_storage().nbytes() for message in received]
+
+
+def test_a_small_tensor_does_not_keep_the_buffer(world):
+    assert world.run(small_tensors_are_free, size=2)[1] == [4]
+
+
+def shares_parts():
+    received, _ = converse([([torch.tensor([0]), torch.tensor([1])], (1, 0), True)], owners=[0, 0, 1, 1])
+    return [Message(message.batch.tolist(), *message[1:]) for message in received]
+
+
+def test_several_processes_may_get_the_same_part(world):
+    results = world.run(shares_parts, size=4)
+
+    assert results == [[], [([0], (1, 0), True)], [([1], (1, 0), True)], [([1], (1, 0), True)]]
+
+
+def some_have_none():
+    received, _ = converse([([torch.ones(1), ABSENT], None, True)])
+    return len(received)
+
+
+def test_a_process_without_a_batch_stops(world):
+    assert world.run(some_have_none, size=2) == [0, 0]
+
+
+def fails():
+    process = current_process()
+    channel = Channel(process, range(2))
+    if process.is_main:
+        channel.fail(ValueError("bad sample " + "x" * 5000))
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"Process 0, which reads .* failed: ValueError: bad sample xxx"
+        ):
+            channel.receive()
+
+
+def test_a_failure_reaches_the_others(world):
+    world.run(fails, size=2)
