@@ -20,6 +20,7 @@ from accel.mesh import MeshCoordinates
 from accel.precision import Precision
 from accel.prepare import prepare, prepare_loader, prepare_models_and_optimizers, prepare_scheduler
 from accel.profile import profile
+from accel.trackers import session
 from accel.uneven import join_uneven_inputs
 from accel.utils.missing import not_yet
 from accel_data.prepare import skip_first_batches
@@ -536,19 +537,19 @@ class Accelerator(MeshCoordinates, ProcessControl):
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Start the trackers of `log_with` and store the run's configuration."""
-        self.trackers = tracking.start(
+        self.trackers = session.start(
             self.log_with, self.process, project_name, self.logging_dir, config, init_kwargs
         )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called `name` (or, unwrapped, its library's own run object) on the main process."""
-        return tracking.find(self.trackers, self.process, name, unwrap)
+        return session.find(self.trackers, self.process, name, unwrap)
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Log `values` to every tracker."""
-        tracking.log(self.trackers, values, step, log_kwargs)
+        session.log(self.trackers, values, step, log_kwargs)
 
     def end_training(self) -> None:
         """Finish the trackers and leave the process group; call it last."""

@@ -1,4 +1,4 @@
-"""Experiment tracking: which trackers there are, starting them, and logging to all of them."""
+"""Experiment tracking: which trackers there are, and which of them can start."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import os
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.tensorboard import TensorBoardTracker
 from accel_state.enums import LoggerType
-from accel_state.process import Process
 
 __all__ = [
     "GeneralTracker",
@@ -21,6 +19,7 @@ __all__ = [
     "get_available_trackers",
     "on_main_process",
     "register_tracker_class",
+    "tracker_class",
 ]
 
 
@@ -89,74 +88,8 @@ def filter_trackers(
     return chosen
 
 
-def start(
-    log_with: Sequence[str | GeneralTracker],
-    process: Process,
-    project_name: str,
-    logging_dir: str | os.PathLike[str] | None,
-    config: dict[str, Any] | None = None,
-    init_kwargs: dict[str, Any] | None = None,
-) -> list[GeneralTracker]:
-    """Make and start the trackers of `log_with`, and store `config` with each.
-
-    Args:
-        log_with: What `filter_trackers` returned.
-        process: This process; trackers that log on the main process alone are made there alone.
-        project_name: The run's or project's name.
-        logging_dir: Where trackers write.
-        config: The run's configuration.
-        init_kwargs: Further constructor arguments, by tracker name.
-    """
-    trackers: list[GeneralTracker] = []
-    for item in log_with:
-        kind = type(item) if isinstance(item, GeneralTracker) else _class_of(item)
-        if kind.main_process_only and not process.is_main:
-            continue
-        if isinstance(item, GeneralTracker):
-            tracker = item
-        else:
-            options = dict((init_kwargs or {}).get(item, {}))
-            if kind.requires_logging_directory:
-                options["logging_dir"] = logging_dir
-            make: Any = kind
-            tracker = make(project_name, **options)
-        tracker.start()
-        trackers.append(tracker)
-    if config is not None:
-        for tracker in trackers:
-            tracker.store_init_configuration(config)
-    return trackers
-
-
-def find(trackers: Sequence[GeneralTracker], process: Process, name: str, unwrap: bool) -> Any:
-    """The tracker called `name`; a blank one on the processes that do not log.
-
-    Raises:
-        ValueError: If no such tracker was started.
-    """
-    for tracker in trackers:
-        if tracker.name == name:
-            return tracker.tracker if unwrap else tracker
-    if not process.is_main:
-        return GeneralTracker(_blank=True)
-    started = [tracker.name for tracker in trackers]
-    raise ValueError(
-        f"there is no tracker {name!r}; started are {started}. Name it in log_with, then init_trackers()."
-    )
-
-
-def log(
-    trackers: Sequence[GeneralTracker],
-    values: dict[str, Any],
-    step: int | None,
-    log_kwargs: dict[str, Any] | None,
-) -> None:
-    """Log `values` to each tracker, with the further arguments that `log_kwargs` holds under its name."""
-    for tracker in trackers:
-        tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
-
-
-def _class_of(name: str) -> type[GeneralTracker]:
+def tracker_class(name: str) -> type[GeneralTracker]:
+    """The class of a known tracker."""
     if name in _REGISTERED:
         return _REGISTERED[name]
     return _TRACKERS[name][0]
@@ -174,7 +107,7 @@ def _check_known(name: str) -> None:
 
 
 def _check_logging_dir(name: str, logging_dir: str | os.PathLike[str] | None) -> None:
-    if logging_dir is None and _class_of(name).requires_logging_directory:
+    if logging_dir is None and tracker_class(name).requires_logging_directory:
         raise ValueError(
             f"the {name} tracker needs a folder: pass project_dir to Accelerator, or a logging_dir in "
             "its project_config."
