@@ -69,7 +69,7 @@ def _parameter(name: str, kind: Any, default: ast.expr | None) -> Parameter:
         value = ast.literal_eval(default)
     except ValueError:
         value = UNKNOWN
-    return Parameter(name, kind, default=value)
+    return Parameter(name, kind, default=UNKNOWN if value == "_unknown_" else value)
 
 
 def _compare(wanted: Parameter, actual: Signature) -> list[str]:
