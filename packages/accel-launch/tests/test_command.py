@@ -57,6 +57,10 @@ def test_modules_and_programs(start: Start, tmp_path: Path) -> None:
     assert sorted(two.finish()[1].split()) == ["0", "1"]
 
 
+def test_programs_do_not_inherit_what_python_ignores(start: Start) -> None:
+    assert start("launch", "--no_python", "sh", "-c", "yes | head -n 1").finish() == (0, "y\n", "")
+
+
 def test_the_exit_code_and_signals_are_the_scripts(start: Start) -> None:
     assert start("launch", script="raise SystemExit(5)\n").finish()[0] == 5
     run = start("launch", script="open('ready', 'w').close()\nimport time\ntime.sleep(60)\n")

@@ -21,7 +21,8 @@ REPORT = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 place = {name: os.environ[name] for name in names}
-print(json.dumps({**place, "argv": sys.argv[1:], "stdin": sys.stdin.read()}))
+stdin = [sys.stdin.read(), os.readlink("/proc/self/fd/0")]
+print(json.dumps({**place, "argv": sys.argv[1:], "stdin": stdin}))
 """
 WAIT = """
 import os, sys, time
@@ -39,6 +40,8 @@ def test_each_worker_knows_its_place(start: Start) -> None:
     run = start("launch", "--num_processes", "3", "script.py", "--x", "1", stdin=subprocess.PIPE)
     (run.folder / "script.py").write_text(REPORT)
     run.process.stdin.write(b"typed")
+    run.process.stdin.close()
+    run.process.stdin = None
     code, out, _ = run.finish()
 
     found = sorted((json.loads(line) for line in out.splitlines()), key=lambda worker: worker["RANK"])
@@ -50,7 +53,8 @@ def test_each_worker_knows_its_place(start: Start) -> None:
     assert {worker["MASTER_ADDR"] for worker in found} == {"127.0.0.1"}
     assert len({worker["MASTER_PORT"] for worker in found}) == 1
     assert found[0]["argv"] == ["--x", "1"]
-    assert [worker["stdin"] for worker in found] == ["typed", "", ""]  # one reader
+    assert found[0]["stdin"][0] == "typed"
+    assert [worker["stdin"] for worker in found[1:]] == [["", "/dev/null"]] * 2
 
 
 def test_a_port_of_choice_is_used(start: Start) -> None:
@@ -349,6 +353,20 @@ def test_logs_alone_leave_the_console_as_it_is(start: Start) -> None:
     (folder,) = (run.folder / "logs").iterdir()
     assert f"logs: logs/{folder.name}" in error
     assert (folder / "0/stderr.log").read_text() == "failed\n"
+
+
+def test_closed_standard_streams_do_no_harm(start: Start) -> None:
+    # Were the guard's pipe opened under the number of stderr, the workers' output would end the guard.
+    def close_all() -> None:
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+
+    script = "import sys\nprint('text', file=sys.stderr)\n" + GRANDCHILD + "time.sleep(60)"
+    run = start(*TWO, script=script, preexec_fn=close_all, stdin=None, stdout=None, stderr=None)
+    wait_for_workers(run)
+    run.process.kill()
+
+    run.assert_nothing_left(timeout_s=5)
 
 
 def test_on_a_terminal_workers_see_a_terminal(start: Start) -> None:

@@ -105,6 +105,12 @@ def test_elastic_rendezvous(plan: Any) -> None:
     assert environ["ACCELERATE_NUM_PROCESSES"] == "6"
 
 
+def test_logs_alone_are_kept_too(plan: Any) -> None:
+    made = plan("--launcher", "torchrun", "--log_dir", "logs")
+
+    assert options(torchrun_command(made, 1))["--tee"] == "3"
+
+
 @pytest.mark.parametrize("flag", ["--module", "--no_python"])
 def test_what_the_script_is_passes_through(tmp_path: Path, flag: str) -> None:
     name = "json" if flag == "--module" else "sh"

@@ -88,7 +88,7 @@ def _run(prog: str, command: Callable[[], int]) -> int:
     warnings.showwarning = _show_warning(prog)
     try:
         return command()
-    except (LaunchError, FileNotFoundError) as error:
+    except (LaunchError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -113,6 +114,8 @@ def _replace(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Become another program; what was printed so far goes out first."""
     sys.stdout.flush()
     sys.stderr.flush()
+    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # an ignored signal would stay so
+        signal.signal(ignored_by_python, signal.SIG_DFL)
     os.execvpe(command[0], list(command), dict(environ))
 
 

@@ -239,6 +239,7 @@ def run_local(plan: Plan) -> int:
     Raises:
         LaunchError: If the port is in use.
     """
+    _open_standard_streams()
     port = plan.settings["main_process_port"]
     with (
         reserve_port(port.value, port.detail if port.given else "") as held,
@@ -257,6 +258,13 @@ def run_local(plan: Plan) -> int:
         code = run.conclude()
     run.output.finish()
     return code
+
+
+def _open_standard_streams() -> None:
+    """Open what the caller closed (`2>&-`), or a pipe of ours gets its number and with it workers' output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _start(run: _Run, guard: Guard, port: int) -> None:

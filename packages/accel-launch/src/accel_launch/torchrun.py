@@ -46,7 +46,8 @@ def torchrun_command(plan: Plan, port: int) -> list[str]:
         "--max_restarts": str(value("max_restarts")),
         "--monitor_interval": str(value("monitor_interval")),
         "--role": value("role"),
-        "--tee": value("tee"),
+        # torchrun writes log files only for streams that it tees or hides.
+        "--tee": "3" if value("log_dir") is not None and value("tee") == "0" else value("tee"),
         "--log_dir": value("log_dir"),
         "--rdzv_conf": value("rdzv_conf"),
     }

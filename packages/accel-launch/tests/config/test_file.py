@@ -116,6 +116,7 @@ def test_the_default_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("num_processes: 0\n", ("num_processes", "0", "at least 1")),
         ("distributed_type: MULTI_GPUS\n", ("'MULTI_GPUS'", "Did you mean MULTI_GPU?")),
         ("compute_environment: HOME\n", ("'HOME'", "LOCAL_MACHINE, AMAZON_SAGEMAKER")),
+        ("fsdp_version: 2\n", ("'fsdp_version'", "It belongs in the section fsdp_config.")),
         ("fsdp_config: 3\n", ("fsdp_config", "3", "a section")),
         ("debug: false\nnum_processes: [1,\n", ("line 3", "not valid YAML")),
         ("debug: \tx\n  y: 1\n", ("line",)),
@@ -128,6 +129,19 @@ def test_errors_name_file_place_value_and_fix(tmp_path: Path, text: str, message
         load_config_from_file(path)
 
     assert [message for message in (str(path), *messages) if message not in str(error.value)] == []
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load_config_from_file(path)
+
+
+def test_empty_values_are_no_values(tmp_path: Path) -> None:
+    text = "main_process_ip: ''\nmpirun_config: {mpirun_ccl: '1', mpirun_hostfile: ''}\n"
+
+    assert dict(load_config_from_file(write(tmp_path, text)).settings) == {"mpirun_ccl": 1}
 
 
 def test_broken_json_names_the_line(tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Config file {path} is not text in UTF-8: {error}.") from None
     if path.suffix == ".json":
         import json
 
@@ -196,7 +199,7 @@ def _section_settings(section: str, content: Any, where: str) -> dict[str, Any]:
 
 
 def _setting_value(setting: Setting, key: str, value: Any, where: str) -> dict[str, Any]:
-    if value is None:
+    if value is None or value == "":
         return {}
     try:
         return {setting.name: setting.parse(value)}
@@ -208,8 +211,12 @@ def _unknown(key: str, section: str, where: str) -> str:
     known = {setting.key for setting in SETTINGS.values() if setting.key and setting.section == section}
     if not section:
         known |= CLUSTER_KEYS | SAGEMAKER_KEYS | set(section_names())
+    hint = nearest(key, sorted(known))
+    home = next((name for name in section_names() if config_setting(key, name)), "")
+    if home and not section:
+        hint = f" It belongs in the section {home}."
     place = f"section {section} has" if section else "it has"
     return (
-        f"Config file {where}: {place} the unknown key {key!r}.{nearest(key, sorted(known))} "
+        f"Config file {where}: {place} the unknown key {key!r}.{hint} "
         "Correct it or take it out; `accel launch --help` describes every key under the flag of its name."
     )
