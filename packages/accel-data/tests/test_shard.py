@@ -221,3 +221,29 @@ def test_an_empty_dataset_gives_nothing():
     for loader in (DataLoader([], 2), DataLoader(Stream(0), 2)):
         for processes in (1, 2):
             assert list(prepare(loader, processes)) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_pass_draws_no_second_seed(workers):
+    """What the script draws after a resume is what the uninterrupted run draws."""
+
+    def start(seed: int) -> DataLoader:
+        torch.manual_seed(seed)
+        return prepare_data_loader(
+            DataLoader(range(8), batch_size=2, num_workers=workers), num_processes=1, process_index=0
+        )
+
+    loader = start(3)
+    drawn = []
+    for step, _ in enumerate(loader):
+        if step == 1:
+            state, rng = loader.state_dict(), torch.get_rng_state()
+        drawn.append(torch.rand(1).item())
+
+    resumed = start(4)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(rng)
+    again = [torch.rand(1).item()]
+    again += [torch.rand(1).item() for _ in resumed]
+
+    assert again == drawn[1:]

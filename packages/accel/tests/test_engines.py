@@ -11,7 +11,7 @@ from accel.accelerator import Accelerator
 from accel.engines import ENGINES, engine_class
 from accel.engines.ddp import DDPEngine
 from accel.engines.single import SingleEngine
-from accel_optim.handlers import DistributedDataParallelKwargs
+from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -227,7 +227,7 @@ def test_collectives_and_control_through_the_accelerator(world, size):
 
 
 def fp16_step(poison: bool) -> tuple[bool, float, list[float]]:
-    accelerator = Accelerator(mixed_precision="fp16")
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)])
     model = make_model(torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.full((1, 3), float("inf") if poison and accelerator.is_last_process else 0.5)

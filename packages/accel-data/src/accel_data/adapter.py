@@ -4,7 +4,7 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -284,7 +284,26 @@ class DataLoaderAdapter(DataLoader[Any]):
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
             self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
         self._reads.dataset.seek(started.begin.epoch, started.begin.consumed)  # type: ignore[attr-defined]
-        return iter(self._reads)
+        return opened(self._reads.__iter__, started)
+
+
+def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:
+    """Start torch's own iteration, which draws a seed for the workers from the global generator.
+
+    An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the numbers
+    drawn after it are those of the run that was not interrupted.
+
+    Args:
+        start: Starts the iteration.
+        started: The pass.
+    """
+    if not started.resumed:
+        return start()
+    state = torch.get_rng_state()
+    try:
+        return start()
+    finally:
+        torch.set_rng_state(state)
 
 
 class Unbatched(Sampler[Any]):

@@ -50,12 +50,14 @@ class Pass:
         limit: Length of the global order, beyond which there is only padding; None if not known.
         steps: Batches handed out since.
         generator: State of the user's generator when it began.
+        resumed: Whether it goes on with an epoch that another run has begun.
     """
 
     begin: Cursor
     limit: int | None = None
     steps: int = 0
     generator: torch.Tensor | None = None
+    resumed: bool = False
 
     def cursor(self) -> Cursor:
         """Return the present place."""
@@ -113,7 +115,7 @@ class Progress:
         if skip_batches:
             consumed, batches = place.after(skip_batches), skip_batches
         begin = Cursor(self.epoch, consumed, batches, step_size, place.generator)
-        self._latest = Pass(begin, limit)
+        self._latest = Pass(begin, limit, resumed=resumed is not None and resumed.batches > 0)
         return self._latest
 
     def finish(self, done: Pass, exhausted: bool) -> None:

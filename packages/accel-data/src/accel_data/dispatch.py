@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from accel_data.adapter import Unbatched, settings
+from accel_data.adapter import Unbatched, opened, settings
 from accel_data.checks import check_divides
 from accel_data.cursor import Pass
 from accel_data.iterable import IterableDatasetShard, count_rows
@@ -152,7 +152,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 "Accelerator) first, or pass dispatch_batches=False."
             )
         self._channel = self._channel or Channel(process, self._owners)
-        return self._lead(started, self._channel) if process.is_main else self._follow(self._channel)
+        return self._lead(started, self._channel) if process.is_main else self._follow(started, self._channel)
 
     def _alone(self, started: Pass) -> Iterator[Item]:
         for parts, real, last in self._rounds(started):
@@ -176,8 +176,8 @@ class DataLoaderDispatcher(PreparedLoader):
         if not last:
             channel.stop()
 
-    def _follow(self, channel: Channel) -> Iterator[Item]:
-        if self.generator is None:
+    def _follow(self, started: Pass, channel: Channel) -> Iterator[Item]:
+        if self.generator is None and not started.resumed:
             # Process 0 draws a seed for its workers here: the global generators stay alike.
             torch.empty((), dtype=torch.int64).random_()
         while (message := channel.receive()) is not None:
@@ -217,7 +217,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
             self._reads = self._base(self.dataset, **sampling, **settings(self))
         shard.start = started.begin.consumed
-        return iter(self._reads)
+        return opened(self._reads.__iter__, started)
 
     def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:
         if not self._unbatched:

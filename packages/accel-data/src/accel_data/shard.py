@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel_data.adapter import opened
 from accel_data.cursor import Pass
 from accel_data.loader import Item, PreparedLoader, counted, look_ahead, looked_up
 from accel_ops.random import synchronize_rng_states
@@ -82,7 +83,7 @@ class DataLoaderShard(PreparedLoader):
         if self._shard is None:
             return look_ahead((batch, real) for real, batch in self._stream(started, self._stream_shard()))
         self._shard.start = started.begin.consumed
-        batches = DataLoader.__iter__(self)
+        batches = opened(lambda: DataLoader.__iter__(self), started)
         share = self._shard.share
         return counted(batches, share) if self._shard.has_length else looked_up(batches, share)
 
