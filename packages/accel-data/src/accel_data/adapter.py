@@ -290,8 +290,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:
     """Start torch's own iteration, which draws a seed for the workers from the global generator.
 
-    An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the numbers
-    drawn after it are those of the run that was not interrupted.
+    An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the
+    numbers drawn after it are those of the run that was not interrupted.
 
     Args:
         start: Starts the iteration.
