@@ -87,15 +87,15 @@ def synchronize_rng_states(
         return
     # Cloned, because a broadcast writes in place; sent from the device, because not every backend moves
     # tensors of the CPU.
-    states = [get().clone().to(process.device) for get, _ in found]
+    states = [torch.as_tensor(get()).clone().to(process.device) for get, _ in found]
     collectives.broadcast(states, process=process)
     for (_, set_state), state in zip(found, states, strict=True):
-        set_state(state.cpu())
+        set_state(state.cpu() if state.dim() else state.item())  # XLA's state is a number
 
 
 def _generator(
     kind: RNGType, generator: torch.Generator | None
-) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]] | None:
+) -> tuple[Callable[[], torch.Tensor | int], Callable[[Any], Any]] | None:
     """The functions that read and write a generator's state, or None where its device is not here."""
     if kind == RNGType.TORCH:
         return torch.get_rng_state, torch.set_rng_state
