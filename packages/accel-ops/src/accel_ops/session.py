@@ -35,6 +35,7 @@ ANSWER_S = 2.0
 LINGER_S = 2.0
 """How long process 0, which may host the store, stays (seconds) for others to read why it leaves."""
 
+_DESTROYED = "its process group was destroyed"
 _LOOK_EVERY_S = 0.05
 _PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
 
@@ -60,10 +61,8 @@ class Session:
         self._gone = False
         self._old: list[str] = []
         self._noted: set[str] = set()
-        # A store may outlive a process group; the processes then join the next session together.
-        joined = base.add("accel/contract/joined", 1)
-        self.store = _prefixed(f"accel/contract/{(joined - 1) // self.world}", base)
-        self.monitor = Monitor(self.store, self.rank, self._is_over, self.publish_left)
+        self.store = _prefixed("accel/contract", base)
+        self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
 
     def meet(self, text: str, label: str) -> list[str]:
         """Write this process's text for the next operation, and wait for those of the others.
@@ -80,7 +79,7 @@ class Session:
         """
         self.count += 1
         self.last = f"operation {self.count} ({label})"
-        self.monitor.watch()
+        self._monitor.watch()
         try:
             if self._gone:
                 self._gone = False
@@ -105,7 +104,7 @@ class Session:
         """
         with contextlib.suppress(RuntimeError, OSError):
             self._acknowledge()
-            self._linger()
+            self._linger(self.count)
         raise DistributedOperationException(message)
 
     def first_time(self, topic: str) -> bool:
@@ -114,34 +113,35 @@ class Session:
         self._noted.add(topic)
         return new
 
-    def publish_left(self, reason: str) -> None:
-        """Tell the others that this process takes part no longer.
+    def leave(self, reason: str) -> None:
+        """Tell the others that this process takes part no longer; the next meeting takes it back.
 
         Args:
             reason: Why, as the end of a sentence.
         """
-        if self._gone:
-            return
-        self._gone = True
+        self._monitor.stop()
+        self._publish_left(reason)
         with contextlib.suppress(RuntimeError, OSError):
-            self.store.set(f"left/{self.rank}", f"left after {self.last}, because {reason}")
+            self._linger(self.count + 1)  # for those who wait already
 
-    def close(self, reason: str) -> None:
-        """Leave for good: tell the others, and stay for those who are waiting already."""
-        self.monitor.stop()
-        self.publish_left(reason)
-        self.count += 1
-        with contextlib.suppress(RuntimeError, OSError):
-            self._linger()
+    def _publish_left(self, reason: str) -> None:
+        if not self._gone:
+            self._gone = True
+            with contextlib.suppress(RuntimeError, OSError):
+                self.store.set(f"left/{self.rank}", f"left after {self.last}, because {reason}")
 
-    def _is_over(self) -> bool:
-        return _default_store() is not self.base
+    def _notice_the_end(self) -> bool:
+        if _default_store() is self.base:
+            return False
+        self._publish_left(_DESTROYED)
+        _forget(self)
+        return True
 
-    def _key(self, rank: int) -> str:
-        return f"{self.count}/{rank}"
+    def _key(self, rank: int, count: int | None = None) -> str:
+        return f"{count or self.count}/{rank}"
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self.world) if not self.store.check([self._key(rank)])]
+    def _missing(self, count: int | None = None) -> list[int]:
+        return [rank for rank in range(self.world) if not self.store.check([self._key(rank, count)])]
 
     def _wait_for_all(self) -> None:
         wanted = [self._key(rank) for rank in range(self.world)]
@@ -211,21 +211,19 @@ class Session:
         self.store.set(key, "")
         self._old.append(key)
 
-    def _linger(self) -> None:
-        """Stay until those who wait in the present operation have read why it fails."""
-        if self.rank != 0:
-            return
-        until = time.monotonic() + LINGER_S
+    def _linger(self, count: int) -> None:
+        """Let process 0, which may host the store, stay until those who wait for an operation know why."""
+        until = time.monotonic() + (LINGER_S if self.rank == 0 else 0)
         while time.monotonic() < until:
-            missing = self._missing()
+            missing = self._missing(count)
             present = [rank for rank in range(1, self.world) if rank not in missing]
-            if all(self.store.check([f"read/{self._key(rank)}"]) for rank in present):
+            if all(self.store.check([f"read/{self._key(rank, count)}"]) for rank in present):
                 return
             time.sleep(_PAUSES_S[1])
 
 
 _session: Session | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def current_session(process: Process) -> Session:
@@ -245,29 +243,40 @@ def current_session(process: Process) -> Session:
             "made."
         )
     with _lock:
-        if _session is None or _session.base is not store:
-            if _session is not None:
-                _session.close("its process group was destroyed")
+        if _session is None or _session.base is not store:  # the old one's thread sees that it is over
             _session = Session(store, process)
-            atexit.register(leave)
+            # Registered now, so that it runs before what the owner of the process group has registered.
+            atexit.unregister(_exit)
+            atexit.register(_exit)
         return _session
 
 
 def leave(reason: str | None = None) -> None:
     """Tell the other processes that this one takes part in no more collectives.
 
-    It is called when the interpreter exits; call it before, where a process stops early but lives on. Nothing
+    It happens by itself when the interpreter exits; call it where a process stops early but lives on. Nothing
     happens outside debug mode. A later collective takes it back.
 
     Args:
-        reason: Why, as the end of a sentence; by default the exception that ends the script, or its end.
+        reason: Why, as the end of a sentence; by default the exception that ended the script, or its end.
     """
+    session = _session
+    if session is not None:
+        session.leave(reason or _why_exiting())
+
+
+def _exit() -> None:
+    global _session
+    leave()
+    _session = None
+
+
+def _forget(session: Session) -> None:
+    """Let go of the store of a process group that is no more."""
     global _session
     with _lock:
-        session, _session = _session, None
-    atexit.unregister(leave)
-    if session is not None:
-        session.close(reason or _why_exiting())
+        if _session is session:
+            _session = None
 
 
 def _why_exiting() -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Monitor", "whereabouts"]
 
 _EVERY_S = 0.1
+_JOIN_S = 1.0  # it may hang in a store that does not answer
 # Nobody asks before having waited longer than this, so until then the store is left in peace.
 _QUIET_S = 3.0
 _LIBRARIES = tuple(
@@ -30,21 +31,13 @@ class Monitor:
     Args:
         store: Where questions and answers are written.
         rank: Rank of this process.
-        is_over: Tells whether the process group has been destroyed.
-        publish_left: Called with the reason when it has been.
+        is_over: Called again and again; tells whether the thread is needed no longer.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        is_over: Callable[[], bool],
-        publish_left: Callable[[str], None],
-    ) -> None:
+    def __init__(self, store: Store, rank: int, is_over: Callable[[], bool]) -> None:
         self._store = store
         self._rank = rank
         self._is_over = is_over
-        self._publish_left = publish_left
         self._answered = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -56,21 +49,22 @@ class Monitor:
         self._watched = threading.get_ident()
         self._since = time.monotonic()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="accel-contract", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="accel-contract", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        """End the thread; `watch` starts another one."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join(_JOIN_S)
+            self._stop = threading.Event()
+            self._thread = None
 
-    def _run(self) -> None:
-        while not self._stop.wait(_EVERY_S):
-            if self._is_over():
-                self._publish_left("its process group was destroyed")
-                return
-            if time.monotonic() - self._since > _QUIET_S and not self._answer():
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(_EVERY_S):
+            if self._is_over() or (time.monotonic() - self._since > _QUIET_S and not self._answer()):
                 return
 
     def _answer(self) -> bool:
