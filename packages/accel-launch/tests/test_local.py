@@ -149,9 +149,9 @@ def test_a_worker_may_use_the_grace_period_to_save(start: Start) -> None:
 
 def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: Start) -> None:
     script = (
-        "import atexit, os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import atexit, os, sys, time\n"
         "if os.environ['RANK'] == '0':\n"
-        "    atexit.register(time.sleep, 0.6)\n"
+        "    atexit.register(time.sleep, 1.0)\n"
         "    print('loading', file=sys.stderr)\n"
         "    open('ready0', 'w').close()\n"
         "    raise ValueError('the cause')\n"
@@ -163,7 +163,29 @@ def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: S
     assert code == 1
     assert "rank 0 of 2" in error
     assert error.rstrip().endswith("ValueError: the cause")
-    assert error.count("the consequence") == 2  # its traceback: the source line and the message, once
+    assert error.count("ValueError: the cause") == 1
+    assert error.count("ConnectionError: the consequence") == 1
+    assert error.count("Traceback (most recent call last):") == 2
+
+
+def test_a_worker_stuck_after_its_traceback_is_ended_too(start: Start) -> None:
+    script = (
+        "import atexit, os, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    atexit.register(time.sleep, 60)\n"
+        "    open('ready0', 'w').close()\n"
+        "    raise ValueError('stuck')\n"
+        "while not os.path.exists('ready0'): time.sleep(0.01)\n"
+        "time.sleep(0.3)\nos._exit(7)\n"
+    )
+    begin = time.monotonic()
+    run = start(*TWO, script=script)
+    code, _, error = run.finish()
+
+    assert code == 7
+    assert time.monotonic() - begin < 10
+    assert "ValueError: stuck" in error
+    run.assert_nothing_left()
 
 
 def test_a_logged_traceback_ends_nothing(start: Start) -> None:

@@ -121,17 +121,27 @@ def test_a_traceback_is_held_and_can_be_taken(pipes: Any) -> None:
     stream.end()
 
 
-def test_a_traceback_that_ends_nothing_is_shown_in_one_piece_after_a_second(pipes: Any) -> None:
+def test_a_traceback_that_ends_nothing_is_shown_in_one_piece_after_a_moment(pipes: Any) -> None:
     stream = pipes(hold=True)
     stream.send(TRACEBACK, now=5.0)
-    stream.send(b"going on\n", now=5.5)
-    stream.stream.tick(5.9)
+    stream.send(b"last lines\n", now=5.4)
+    assert stream.stream.deadline() == pytest.approx(8.0)
+    stream.stream.tick(7.9)
     assert stream.shown() == b""
 
-    stream.stream.tick(6.1)
-    assert stream.shown() == TRACEBACK + b"going on\n"
-    stream.send(b"later\n", now=7.0)
+    stream.stream.tick(8.1)
+    assert stream.shown() == TRACEBACK + b"last lines\n"
+    stream.send(b"later\n", now=9.0)
     assert stream.shown() == b"later\n"
+    stream.end()
+
+
+def test_a_worker_that_goes_on_writing_shows_its_traceback_sooner(pipes: Any) -> None:
+    stream = pipes(hold=True)
+    stream.send(TRACEBACK, now=5.0)
+    stream.send(b" 10%\r", now=5.6)
+
+    assert stream.shown() == TRACEBACK + b" 10%\r"
     stream.end()
 
 

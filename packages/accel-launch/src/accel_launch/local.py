@@ -30,6 +30,7 @@ __all__ = ["run_local"]
 _FAILURE_GRACE_S = 5.0
 _REQUEST_GRACE_S = 30.0
 _LEFTOVER_GRACE_S = 2.0
+_SETTLE_S = 2.0
 _ABANDON_S = 3.0
 
 
@@ -91,7 +92,8 @@ class _Run:
 
     def _deadline(self) -> float | None:
         times = [stream.deadline() for stream in self._streams()]
-        times += [member.worker.kill_at for member in self.members if not member.worker.gone]
+        for worker in (member.worker for member in self.members if not member.worker.gone):
+            times += [worker.term_at, worker.kill_at]
         return min((at for at in times if at is not None), default=None)
 
     def _on_time(self, now: float, guard: Guard) -> None:
@@ -99,6 +101,9 @@ class _Run:
             stream.tick(now)
         for member in self.members:
             worker = member.worker
+            if worker.term_at is not None and now >= worker.term_at:
+                worker.term_at = None
+                worker.signal(signal.SIGTERM)
             if worker.kill_at is None or now < worker.kill_at or worker.gone:
                 continue
             if worker.killed:
@@ -148,10 +153,14 @@ class _Run:
 
     def _stop(self, now: float) -> None:
         grace = self.plan.settings.value("grace_period")
+        grace = _FAILURE_GRACE_S if grace is None else grace
         for member in self.members:
-            self.stopped += member.worker.running
-            member.worker.signal(signal.SIGTERM)
-            member.worker.kill_by(now + (_FAILURE_GRACE_S if grace is None else grace))
+            worker = member.worker
+            self.stopped += worker.running
+            # One that has just shown a traceback is ending by itself, and may be the cause of it all.
+            in_trouble = member.stderr.held_since is not None
+            worker.term_at = now + (min(_SETTLE_S, grace / 2) if in_trouble else 0)
+            worker.kill_by(now + grace)
 
     def _asked_to_end(self, number: int) -> None:
         """Pass a request to end on; a second one does not wait any longer."""

@@ -1,8 +1,8 @@
 """A worker's stdout or stderr on its way to the console and to a log file.
 
 Lines are passed on at once and whole. A line without its end is passed on after a moment, so that prompts and
-progress bars show. A traceback is held back for up to a second: if it is what ends the worker it belongs in
-the summary, once and in one piece, else it is shown as one block.
+progress bars show. A traceback is held back for a moment, as long as nothing else comes: if it is what ends
+the worker it belongs in the summary, once and in one piece, else it is shown as one block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["Stream", "copy_window_size", "open_capture"]
 
 _HEADER = b"Traceback (most recent call last):"
 _PARTIAL_S = 0.05
-_HOLD_S = 1.0
+_HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
+_GOING_ON_S = 0.5  # output this long after the traceback says that the worker goes on
 _TAIL_BYTES = 32768
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
 
@@ -193,6 +194,8 @@ class Stream:
             self._pass_on(partial, now)
 
     def _pass_on(self, text: bytes, now: float) -> None:
+        if self.held_since is not None and now >= self.held_since + _GOING_ON_S:
+            self._show(self.take_held())
         if self._hold and self.held_since is None and (start := text.find(_HEADER)) >= 0:
             start = text.rfind(b"\n", 0, start) + 1
             self._show(text[:start])

@@ -72,6 +72,7 @@ class Worker:
         self.rank = rank
         self.returncode: int | None = None
         self.gone = False
+        self.term_at: float | None = None
         self.kill_at: float | None = None
         self.killed = False
         with warnings.catch_warnings():
