@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,15 +13,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_world import marked
 from accel_world.environment import base_environment
 from accel_world.ports import lease_port
 from accel_world.report import describe_exit
 
 __all__ = ["LaunchFailure", "LaunchedRun", "launch"]
 
-MARK = "ACCEL_TEST_RUN"  # in the environment of every process of a run, however it was started
+SITE = Path(__file__).parent / "site"
 ORPHAN_S = 2.0  # how long a process may outlive its launcher
-STACKS_S = 0.5  # for Python to write its stacks before it is killed
 LAUNCHERS = ("accel", "python", "torchrun")
 
 
@@ -54,7 +52,7 @@ def launch(
     """Run a script under a launcher, in a session of its own, and wait for all of its processes.
 
     Args:
-        folder: An empty folder: the run's working folder and home of its caches.
+        folder: An empty folder: the run's working folder, caches and output.
         script: A path, or the source of the script (a string with a line break).
         *script_args: The script's own arguments.
         num_processes: How many processes to start; "python" always starts one.
@@ -78,14 +76,14 @@ def launch(
     with lease_port() if num_processes > 1 else nullcontext(0) as port:
         command = [*_launcher(launcher, num_processes, port, launch_args), str(path), *map(str, script_args)]
         begin = time.monotonic()
-        returncode = _run(command, folder, _environment(folder, mark, env or {}), timeout_s)
+        returncode, stacks = _run(command, folder, _environment(folder, mark, env or {}), timeout_s)
         seconds = time.monotonic() - begin
-        left = _end_all(mark, patience_s=0 if returncode is None else ORPHAN_S)
-    stdout, stderr = (_read(folder / name) for name in ("stdout.txt", "stderr.txt"))
+        left = marked.end(mark, ORPHAN_S)
+    stdout, stderr = ((folder / name).read_text(errors="replace") for name in ("stdout.txt", "stderr.txt"))
     print(stdout, end="")
     print(stderr, end="", file=sys.stderr)
     if returncode is None:
-        raise LaunchFailure(f"{' '.join(command)}\ndid not end within {timeout_s} s; stderr:\n{stderr}")
+        raise LaunchFailure(f"{' '.join(command)}\ndid not end within {timeout_s} s:\n{stderr}\n{stacks}")
     if left:
         ended = describe_exit(returncode)
         raise LaunchFailure(f"{' '.join(command)}\nended ({ended}) and left running:\n" + "\n".join(left))
@@ -121,26 +119,32 @@ def _launcher(launcher: str, num_processes: int, port: int, launch_args: Sequenc
 
 
 def _environment(folder: Path, mark: str, env: Mapping[str, str | None]) -> dict[str, str]:
+    places = [str(SITE), env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
     environment: dict[str, str | None] = {
         **base_environment(),
-        MARK: mark,
         "ACCELERATE_USE_CPU": "true",
         "HF_HOME": str(folder / "cache"),  # where a user's own default config would be found
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT
         "PYTHONUNBUFFERED": "1",
         **env,
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        marked.MARK: mark,
+        marked.STACKS: str(folder),
     }
     return {key: value for key, value in environment.items() if value is not None}
 
 
-def _run(command: list[str], folder: Path, environment: dict[str, str], timeout_s: float) -> int | None:
-    """Run to the end and return the exit code; past the limit, ask for stacks and return None."""
+def _run(
+    command: list[str], folder: Path, environment: dict[str, str], timeout_s: float
+) -> tuple[int | None, str]:
+    """Run to the end and return the exit code; past the limit, return None and everyone's stacks."""
+    mark = environment[marked.MARK]
+    (folder / "work").mkdir()
     # Files, not pipes: an orphan would hold a pipe open.
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         process = subprocess.Popen(
             command,
-            cwd=folder,
+            cwd=folder / "work",
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -148,57 +152,11 @@ def _run(command: list[str], folder: Path, environment: dict[str, str], timeout_
             start_new_session=True,
         )
     try:
-        return process.wait(timeout_s)
+        return process.wait(timeout_s), ""
     except subprocess.TimeoutExpired:
-        for pid in _marked(environment[MARK]):
-            _signal(pid, signal.SIGABRT)
-        time.sleep(STACKS_S)
-        return None
+        return None, marked.stacks(mark, folder)
     finally:
         if process.poll() is None:  # too slow, or the test was interrupted
-            _end_all(environment[MARK], patience_s=0)
+            marked.end(mark, patience_s=0)
             process.kill()
             process.wait()
-
-
-def _end_all(mark: str, patience_s: float) -> list[str]:
-    """Wait a moment for the run's processes to end, kill the rest and say which they were."""
-    until = time.monotonic() + patience_s
-    while (pids := _marked(mark)) and time.monotonic() < until:
-        time.sleep(0.02)
-    left = [f"process {pid}: {_command(pid)}" for pid in pids]
-    while pids := _marked(mark):  # again: one may have started another meanwhile
-        for pid in pids:
-            _signal(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return left
-
-
-def _marked(mark: str) -> list[int]:
-    """Find the run's processes by their environment, so that a new session or parent hides none."""
-    entry = f"{MARK}={mark}".encode()
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if entry in _environ(folder)]
-
-
-def _environ(folder: Path) -> list[bytes]:
-    try:
-        return (folder / "environ").read_bytes().split(b"\0")  # empty for a zombie
-    except OSError:  # it ended, or is another user's
-        return []
-
-
-def _command(pid: int) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return "ended"
-    return command.replace(b"\0", b" ").decode(errors="replace").strip()[:200]
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace")
