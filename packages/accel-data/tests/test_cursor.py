@@ -189,6 +189,20 @@ def loaders_at(epoch):
     return some
 
 
+@pytest.mark.parametrize("sampler", [None, WeightedRandomSampler(torch.ones(20), 20)])
+def test_a_state_brings_its_seed(sampler):
+    def make(seed):
+        loader = DataLoader(range(20), 2, shuffle=sampler is None, sampler=sampler)
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=seed)
+
+    saved, other = make(1), make(2)
+    orders = [whole_epoch([saved]) for _ in range(2)]
+    assert whole_epoch([other]) != orders[0]
+    other.load_state_dict({**saved.state_dict(), "epoch": 0})
+
+    assert [whole_epoch([other]) for _ in range(2)] == orders
+
+
 def test_skipping_after_loading_counts_from_the_beginning():
     (loader,) = loaders(range(20), 1)
     loader.load_state_dict({**loader.state_dict(), "consumed": 6, "batches": 3})

@@ -55,14 +55,11 @@ def dispatched(loader, **kwargs):
 
 def read(loader):
     """Return what this process gets: the batches, the padding, and which is the last one."""
-    return [
-        (
-            (batch if isinstance(batch, list) else batch.tolist()),
-            loader.real_samples,
-            loader.end_of_dataloader,
-        )
-        for batch in loader
-    ]
+    seen = []
+    for batch in loader:
+        assert loader.batch_rows == (len(batch) if loader.real_samples else None)
+        seen.append((batch.tolist(), loader.real_samples, loader.end_of_dataloader))
+    return seen
 
 
 def without_padding(seen, rank):
@@ -274,9 +271,7 @@ def test_an_iteration_may_be_left_and_resumed(world):
 
     assert consumed == 8
     assert len(first) == len(second) == 4
-    assert sorted(
-        first[0][0] + second[0][0] + first[1][0] + second[1][0] + first[2][0] + second[2][0]
-    ) == list(range(12))
+    assert sorted(i for step in (*first[:3], *second[:3]) for i in step[0]) == list(range(12))
     assert len(skipped) == 1
 
 
@@ -304,6 +299,18 @@ def test_processes_of_one_data_rank_get_the_same(world):
 
     assert results[0] == results[1] == ([[0, 1], [4, 5]], [[0, 1], [4, 5]])
     assert results[2] == results[3] == ([[2, 3], [6, 0]], [[2, 3], [6, 0]])
+
+
+def in_debug_mode():
+    loader = dispatched(DataLoader(Stream(7), 2))
+    assert current_process().debug
+    return [batch for batch, _, _ in read(loader)]
+
+
+def test_steps_are_compared_in_debug_mode(world):
+    results = world.run(in_debug_mode, size=2, env={"ACCELERATE_DEBUG_MODE": "true"})
+
+    assert results == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
 
 
 def without_a_group():

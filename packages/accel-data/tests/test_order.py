@@ -111,7 +111,9 @@ def test_an_order_with_replacement_and_the_users_generator_is_that_of_torch():
 
 def test_known_samplers_give_random_access():
     assert order_of(SequentialSampler(range(9)), 0, 0) == range(9)
-    assert order_of(SeedableRandomSampler(range(9), data_seed=0), None, 0).dtype == torch.int32
+    seedable = order_of(SeedableRandomSampler(range(9), data_seed=0), None, 0)
+    assert seedable.dtype == torch.int32
+    assert seedable.tolist() == list(SeedableRandomSampler(range(9), data_seed=0))
 
 
 def test_drawing_stays_below_two_permutations():

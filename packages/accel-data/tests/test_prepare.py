@@ -549,7 +549,8 @@ def test_ignored_settings_are_told():
     with pytest.warns(UserWarning, match="slice_fn_for_dispatch is ignored"):
         prepare_data_loader(DataLoader(range(3)), slice_fn_for_dispatch=lambda *args, **kwargs: None)
     with pytest.warns(UserWarning, match="in_order=False"):
-        prepare_data_loader(DataLoader(range(3), num_workers=1, in_order=False))
+        loader = prepare_data_loader(DataLoader(range(3), num_workers=1, in_order=False))
+    assert loader.in_order is False
     loader = DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))
     with pytest.warns(UserWarning, match="split_batches=True is ignored"):
         prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=True)

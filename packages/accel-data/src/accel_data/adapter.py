@@ -17,7 +17,16 @@ from accel_data.samplers import BatchSamplerShard, SkipBatchSampler
 from accel_state.gradient import GradientState
 from accel_state.imports import require
 
-__all__ = ["DataLoaderAdapter", "DataLoaderStateMixin", "get_sampler"]
+__all__ = [
+    "DataLoaderAdapter",
+    "DataLoaderStateMixin",
+    "Unbatched",
+    "get_sampler",
+    "innermost",
+    "loader_class",
+    "opened",
+    "settings",
+]
 
 _KEPT = (
     "num_workers",

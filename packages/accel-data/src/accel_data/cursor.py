@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Cursor", "Pass", "Progress"]
+__all__ = ["Cursor", "Pass", "Progress", "from_state", "to_state"]
 
 _VERSION = 1
 

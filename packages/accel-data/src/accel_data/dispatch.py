@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["DataLoaderDispatcher"]
+__all__ = ["DataLoaderDispatcher", "Joined"]
 
 
 class DataLoaderDispatcher(PreparedLoader):

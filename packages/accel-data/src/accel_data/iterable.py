@@ -20,7 +20,15 @@ from accel_data.checks import check_divides, check_place
 from accel_data.layout import Layout
 from accel_ops.tree import ignorant_find_batch_size
 
-__all__ = ["Block", "BlockReader", "IterableDatasetShard"]
+__all__ = [
+    "Block",
+    "BlockReader",
+    "CollateBlock",
+    "IterableDatasetShard",
+    "Stream",
+    "count_rows",
+    "open_stream",
+]
 
 
 class Block(NamedTuple):
@@ -200,6 +208,7 @@ class CollateBlock:
         self.batched = batched
 
     def __call__(self, block: Block) -> tuple[tuple[int, ...] | None, Any]:
+        """Return how much of the block is real, and its batch."""
         samples = block.samples
         return block.real, self.collate_fn(samples if self.batched else samples[0])
 

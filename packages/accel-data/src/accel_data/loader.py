@@ -97,9 +97,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _padded_rows(self, batch: Any, real: tuple[int, ...]) -> int:
         """Return how many samples, padding included, a padded batch has."""
-        if self._unbatched:
-            return count_rows(batch)
-        return self._stream_shard().share if self._shard is None else self._shard.padded_rows(real)
+        if self._shard is not None and not self._unbatched:
+            return self._shard.padded_rows(real)
+        return self.batch_size or count_rows(batch)
 
     def _to_device(self, batch: Any) -> Any:
         assert self.device is not None

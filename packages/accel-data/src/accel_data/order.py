@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-__all__ = ["Order", "SeedableRandomSampler", "order_of", "sampler_generator"]
+__all__ = [
+    "IsolatedRNG",
+    "Order",
+    "SeedableRandomSampler",
+    "draw",
+    "mix_seed",
+    "order_of",
+    "sampler_generator",
+    "take",
+]
 
 Order = range | torch.Tensor | list[Any] | Iterator[Any]
 """Random access (range, 1-D integer tensor, list), or an iterator where the sampler has no length."""

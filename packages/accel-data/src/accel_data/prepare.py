@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
+__all__ = ["Plan", "get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from accel_data.iterable import count_rows
 from accel_data.scatter import ABSENT
 from accel_ops.tree import concatenate, slice_tensors
 
-__all__ = ["Read", "Round", "Rounds"]
+__all__ = ["Read", "Round", "Rounds", "extend", "resize"]
 
 
 class Read(NamedTuple):

@@ -13,7 +13,7 @@ from accel_data.checks import check_divides, check_place, check_skip
 from accel_data.layout import Layout, Share, cut
 from accel_data.order import Order, order_of
 
-__all__ = ["BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
+__all__ = ["AllShards", "BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
 
 
 class BatchSamplerShard(BatchSampler):

@@ -18,7 +18,7 @@ from accel_ops import contract
 from accel_ops.tree import TensorInformation, is_tensor_information, recursively_apply
 from accel_state.process import Process
 
-__all__ = ["ABSENT", "Channel", "Message"]
+__all__ = ["ABSENT", "Channel", "Encoded", "Message"]
 
 ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
