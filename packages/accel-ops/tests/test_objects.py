@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import namedtuple
+
 import pytest
 
 from accel_ops.objects import broadcast_object_list, gather_object
@@ -60,3 +62,52 @@ def test_debug_mode_compares_the_operations(world):
     for message in world.run(mismatch, env={"ACCELERATE_DEBUG_MODE": "true"}):
         assert "broadcast_object_list" in message
         assert "test_objects.py" in message
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("a socket")
+
+
+def unpicklable(source: int) -> list[str]:
+    rank = current_process().rank
+    errors = []
+    objects = [Unpicklable() if rank == source else rank]
+    for function, args in ((gather_object, (objects,)), (broadcast_object_list, (objects, source))):
+        with pytest.raises(TypeError) as caught:
+            function(*args)
+        errors.append(str(caught.value))
+    return [*errors, gather_object([rank])]
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_what_cannot_be_pickled_raises_everywhere_and_hangs_nobody(world, source):
+    for gathering, broadcasting, after in world.run(unpicklable, source, size=3, timeout_s=15):
+        assert f"gather_object: the objects of process {source} (ValueError: a socket)" in gathering
+        assert (
+            f"broadcast_object_list: the objects of process {source} (ValueError: a socket)" in broadcasting
+        )
+        assert after == [0, 1, 2]
+
+
+def other_length() -> str:
+    rank = current_process().rank
+    given = [1] * (1 + rank)
+    try:
+        broadcast_object_list(given)
+    except ValueError as error:
+        return str(error)
+    return str(given)
+
+
+def test_lists_of_another_length_are_refused(world):
+    first, second = world.run(other_length)
+
+    assert first == "[1]"
+    assert "process 0 has 1 objects, but the list here has 2" in second
+
+
+def test_a_namedtuple_is_one_entry():
+    pair = namedtuple("pair", "x y")(1, 2)
+
+    assert gather_object(pair) == [pair]

@@ -114,3 +114,26 @@ def test_the_last_entry_is_repeated_until_the_batch_divides(batch, processes):
 def test_impossible_paddings_are_refused():
     with pytest.raises(ValueError, match="num_processes=0"):
         pad_input_tensors(torch.zeros(2), 2, 0)
+
+
+def test_one_process_warns_of_nested_tensors_too():
+    nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
+
+    with pytest.warns(CannotPadNestedTensorWarning, match="to_padded_tensor"):
+        assert pad_across_processes(nested) is nested
+
+
+def test_sparse_tensors_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"moves dense tensors, but data\[1\] is a sparse"):
+        pad_across_processes([torch.zeros(1), torch.eye(2).to_sparse()])
+
+
+def pad_with_gradient() -> list[float]:
+    rows = torch.ones(1 + current_process().rank, requires_grad=True)
+    pad_across_processes(rows * 2).sum().backward()
+    assert rows.grad is not None
+    return rows.grad.tolist()
+
+
+def test_gradients_flow_through_padding(world):
+    assert world.run(pad_with_gradient) == [[2], [2, 2]]

@@ -91,3 +91,30 @@ def test_wrong_types_are_named():
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="'cuda' is left out"):
             synchronize_rng_states(["torch", "cuda"])
+
+
+def without_generator(missing: int) -> tuple[str, float]:
+    rank = current_process().rank
+    generator = None if rank == missing else torch.Generator().manual_seed(rank)
+    message = ""
+    try:
+        synchronize_rng_states(["generator"], generator)
+    except ValueError as error:
+        message = str(error)
+    drawn = -1.0 if generator is None else torch.rand(1, generator=generator).item()
+    return message, drawn
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_process_without_the_generator_raises_and_hangs_nobody(world, missing):
+    results = world.run(without_generator, missing, size=3, timeout_s=15)
+
+    raising = [rank for rank, (message, _) in enumerate(results) if "needs a torch.Generator" in message]
+    assert raising == ([0, 1, 2] if missing == 0 else [1])
+    if missing == 1:
+        assert results[0][1] == results[2][1]
+
+
+def test_an_unknown_type_is_named_with_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"torchy.*generator"):
+        synchronize_rng_state("torchy")

@@ -57,10 +57,11 @@ def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> 
     Raises:
         TypeError: If one is a DTensor, a sparse, nested or quantized tensor, or wraps others.
     """
-    if not all(map(_is_plain, leaves)):
-        found = find_path(data, lambda node: isinstance(node, torch.Tensor) and not _is_plain(node))
+    odd = next((leaf for leaf in leaves if not _is_plain(leaf)), None)
+    if odd is not None:
+        found = find_path(data, lambda node: node is odd)
         assert found is not None
-        raise TypeError(f"{operation} moves dense tensors, but {found[0]} {_why(found[1])}.")
+        raise TypeError(f"{operation} moves dense tensors, but {found[0]} {_why(odd)}.")
 
 
 def require_devices(operation: str, data: Any, devices: Iterable[torch.device], process: Process) -> None:

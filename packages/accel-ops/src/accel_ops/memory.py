@@ -130,8 +130,6 @@ def _check_call(
     except TypeError as error:
         raise TypeError(
             f"{name}{signature} was called by find_executable_batch_size with the batch size before the "
-            f"arguments "
-            f"given, which it does not take: {error}. Give {name}() the batch size as its first parameter, "
-            f"and leave "
-            "it out of the call."
+            f"arguments given, which it does not take: {error}. Give {name}() the batch size as its first "
+            "parameter, and leave it out of the call."
         ) from None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops import contract
-from accel_ops.checks import require_group
+from accel_ops.checks import require_group, require_plain
 from accel_ops.walk import flatten, recursively_apply
 from accel_state.process import Process, current_process
 
@@ -33,7 +33,8 @@ def pad_across_processes(
     The sizes of the whole tree are exchanged in one collective.
 
     Args:
-        tensor: A tree of tensors, of the same structure on every process.
+        tensor: A tree of tensors, of the same structure on every process. Nested tensors come back as they
+            are, with a `CannotPadNestedTensorWarning`.
         dim: The dimension; tensors that do not have it come back as they are.
         pad_index: The value to pad with.
         pad_first: Pad at the beginning and not at the end.
@@ -43,19 +44,20 @@ def pad_across_processes(
         The tree; a tensor that has the largest size already is the same object.
 
     Raises:
-        TypeError: If a leaf is not a tensor.
+        TypeError: If a leaf is not a tensor, or is a DTensor, sparse or quantized.
         RuntimeError: If the process group has been destroyed.
         DistributedOperationException: In debug mode, if the processes disagree.
     """
     process = process or current_process()
     leaves, rebuild = flatten(tensor, required_by="pad_across_processes")
+    padded = [i for i, leaf in enumerate(leaves) if _has_dim(leaf, dim)]
+    require_plain("pad_across_processes", tensor, [leaf for leaf in leaves if not leaf.is_nested])
     if process.world_size == 1:
         return tensor
     if process.debug:
         detail = f"dim={dim}"
         contract.check("pad_across_processes", tensor, process=process, detail=detail, shapes=False)
     require_group("pad_across_processes", process)
-    padded = [i for i, leaf in enumerate(leaves) if _has_dim(leaf, dim)]
     sizes = torch.tensor([leaves[i].shape[dim] for i in padded], dtype=torch.int64, device=process.device)
     if padded:
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
@@ -67,9 +69,8 @@ def pad_across_processes(
 def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
     if leaf.is_nested:
         warnings.warn(
-            "pad_across_processes cannot pad a nested tensor, which comes back as it is. Pass its values, "
-            "or pad it "
-            "with to_padded_tensor() first.",
+            "pad_across_processes cannot pad a nested tensor, which comes back as it is. Pass its values, or "
+            "pad it with to_padded_tensor() first.",
             CannotPadNestedTensorWarning,
             stacklevel=4,
         )
@@ -106,7 +107,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     if num_processes < 1 or batch_size < 1:
         raise ValueError(
             f"pad_input_tensors: batch_size={batch_size}, num_processes={num_processes}; both must be at "
-            f"least 1."
+            "least 1."
         )
     missing = -batch_size % num_processes
 

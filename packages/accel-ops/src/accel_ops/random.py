@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from accel_ops import collectives
+from accel_ops.objects import broadcast_object_list
 from accel_state.devices import row
 from accel_state.enums import RNGType
 from accel_state.process import Process, current_process
@@ -40,6 +40,9 @@ def set_seed(
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)
+    device = row((process or current_process()).device)
+    if device.rng_type == RNGType.XLA:  # torch.manual_seed reaches all others
+        device.set_rng_state(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -69,7 +72,9 @@ def synchronize_rng_states(
     *,
     process: Process | None = None,
 ) -> None:
-    """Give generators of every process the states that process 0's have, in one collective.
+    """Give generators of every process the states that process 0's have.
+
+    A process on which something is wrong raises, but does not keep the others waiting.
 
     Args:
         rng_types: "torch", "generator" and names of devices. A device that is not here is left out with a
@@ -78,25 +83,45 @@ def synchronize_rng_states(
         process: The facts of this process; the current one by default.
 
     Raises:
-        ValueError: If a type is unknown, or "generator" comes without one.
+        ValueError: If a type is unknown, or "generator" comes without one; on every process, if that is so
+            on process 0.
     """
     process = process or current_process()
-    chosen = [_generator(RNGType(kind), generator) for kind in rng_types]
-    found = [pair for pair in chosen if pair is not None]
-    if process.world_size == 1 or not found:
-        return
-    # Cloned, because a broadcast writes in place; sent from the device, because not every backend moves
-    # tensors of the CPU.
-    states = [torch.as_tensor(get()).clone().to(process.device) for get, _ in found]
-    collectives.broadcast(states, process=process)
-    for (_, set_state), state in zip(found, states, strict=True):
-        set_state(state.cpu() if state.dim() else state.item())  # XLA's state is a number
+    generators, problem = _generators(rng_types, generator)
+    if process.world_size > 1 and rng_types:
+        # Also where there is a problem: the others would wait for this process for ever.
+        own = {kind: get() for kind, (get, _) in generators.items()}
+        states, problem_of_0 = broadcast_object_list([own, problem], process=process)
+        for kind in generators.keys() & states.keys():
+            generators[kind][1](states[kind])
+        problem = problem or problem_of_0
+    if problem is not None:
+        raise problem
+
+
+_State = Any  # a uint8 tensor; a number on XLA
+_Generators = dict[RNGType, tuple[Callable[[], _State], Callable[[_State], Any]]]
+
+
+def _generators(
+    rng_types: Sequence[RNGType | str], generator: torch.Generator | None
+) -> tuple[_Generators, ValueError | None]:
+    """Return how each generator is read and written, and what is wrong with the choice."""
+    found: _Generators = {}
+    try:
+        for kind in map(RNGType, rng_types):
+            pair = _generator(kind, generator)
+            if pair is not None:
+                found[kind] = pair
+    except ValueError as error:
+        return {}, error
+    return found, None
 
 
 def _generator(
     kind: RNGType, generator: torch.Generator | None
-) -> tuple[Callable[[], torch.Tensor | int], Callable[[Any], Any]] | None:
-    """The functions that read and write a generator's state, or None where its device is not here."""
+) -> tuple[Callable[[], _State], Callable[[_State], Any]] | None:
+    """Return how a generator is read and written, or None where its device is not here."""
     if kind == RNGType.TORCH:
         return torch.get_rng_state, torch.set_rng_state
     if kind == RNGType.GENERATOR:
