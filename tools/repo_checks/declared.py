@@ -13,13 +13,14 @@ from repo_checks.tree import BELOW, Import, Module, Package
 
 __all__ = ["check_third_party", "extras", "requirements"]
 
-# Where the import name is not the distribution's name.
+# Where the import name is not the distribution's name, or not the one that must be installed for it.
 DISTRIBUTIONS = {
     "IPython": "ipython",
     "PIL": "pillow",
     "megatron": "megatron-core",
     "msamp": "ms-amp",
     "sklearn": "scikit-learn",
+    "torch.utils.tensorboard": "tensorboard",
     "yaml": "pyyaml",
 }
 # Delivered with a vendor's hardware or service, not on the package index: no extra can name them.
@@ -46,22 +47,25 @@ def check_third_party(found: Mapping[str, Package]) -> list[str]:
         for package in found.values()
         for module in package.modules
         for item in module.imports
-        for problem in _check_import(package, module, item)
+        for problem in _check_import(found, package, module, item)
     ]
 
 
-def _check_import(package: Package, module: Module, item: Import) -> Iterator[str]:
+def _check_import(
+    found: Mapping[str, Package], package: Package, module: Module, item: Import
+) -> Iterator[str]:
     if item.top in BELOW or item.top in sys.stdlib_module_names or item.top in UNPUBLISHED:
         return
-    distribution = canonicalize_name(DISTRIBUTIONS.get(item.top, item.top))
-    optional = extras(package)
-    if item.extra is not None and distribution not in _names(optional.get(item.extra, [])):
-        yield (
-            f"{module.at(item.line)}: requires {item.module} of the extra {item.extra!r}, but "
-            f"{package.folder.name} has no such extra with {distribution}"
-        )
+    distribution = canonicalize_name(DISTRIBUTIONS.get(item.module) or DISTRIBUTIONS.get(item.top, item.top))
+    if item.extra is not None:
+        owner = found.get(item.extra_of.replace("-", "_"))
+        if owner is None or distribution not in _names(extras(owner).get(item.extra, [])):
+            yield (
+                f"{module.at(item.line)}: says to install {item.extra_of}[{item.extra}] for {item.module}, "
+                f"but there is no such extra with {distribution}"
+            )
         return
-    declared = _names(requirements(package)).union(*map(_names, optional.values()))
+    declared = _names(requirements(package)).union(*map(_names, extras(package).values()))
     if distribution not in declared:
         yield (
             f"{module.at(item.line)}: imports {item.module}, but {package.folder.name} declares "

@@ -30,7 +30,8 @@ BELOW: dict[str, frozenset[str]] = {
     ),
 }
 
-LOADERS = ("import_module", "__import__", "require")  # called with a module's name
+# Functions that are called with a module's name; the last one also with the extra that installs it.
+LOADERS = frozenset({"__import__", "import_module", "importlib.import_module", "require"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Import:
     names: tuple[str, ...]  # of `from module import ...`
     line: int
     when: str  # "loading" the module, "calling" a function, or "typing" only
-    extra: str | None = None  # the extra named by require(module, extra)
+    extra: str | None = None  # named by require(module, extra, package), to be installed if it is missing
+    extra_of: str = "accel"  # the package named there
 
     @property
     def top(self) -> str:
@@ -88,14 +90,14 @@ class Module:
 
     def _loaded(self, node: ast.AST, when: str) -> Iterator[Import]:
         """Find `import_module("x")` and its like, where the name is written out."""
-        if not isinstance(node, ast.Call) or not node.args:
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in LOADERS:
             return
-        if ast.unparse(node.func).rpartition(".")[2] not in LOADERS:
-            return
-        literals = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args[:2]]
-        if isinstance(literals[0], str):
-            extra = literals[1] if len(literals) > 1 and isinstance(literals[1], str) else None
-            yield Import(literals[0], (), node.lineno, when, extra)
+        given = dict(enumerate(node.args)) | {keyword.arg: keyword.value for keyword in node.keywords}
+        module = _literal(given.get(0))
+        if module is not None:
+            extra = _literal(given.get("extra", given.get(1)))
+            package = _literal(given.get("package", given.get(2)))
+            yield Import(module, (), node.lineno, when, extra, package or "accel")
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -148,3 +150,8 @@ def packages(root: Path) -> dict[str, Package]:
     """Return the packages under `root`/packages by import name, the lowest layer first."""
     found = {name: Package(root / "packages" / name.replace("_", "-")) for name in BELOW}
     return {name: package for name, package in found.items() if package.folder.is_dir()}
+
+
+def _literal(node: ast.expr | None) -> str | None:
+    """Return the string that an argument writes out, if it does."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

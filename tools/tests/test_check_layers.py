@@ -49,7 +49,7 @@ def write(path: Path, source: str) -> None:
 
 def write_project(folder: Path, dependencies: list[str]) -> None:
     listed = ", ".join(f'"{each}"' for each in dependencies)
-    extras = '[project.optional-dependencies]\nprogress = ["tqdm"]\n'
+    extras = '[project.optional-dependencies]\nprogress = ["tqdm"]\n' if folder.name != "accel-ops" else ""
     (folder / "pyproject.toml").write_text(
         f'[project]\nname = "{folder.name}"\ndependencies = [{listed}]\n{extras}'
     )
@@ -77,7 +77,12 @@ def test_a_sound_repository(repository):
         ),
         ("accel.undeclared", "import accel_state", "accel-state is not among the dependencies of accel"),
         ("accel_ops.undeclared", "def f():\n    import yaml", "accel-ops declares pyyaml neither"),
-        ("accel_ops.undeclared", "require('tqdm', 'bars')", "but accel-ops has no such extra with tqdm"),
+        ("accel_ops.undeclared", "require('tqdm', 'bars')", "to install accel[bars] for tqdm, but"),
+        (
+            "accel_ops.undeclared",
+            "require('tqdm', extra='progress', package='accel-ops')",
+            "but accel-ops has no such extra with tqdm",
+        ),
         ("accel_launch.heavy", "from accel_state.process import torch", "-> torch"),
         ("accel_launch.heavy", "from accel_state import process", "accel_state.process -> torch"),
         ("accel_launch.heavy", "from accel_state import PartialState", "accel_state.process -> torch"),
@@ -105,6 +110,8 @@ def test_a_violation_is_named(repository, module, source, expected):
         ("accel_ops.long", 'def f():\n    """Say.\n' + "    more\n" * 90 + '    """'),
         ("accel_ops.relative", "from . import tree\nfrom .tree import torch"),
         ("accel.extra", "require('tqdm', 'progress')"),
+        ("accel.extra", "require('tqdm.auto', extra='progress')"),
+        ("accel.method", "parts.require('tqdm', 'other')"),
     ],
 )
 def test_what_is_allowed(repository, module, source):

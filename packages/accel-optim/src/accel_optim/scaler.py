@@ -51,7 +51,7 @@ def get_grad_scaler(
     if kind == DistributedType.XLA:
         from accel_state.imports import require
 
-        scaler: GradScaler = require("torch_xla.amp", "torch_xla").GradScaler(**kwargs)
+        scaler: GradScaler = require("torch_xla.amp", "xla", "accel-optim").GradScaler(**kwargs)
         return scaler
     if kind == DistributedType.FSDP:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
