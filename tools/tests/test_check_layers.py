@@ -81,7 +81,7 @@ def test_a_sound_repository(repository):
         (
             "accel_ops.undeclared",
             "require('tqdm', extra='progress', package='accel-ops')",
-            "but accel-ops has no such extra with tqdm",
+            "to install accel-ops[progress] for tqdm, but",
         ),
         ("accel_launch.heavy", "from accel_state.process import torch", "-> torch"),
         ("accel_launch.heavy", "from accel_state import process", "accel_state.process -> torch"),
