@@ -277,10 +277,12 @@ def test_special_characters_in_names(tmp_path: Path) -> None:
 
 def test_what_others_may_be_writing_is_left_alone(tmp_path: Path) -> None:
     host = socket.gethostname()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(timeout=30)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
         kept = [
             f".c.staging-{host}-{alive.pid}-00000000",
-            ".c.staging-elsewhere-1-00000000",
+            f".c.staging-elsewhere-{ended.pid}-00000000",
             ".c.staging-odd",
         ]
         gone = [f".c.staging-{host}-{os.getpid()}-00000000", ".c.replaced-elsewhere-1-11111111"]

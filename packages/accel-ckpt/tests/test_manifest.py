@@ -140,6 +140,18 @@ def test_every_flipped_bit_of_the_manifest_is_noticed(folder: Path) -> None:
             manifest.read(folder)
 
 
+def test_a_manifest_that_was_edited_or_reformatted_is_noticed(folder: Path) -> None:
+    path = folder / MANIFEST
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document))
+    with pytest.raises(CorruptCheckpointError, match=f"{MANIFEST} is damaged"):
+        manifest.read(folder)
+    document["manifest"]["facts"]["step"] = 4
+    path.write_bytes(manifest._dump(document))
+    with pytest.raises(CorruptCheckpointError, match=f"{MANIFEST} is damaged"):
+        manifest.read(folder)
+
+
 @pytest.mark.parametrize(
     "raw", [b"", b"{}", b"[]", b"null", b"\xff", b'{"manifest": {}, "sha256": 1}', b"[" * 100000]
 )
