@@ -19,17 +19,20 @@ from typing import Any
 import pytest
 
 from accel_world import leaks
+from accel_world.guard import Guard
 from accel_world.launched import LaunchedRun, launch
 from accel_world.pool import World
 
 __all__ = ["fresh_state", "launched", "world"]
 
 _world = pytest.StashKey[World]()
+_guard = pytest.StashKey[Guard]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the world; its workers start when a test first asks for them."""
+    """Make the world and the guard; their processes start when a test first needs them."""
     config.stash[_world] = World()
+    config.stash[_guard] = Guard()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -39,9 +42,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the workers."""
+    """End the workers and the guard."""
     if _world in config.stash:
         config.stash[_world].close()
+        config.stash[_guard].close()
 
 
 @pytest.fixture(scope="session")  # so that hypothesis lets a property test use it
@@ -51,12 +55,15 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LaunchedRun]:
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., LaunchedRun]:
     """Run a script under a launcher; see `accel_world.launched.launch`, whose folder is a fresh one."""
 
     def run(script: str | Path, *script_args: str, **options: Any) -> LaunchedRun:
         __tracebackhide__ = True
-        return launch(tmp_path_factory.mktemp("launched"), script, *script_args, **options)
+        folder = tmp_path_factory.mktemp("launched")
+        return launch(request.config.stash[_guard], folder, script, *script_args, **options)
 
     return run
 

@@ -11,6 +11,7 @@
 - `exchange`: running one call on several workers together.
 - `launched`: a script run under a real launcher.
 - `marked`: the processes of one launched run.
+- `guard`: the end of launched runs whose pytest process was killed.
 - `leaks`: what a test must leave as it found it.
 - `ports`: TCP ports that no other test on this machine has.
 """

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from accel_world import marked
 from accel_world.environment import base_environment
+from accel_world.guard import Guard
 from accel_world.ports import lease_port
 from accel_world.report import describe_exit
 
@@ -40,6 +41,7 @@ class LaunchedRun:
 
 
 def launch(
+    guard: Guard,
     folder: Path,
     script: str | Path,
     *script_args: str,
@@ -52,6 +54,7 @@ def launch(
     """Run a script under a launcher, in a session of its own, and wait for all of its processes.
 
     Args:
+        guard: What ends the run if this process is killed meanwhile.
         folder: An empty folder: the run's working folder, caches and output.
         script: A path, or the source of the script (a string with a line break).
         *script_args: The script's own arguments.
@@ -76,9 +79,10 @@ def launch(
     with lease_port() if num_processes > 1 else nullcontext(0) as port:
         command = [*_launcher(launcher, num_processes, port, launch_args), str(path), *map(str, script_args)]
         begin = time.monotonic()
-        returncode, stacks = _run(command, folder, _environment(folder, mark, env or {}), timeout_s)
-        seconds = time.monotonic() - begin
-        left = marked.end(mark, ORPHAN_S)
+        with guard.watch(mark):
+            returncode, stacks = _run(command, folder, _environment(folder, mark, env or {}), timeout_s)
+            seconds = time.monotonic() - begin
+            left = marked.end(mark, ORPHAN_S)
     stdout, stderr = ((folder / name).read_text(errors="replace") for name in ("stdout.txt", "stderr.txt"))
     print(stdout, end="")
     print(stderr, end="", file=sys.stderr)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +71,40 @@ def test_a_run_past_its_limit_is_killed_with_the_stacks_of_every_rank(launched, 
     assert str(info.value).count("in wait_for_ever") == 2
     assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 waits", "rank 1 waits"]
     assert time.monotonic() - begin < 30
+
+
+KILLED = """
+import os, signal, threading
+from pathlib import Path
+from accel_world.guard import Guard
+from accel_world.launched import launch
+
+def kill_when_it_runs():
+    runs = Path("run/work/runs")
+    while not (runs.exists() and runs.read_text()):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Path("run").mkdir()
+threading.Thread(target=kill_when_it_runs).start()
+launch(Guard(), Path("run").resolve(), "from pathlib import Path\\nimport os, time\\n"
+    "Path('runs').write_text(os.environ['ACCEL_TEST_RUN'])\\ntime.sleep(60)", num_processes=1)
+"""
+
+
+def test_a_run_does_not_outlive_a_killed_pytest(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(marked.__file__).parents[1])}
+    command = [sys.executable, "-c", KILLED]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    mark = (tmp_path / "run" / "work" / "runs").read_text()
+    assert mark
+    until = time.monotonic() + 10
+    while marked.find(mark) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert marked.find(mark) == []
 
 
 def test_an_unknown_launcher(launched):
