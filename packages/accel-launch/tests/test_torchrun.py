@@ -135,6 +135,7 @@ def test_ports(plan: Any) -> None:
             torchrun_port(taken)
 
 
+@pytest.mark.slow
 def test_one_machine_for_real(start: Start) -> None:
     run = start("launch", "--launcher", "torchrun", "--num_processes", "2", script=SCRIPT)
     code, _, error = run.finish(90)
@@ -144,6 +145,7 @@ def test_one_machine_for_real(start: Start) -> None:
     assert (run.folder / "done1").read_text() == "2 1 0"
 
 
+@pytest.mark.slow
 def test_two_machines_for_real(start: Start) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
