@@ -205,15 +205,16 @@ def test_a_batch_sampler_of_another_class_is_shared_out(size, drop_last):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("processes", [1, 3])
-def test_workers_change_nothing(stream, processes):
-    def make(workers):
+@pytest.mark.parametrize(("processes", "persistent"), [(1, True), (3, False)])
+def test_workers_change_nothing(stream, processes, persistent):
+    def make(**workers):
         if stream:
-            return lambda: DataLoader(Stream(29), 2, num_workers=workers)
-        return lambda: DataLoader(range(29), 2, shuffle=True, num_workers=workers)
+            return lambda: DataLoader(Stream(29), 2, **workers)
+        return lambda: DataLoader(range(29), 2, shuffle=True, **workers)
 
     options = {"data_seed": 1, "dispatch_batches": False}
-    without, with_two = (prepared(make(workers), processes, **options) for workers in (0, 2))
+    without = prepared(make(), processes, **options)
+    with_two = prepared(make(num_workers=2, persistent_workers=persistent), processes, **options)
     for _ in range(2):
         assert epoch_of(with_two) == epoch_of(without)
 

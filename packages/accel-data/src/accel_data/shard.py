@@ -81,7 +81,9 @@ class DataLoaderShard(PreparedLoader):
 
     def _read(self, started: Pass) -> Iterator[Item]:
         if self._shard is None:
-            return look_ahead((batch, real) for real, batch in self._stream(started, self._stream_shard()))
+            blocks = self._stream(started, self._stream_shard())
+            # Pinning memory makes a list of a tuple.
+            return look_ahead((batch, real and tuple(real)) for real, batch in blocks)
         self._shard.start = started.begin.consumed
         batches = opened(lambda: DataLoader.__iter__(self), started)
         share = self._shard.share
