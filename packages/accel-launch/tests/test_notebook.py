@@ -83,6 +83,13 @@ def test_notebook_launcher_returns_what_rank_0_returned() -> None:
     assert notebook_launcher(train, (5,), 2, "bf16", use_port="0") == [5, "bf16", "2"]
 
 
+def test_notebook_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    notebook_launcher(os.getpid, num_processes=2, use_port="0")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_result_that_cannot_be_sent_is_none() -> None:
     def train() -> Any:
         return lambda: None

@@ -256,9 +256,12 @@ def _sendable(result: Any) -> Any:
 
 
 def _elastic(options: dict[str, Any], worker: Callable[..., Any], args: Sequence[Any]) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    result = elastic_launch(LaunchConfig(**options), worker)(*args).get(0)
+    with tempfile.TemporaryDirectory() as folder:  # torch would leave its own one behind
+        config = LaunchConfig(**options, logs_specs=DefaultLogsSpecs(log_dir=folder))
+        result = elastic_launch(config, worker)(*args).get(0)
     if isinstance(result, _Unsendable):
         warnings.warn(
             f"The function's result cannot be sent back from its process ({result.reason}); "
