@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from accel_ops import contract
 from accel_ops.checks import require_devices, require_group, require_plain, require_rank
-from accel_ops.packing import Plan, as_bytes, plan
+from accel_ops.layout import SHARED_BYTES, as_bytes, put_together, stack_if_alike
+from accel_ops.packing import Plan, plan
 from accel_ops.walk import find_path, flatten
 from accel_state.process import Process, current_process
 
@@ -54,21 +55,30 @@ def gather(tensor: Any, *, process: Process | None = None) -> Any:
         contract.check("gather", tensor, process=process)
     try:
         with torch.no_grad():
-            found = _plan("gather", tensor, leaves, process, copies=process.world_size)
-            return rebuild(_gather(leaves, found, process.world_size))
+            return rebuild(_gather(tensor, leaves, process))
     except RuntimeError:
         require_plain("gather", tensor, leaves)  # it may say better why, and costs too much before
         raise
 
 
-def _gather(leaves: Sequence[torch.Tensor], plan: Plan, world: int) -> list[torch.Tensor]:
+def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequence[torch.Tensor]:
+    world = process.world_size
+    require_group("gather", process)
+    alike = stack_if_alike(leaves, SHARED_BYTES // world)
+    if alike is not None:
+        require_devices("gather", data, [alike.device], process)
+        stacks = alike.new_empty((world * len(leaves), *alike.shape[1:]))
+        if alike.numel():
+            _all_gather(stacks.view(torch.uint8), alike.view(torch.uint8))
+        return put_together(stacks, world)
+    found = _plan("gather", data, leaves, process, copies=world)
     gathered: list[Any] = [None] * len(leaves)
     works = []
-    for i in plan.large:
+    for i in found.large:
         shape = leaves[i].shape
         gathered[i] = leaves[i].new_empty((world * shape[0], *shape[1:]))
         works.append(_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), async_op=True))
-    for pack in plan.packs:
+    for pack in found.packs:
         buffer = pack.empty()
         if pack.nbytes:
             _all_gather(buffer, pack.pack(leaves))

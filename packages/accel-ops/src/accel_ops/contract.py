@@ -27,8 +27,19 @@ from accel_state.process import Process
 
 __all__ = ["DistributedOperationException", "check", "leave"]
 
-_OWN_PACKAGES = frozenset(
-    {"accel", "accel_state", "accel_ops", "accel_data", "accel_optim", "accel_ckpt", "accel_launch"}
+# Frames that do not say where the user's code is: these packages', and those of `with` and of decorators.
+_TRANSPARENT = frozenset(
+    [
+        "accel",
+        "accel_ckpt",
+        "accel_data",
+        "accel_launch",
+        "accel_ops",
+        "accel_optim",
+        "accel_state",
+        "contextlib",
+        "functools",
+    ]
 )
 _SHOWN = 6  # lines of tensors that an error shows for each process
 
@@ -143,8 +154,8 @@ def _describe(data: Any, shapes: bool, path: str = "data") -> Iterator[tuple[str
 
 
 def _calling_frame() -> FrameType:
-    """Return the innermost frame that does not belong to these packages."""
+    """Return the innermost frame of the user's code."""
     frame: FrameType = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _OWN_PACKAGES and frame.f_back is not None:
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _TRANSPARENT and frame.f_back is not None:
         frame = frame.f_back
     return frame

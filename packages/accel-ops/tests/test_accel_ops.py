@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import accel_ops
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import accel_ops as o, sys; print('torch' in sys.modules, o.gather and 'torch' in sys.modules)"
+
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+    assert output.split() == ["False", "True"]
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(accel_ops.__all__) == accel_ops.__all__
+    for name in accel_ops.__all__:
+        assert getattr(accel_ops, name).__doc__
+        assert name in dir(accel_ops)
+
+
+def test_readme_examples_run() -> None:
+    examples = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+    assert examples
+    for example in examples:
+        exec(compile(example, str(README), "exec"), {"__name__": "readme"})
