@@ -22,7 +22,7 @@ from accel_world.report import describe_exit
 __all__ = ["LaunchFailure", "LaunchedRun", "launch"]
 
 SITE = Path(__file__).parent / "site"
-ORPHAN_S = 2.0  # how long a process may outlive its launcher
+ORPHAN_S = 5.0  # how long a process may outlive its launcher
 LAUNCHERS = ("accel", "python", "torchrun")
 
 

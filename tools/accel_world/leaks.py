@@ -27,7 +27,7 @@ __all__ = [
     "restore",
 ]
 
-PATIENCE_S = 2.0  # how long a thread or child that is on its way out may take
+PATIENCE_S = 4.0  # how long a thread or child that is on its way out may take
 SINGLETONS = (
     ("accel_state.gradient", "GradientState"),
     ("accel_state.accelerator_state", "AcceleratorState"),
@@ -201,8 +201,7 @@ def _torch_settings() -> dict[str, Any] | None:
     return {
         "default dtype": torch.get_default_dtype(),
         "number of threads": torch.get_num_threads(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "deterministic mode": torch.get_deterministic_debug_mode(),
         "cudnn.deterministic": torch.backends.cudnn.deterministic,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "grad mode": torch.is_grad_enabled(),
@@ -217,9 +216,10 @@ def _restore_torch_settings(before: dict[str, Any] | None) -> list[str]:
     changed = [name for name in before if after[name] != before[name]]
     torch.set_default_dtype(before["default dtype"])
     torch.set_num_threads(before["number of threads"])
-    if any(name.startswith("deterministic") for name in changed):  # a slow call: it imports the compiler
-        warn_only = before["deterministic warn_only"]
-        torch.use_deterministic_algorithms(before["deterministic algorithms"], warn_only=warn_only)
+    torch.set_deterministic_debug_mode(before["deterministic mode"])
+    compiler = sys.modules.get("torch._inductor.config")  # use_deterministic_algorithms sets it too
+    if compiler is not None:
+        compiler.deterministic = before["deterministic mode"] > 0  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = before["cudnn.deterministic"]
     torch.backends.cudnn.benchmark = before["cudnn.benchmark"]
     torch.set_grad_enabled(before["grad mode"])

@@ -59,7 +59,8 @@ def test_a_failing_script_returns_its_code(launched):
     assert run.returncode == 7
 
 
-def test_an_orphan_is_named_and_killed(launched):
+def test_an_orphan_is_named_and_killed(launched, monkeypatch):
+    monkeypatch.setattr("accel_world.launched.ORPHAN_S", 0.5)
     with pytest.raises(LaunchFailure, match=r"left running:\nprocess \d+: .*time\.sleep\(60\)"):
         launched(ORPHAN, launcher="python")
 

@@ -55,7 +55,7 @@ def test_group_2():
 def test_torch_1():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(torch.get_num_threads() + 1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
 
 def test_torch_2():
     assert torch.get_default_dtype() == torch.float32
@@ -73,6 +73,7 @@ def inner(pytester, monkeypatch):
     monkeypatch.setenv("TAKEN", "here")
 
     def run(source: str) -> pytest.RunResult:
+        pytester.makeconftest("from accel_world import leaks; leaks.PATIENCE_S = 0.5")
         pytester.makepyfile(source)
         return pytester.runpytest_subprocess("-p", "accel_pytest", "-p", "no:cacheprovider", "-rA")
 

@@ -91,7 +91,7 @@ def warn() -> None:
 
 
 def leave_thread() -> None:
-    threading.Thread(target=time.sleep, args=(4,)).start()
+    threading.Thread(target=time.sleep, args=(12,)).start()
 
 
 def raise_in_thread() -> None:
