@@ -128,7 +128,7 @@ def train_epoch(
     model.train()
     window: list[torch.Tensor] = []  # losses of the micro-batches since the last optimizer step
     step_losses: list[torch.Tensor] = []
-    for images, labels in tqdm(loader, desc="training", leave=False):
+    for images, labels in tqdm(loader, desc="training"):
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(images), labels)
             accelerator.backward(loss)
@@ -202,7 +202,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--num_epochs", type=int, default=10)
+    add("--num_epochs", type=int, default=8)
     add("--batch_size", type=int, default=48, help="images per optimizer step, over all processes")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")

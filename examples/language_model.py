@@ -190,7 +190,8 @@ def train(
             if step % args.log_every == 0 or step == args.max_steps:
                 # Only now is there a collective and a wait for the device.
                 mean_loss = accelerator.reduce(torch.stack(window).mean(), reduction="mean").item()
-                accelerator.print(f"step {step}: loss {mean_loss:.8f}, learning rate {lr:.2e}")
+                if accelerator.is_main_process:
+                    progress.write(f"step {step}: loss {mean_loss:.8f}, learning rate {lr:.2e}")
             window = []
             if step == args.max_steps:
                 break
@@ -226,8 +227,8 @@ def main(args: argparse.Namespace) -> None:
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
     if len(train_loader) == 0:
         raise ValueError(
-            f"--batch_size {args.batch_size} is more than the {len(train_set)} sequences of {args.block_size} "
-            "bytes that the text gives; take a smaller batch or --block_size"
+            f"--batch_size {args.batch_size} is more than the {len(train_set)} sequences of "
+            f"{args.block_size} bytes that the text gives; take a smaller batch or --block_size"
         )
     model = GPT(args.block_size, args.n_layer, args.n_head, args.n_embd)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)

@@ -6,35 +6,56 @@ import difflib
 import json
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from accel_world.launched import launch
+
+# Each program takes seconds, but starts torch in every process, and the machine may be busy.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 IMAGES = EXAMPLES / "image_classification.py"
+PLAIN = EXAMPLES / "plain_image_classification.py"
+FIVE_LINES = EXAMPLES / "five_lines.py"
 LANGUAGE = EXAMPLES / "language_model.py"
 TEST_SIZE = 359
 STEPS = 50
-# fp32 sums in another order: what was measured is stated where the limit is used.
+# Sums in another order, in fp32. Measured over 50 steps on 2 to 4 processes: 3e-7 at most.
 LOSS_TOLERANCE = 1e-5
 
 EPOCH = re.compile(r"^epoch (\d+): loss ([\d.]+), test accuracy ([\d.]+) on (\d+) images$", re.MULTILINE)
 STEP = re.compile(r"^step (\d+): loss ([\d.]+)", re.MULTILINE)
 PERPLEXITY = re.compile(r"^held-out perplexity ([\d.]+) per byte on (\d+) sequences$", re.MULTILINE)
 
-WAYS = [
-    pytest.param({"launcher": "python", "num_processes": 1}, id="python"),
-    pytest.param({"launcher": "accel", "num_processes": 1}, id="accel-launch"),
-    pytest.param({"launcher": "accel", "num_processes": 2, "launch_args": ["--cpu"]}, id="accel-launch-2"),
-    pytest.param({"launcher": "torchrun", "num_processes": 2}, id="torchrun-2"),
-]
+# The ways of starting a script, as (launcher, number of processes).
+PYTHON, ONE, TWO, TORCHRUN = ("python", 1), ("accel", 1), ("accel", 2), ("torchrun", 2)
+WAYS = [PYTHON, ONE, TWO, TORCHRUN]
 
 
-def completed(run):
-    """Return what a run printed, after it ended well."""
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run a script once for all tests that ask for the same run, and return what it printed."""
+
+    @cache
+    def run_once(script, way, *args):
+        launcher, num_processes = way
+        done = launch(
+            tmp_path_factory.mktemp("run"),
+            script,
+            *args,
+            launcher=launcher,
+            num_processes=num_processes,
+            launch_args=["--cpu"] if launcher == "accel" else [],
+            timeout_s=150,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run_once
 
 
 def step_losses(stdout):
@@ -44,49 +65,55 @@ def step_losses(stdout):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_digits_are_learned_however_the_script_is_started(launched, way):
-    stdout = completed(launched(IMAGES, **way))
+def test_digits_are_learned_however_the_script_is_started(run, way):
+    stdout = run(IMAGES, way, "--print-losses")
 
     epochs = EPOCH.findall(stdout)
-    assert [int(number) for number, *_ in epochs] == list(range(10))  # printed by one process alone
+    assert [int(number) for number, *_ in epochs] == list(range(8))  # printed by one process alone
     _, first_loss, _, _ = epochs[0]
     _, last_loss, accuracy, num_images = epochs[-1]
-    assert float(last_loss) < 0.2 * float(first_loss)
+    assert float(last_loss) < 0.1 * float(first_loss)
     assert float(accuracy) >= 0.96
     assert int(num_images) == TEST_SIZE
 
 
-def test_one_to_four_processes_count_every_image_and_have_the_same_losses(launched):
-    runs = [
-        completed(launched(IMAGES, "--num_epochs", "2", "--print-losses", num_processes=number))
-        for number in (1, 2, 3, 4)
-    ]
+@pytest.mark.parametrize("way", [ONE, TWO, TORCHRUN, ("accel", 3), ("accel", 4)])
+def test_every_test_image_counts_once(run, way):
+    args = ["--print-losses"] if way[1] < 3 else ["--num_epochs", "1"]
+    epochs = EPOCH.findall(run(IMAGES, way, *args))
 
-    for stdout in runs:
-        for _, _, accuracy, num_images in EPOCH.findall(stdout):
-            assert int(num_images) == TEST_SIZE
-            # A whole number of images is right: none was counted in the accuracy and not in the number.
-            num_correct = float(accuracy) * TEST_SIZE
-            assert num_correct == pytest.approx(round(num_correct), abs=0.03)
-    one, *others = (step_losses(stdout)[:STEPS] for stdout in runs)
-    assert len(one) == STEPS
-    assert len(set(one)) == STEPS  # losses of real steps, not one number printed many times
-    for losses in others:
-        assert losses == pytest.approx(one, rel=LOSS_TOLERANCE)
+    assert epochs
+    for _, _, accuracy, num_images in epochs:
+        assert int(num_images) == TEST_SIZE
+        # A whole number of images is right: none was counted in the accuracy and not in the number.
+        num_correct = float(accuracy) * TEST_SIZE
+        assert num_correct == pytest.approx(round(num_correct), abs=0.03)
 
 
-def test_accumulated_losses_of_one_and_two_processes_agree(launched):
+@pytest.mark.parametrize("way", [ONE, TWO, TORCHRUN])
+def test_losses_do_not_depend_on_the_number_of_processes(run, way):
+    expected = step_losses(run(IMAGES, PYTHON, "--print-losses"))[:STEPS]
+    losses = step_losses(run(IMAGES, way, "--print-losses"))[:STEPS]
+
+    assert len(expected) == STEPS
+    assert len(set(expected)) == STEPS  # losses of real steps, not one number printed many times
+    assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE)
+
+
+def test_accumulated_losses_of_one_and_two_processes_agree(run):
     args = ["--num_epochs", "2", "--print-losses", "--gradient_accumulation_steps", "2"]
-    one, two = (step_losses(completed(launched(IMAGES, *args, num_processes=n))) for n in (1, 2))
+    one, two = (step_losses(run(IMAGES, way, *args)) for way in (ONE, TWO))
 
     assert len(one) >= STEPS
     assert two == pytest.approx(one, rel=LOSS_TOLERANCE)
 
 
-def test_bf16_trains(launched):
-    stdout = completed(launched(IMAGES, "--mixed_precision", "bf16"))
+def test_bf16_trains(run):
+    stdout = run(IMAGES, TWO, "--mixed_precision", "bf16", "--print-losses")
 
-    assert float(EPOCH.findall(stdout)[-1][2]) >= 0.95
+    assert float(EPOCH.findall(stdout)[-1][2]) >= 0.96
+    in_fp32 = step_losses(run(IMAGES, TWO, "--print-losses"))
+    assert step_losses(stdout)[:STEPS] != pytest.approx(in_fp32[:STEPS], rel=LOSS_TOLERANCE)
 
 
 def test_tracking_and_progress_bars_are_on_the_main_process_alone(launched, tmp_path):
@@ -94,15 +121,26 @@ def test_tracking_and_progress_bars_are_on_the_main_process_alone(launched, tmp_
         IMAGES, "--num_epochs", "1", "--with-tracking", "--print-losses", "--output-dir", str(tmp_path)
     )
 
-    stdout = completed(run)
+    assert run.returncode == 0, run.stderr
     config, *steps, epoch = [
         json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()
     ]
     assert config["config"]["num_epochs"] == 1
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
-    assert [line["loss"] for line in steps] == pytest.approx(step_losses(stdout), abs=1e-8)
-    assert epoch["accuracy"] == pytest.approx(float(EPOCH.findall(stdout)[0][2]), abs=1e-4)
-    assert len(re.findall(r"\b29/29\b", run.stderr)) == 1  # where a second process would end its own bar
+    assert [line["loss"] for line in steps] == pytest.approx(step_losses(run.stdout), abs=1e-8)
+    assert epoch["accuracy"] == pytest.approx(float(EPOCH.findall(run.stdout)[0][2]), abs=1e-4)
+    finished_bars = re.findall(r"29/29 [^\r\n]*\n", run.stderr)  # a second process would end its own bar
+    assert len(finished_bars) == 1
+
+
+def test_saved_weights_can_be_read(launched, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    run = launched(IMAGES, "--num_epochs", "1", "--save", "--output_dir", str(tmp_path))
+
+    assert run.returncode == 0, run.stderr
+    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(weight.shape) for name, weight in weights.items()}["head.weight"] == (10, 64)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(launched):
@@ -113,16 +151,13 @@ def test_a_batch_that_cannot_be_cut_is_refused(launched):
 
 
 def changed_lines():
-    plain, changed = ((EXAMPLES / name).read_text() for name in (f"plain_{IMAGES.name}", "five_lines.py"))
-    body = [text.partition('"""\n\n')[2].splitlines() for text in (plain, changed)]
-    return [line for line in difflib.ndiff(*body) if line[0] in "+-"]
+    body = [path.read_text().partition('"""\n\n')[2].splitlines() for path in (PLAIN, FIVE_LINES)]
+    return [line for line in difflib.ndiff(*body) if line[0] in "+-" and line[2:].strip()]
 
 
 def test_five_lines_are_five_lines():
-    changed = [line for line in changed_lines() if line[2:].strip()]
-
-    assert len([line for line in changed if line.startswith("+")]) == 5
-    assert [line[2:].strip() for line in changed if line.startswith("-")] == ["loss.backward()"]
+    assert len([line for line in changed_lines() if line.startswith("+")]) == 5
+    assert [line[2:].strip() for line in changed_lines() if line.startswith("-")] == ["loss.backward()"]
 
 
 def test_readme_shows_the_five_lines():
@@ -130,24 +165,20 @@ def test_readme_shows_the_five_lines():
     assert diff is not None
     shown = diff[1].splitlines()
 
-    assert [line for line in shown if line[:1] in "+-"] == [
-        line[0] + line[2:] for line in changed_lines() if line[2:].strip()
-    ]
-    script = iter((EXAMPLES / "five_lines.py").read_text().splitlines())
+    assert [line for line in shown if line[:1] in "+-"] == [line[0] + line[2:] for line in changed_lines()]
+    script = iter(FIVE_LINES.read_text().splitlines())
     for line in shown:
         if line[:1] in "+ " and line.strip():
             assert line[1:] in script  # in the script, after the line before
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_five_lines_learn_what_the_plain_script_learns(launched, num_processes):
+@pytest.mark.parametrize("way", [PYTHON, TWO])
+def test_five_lines_learn_what_the_plain_script_learns(run, way):
     result = re.compile(r"test accuracy ([\d.]+) on (\d+) images")
-    plain = completed(launched(EXAMPLES / "plain_image_classification.py", launcher="python"))
-    changed = completed(launched(EXAMPLES / "five_lines.py", num_processes=num_processes))
+    (plain_result,) = result.findall(run(PLAIN, PYTHON))
+    changed_results = result.findall(run(FIVE_LINES, way))
 
-    (plain_result,) = result.findall(plain)
-    changed_results = result.findall(changed)
-    assert len(changed_results) == num_processes  # a plain print, in each process
+    assert len(changed_results) == way[1]  # a plain print, in each process
     for accuracy, num_images in [plain_result, *changed_results]:
         assert float(accuracy) >= 0.93
         assert int(num_images) == TEST_SIZE
@@ -158,47 +189,54 @@ def text_cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("text"))
 
 
-def tiny_language_model(launched, text_cache, *args, **options):
-    model = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--lr", "5e-3"]
-    run = ["--max_steps", str(STEPS), "--warmup_steps", "10", "--log_every", "1", "--eval_sequences", "101"]
-    return completed(launched(LANGUAGE, *model, *run, *args, "--cache_dir", text_cache, **options))
+TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--lr=5e-3", "--eval_sequences=101"]
+TINY += [f"--max_steps={STEPS}", "--warmup_steps=10", "--log_every=1", "--gradient_accumulation_steps=2"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_language_model_learns_however_it_is_started(launched, text_cache, way):
-    stdout = tiny_language_model(launched, text_cache, **way)
+def test_language_model_learns_the_same_however_it_is_started(run, text_cache, way):
+    stdout = run(LANGUAGE, way, *TINY, "--cache_dir", text_cache)
 
     losses = step_losses(stdout)
     ((perplexity, num_sequences),) = PERPLEXITY.findall(stdout)
     assert len(losses) == STEPS
-    assert losses[0] == pytest.approx(math.log(256), abs=0.1)  # knows nothing of 256 bytes yet
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)  # knows nothing of the 256 bytes yet
     assert losses[-1] < 0.7 * losses[0]
     assert float(perplexity) < 60
     assert int(num_sequences) == 101  # a prime: the last batch is always padded
 
+    alone = run(LANGUAGE, PYTHON, *TINY, "--cache_dir", text_cache)
+    assert losses == pytest.approx(step_losses(alone), rel=LOSS_TOLERANCE)
+    assert float(perplexity) == pytest.approx(float(PERPLEXITY.findall(alone)[0][0]), rel=LOSS_TOLERANCE)
 
-def test_language_model_is_the_same_on_one_and_two_processes(launched, text_cache):
-    args = ["--gradient_accumulation_steps", "2"]
-    one, two = (tiny_language_model(launched, text_cache, *args, num_processes=n) for n in (1, 2))
 
-    assert step_losses(two) == pytest.approx(step_losses(one), rel=LOSS_TOLERANCE)
-    perplexity_of_one, perplexity_of_two = (float(PERPLEXITY.findall(text)[0][0]) for text in (one, two))
-    assert perplexity_of_two == pytest.approx(perplexity_of_one, rel=LOSS_TOLERANCE)
-    # Rates count optimizer steps, whatever the accumulation: up to the peak in 10, then down to a tenth.
-    rates = [float(rate) for rate in re.findall(r"learning rate ([\d.e-]+)", two)]
-    assert rates.index(max(rates)) + 1 == 10
-    assert max(rates) == pytest.approx(5e-3)
+def test_language_model_follows_its_schedule(run, text_cache):
+    """Rates count optimizer steps, whatever the accumulation: up to the peak in 10, then down to a tenth."""
+    stdout = run(LANGUAGE, TWO, *TINY, "--cache_dir", text_cache)
+
+    rates = [float(rate) for rate in re.findall(r"learning rate ([\d.e-]+)", stdout)]
+    assert rates[:10] == pytest.approx([5e-4 * step for step in range(1, 11)], rel=0.01)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(5e-4, rel=0.02)
 
 
-def test_text_is_written_once_and_complete(launched, tmp_path):
-    """Two processes start with no cache: one writes it, whole, and leaves nothing else."""
-    first = tiny_language_model(launched, str(tmp_path), "--max_steps", "2", num_processes=2)
-    files = sorted(tmp_path.iterdir())
-    written = {path.name: path.stat().st_mtime_ns for path in files}
-    again = tiny_language_model(launched, str(tmp_path), "--max_steps", "2", num_processes=2)
+def test_text_is_written_once_and_whole(launched, tmp_path):
+    """Two processes start with no cache: one writes it, the other finds it, and nothing else is left."""
+    args = [LANGUAGE, *TINY, "--max_steps", "2", "--cache_dir", str(tmp_path)]
+    first = launched(*args)
+    written = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    again = launched(*args)
 
-    assert [path.name.rpartition("-")[2] for path in files] == ["out.bin", "train.bin"]
-    assert sum(path.stat().st_size for path in files) > 5_000_000
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert sorted(name.rpartition("-")[2] for name in written) == ["out.bin", "train.bin"]
+    assert size > 5_000_000
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
-    assert step_losses(first) == step_losses(again)
+    assert step_losses(first.stdout) == step_losses(again.stdout)
+
+
+def test_a_batch_larger_than_the_text_is_refused(launched, text_cache):
+    run = launched(LANGUAGE, "--batch_size", "100000000", "--cache_dir", text_cache, launcher="python")
+
+    assert run.returncode == 1
+    assert "take a smaller batch or --block_size" in run.stderr
