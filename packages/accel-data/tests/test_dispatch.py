@@ -165,14 +165,14 @@ def test_whole_batches_of_a_map_style_dataset_are_handed_out(world):
 
 
 def split_items():
-    loader = DataLoader(torch.arange(6).view(3, 2), batch_size=None)
+    loader = DataLoader(torch.arange(6).view(2, 3), batch_size=None)
     return read(dispatched(loader, split_batches=True))
 
 
 def test_whole_batches_of_a_map_style_dataset_are_split(world):
-    assert [[batch for batch, _, _ in seen] for seen in world.run(split_items, size=2)] == [
-        [[0], [2], [4]],
-        [[1], [3], [5]],
+    assert world.run(split_items, size=2) == [
+        [([0, 1], (2, 1), False), ([3, 4], (2, 1), True)],
+        [([2, 0], (2, 1), False), ([5, 0], (2, 1), True)],
     ]
 
 
@@ -299,6 +299,16 @@ def test_processes_of_one_data_rank_get_the_same(world):
 
     assert results[0] == results[1] == ([[0, 1], [4, 5]], [[0, 1], [4, 5]])
     assert results[2] == results[3] == ([[2, 3], [6, 0]], [[2, 3], [6, 0]])
+
+
+def made_uneven():
+    loader = dispatched(DataLoader(range(5), 2))
+    loader.batch_sampler.even_batches = False
+    return [batch for batch, _, _ in read(loader)]
+
+
+def test_even_batches_can_be_overridden_for_a_while(world):
+    assert world.run(made_uneven, size=2) == [[[0, 1], [4]], [[2, 3]]]
 
 
 def in_debug_mode():

@@ -408,7 +408,7 @@ def test_a_shard_of_the_user_passes_through():
     loader = DataLoader(range(8), batch_sampler=BatchSamplerShard(batches, 2, 1))
     stream = DataLoader(IterableDatasetShard(Stream(8), 2, num_processes=2, process_index=1), 2)
 
-    place = {"num_processes": 2, "process_index": 1, "dispatch_batches": False}
+    place = {"num_processes": 2, "process_index": 1}
     assert [batch.tolist() for batch in prepare_data_loader(loader, **place)] == [[2, 3], [6, 7]]
     assert [batch.tolist() for batch in prepare_data_loader(stream, **place)] == [[2, 3], [6, 7]]
 
@@ -681,6 +681,29 @@ def disagrees():
 
 def test_samplers_that_disagree_are_noticed(world):
     world.run(disagrees, size=2)
+
+
+class FailsOnProcess1:
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if current_process().rank:
+            raise OSError("disk")
+        return index
+
+
+def reads_while_another_fails():
+    loader = prepare_data_loader(DataLoader(FailsOnProcess1(), 2, shuffle=True))
+    if current_process().is_main:
+        return len(list(loader))
+    with pytest.raises(OSError, match="disk"):
+        list(loader)
+    return None
+
+
+def test_batches_need_no_other_process(world):
+    assert world.run(reads_while_another_fails, size=2, timeout_s=10) == [3, None]
 
 
 def reads_for_itself():

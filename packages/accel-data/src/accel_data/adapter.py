@@ -1,6 +1,4 @@
-"""What every prepared loader is: a torch DataLoader that knows its epoch, its place in it, and its
-padding.
-"""
+"""What every prepared loader is: a torch DataLoader that knows its epoch, place and padding."""
 
 from __future__ import annotations
 

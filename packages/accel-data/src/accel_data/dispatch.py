@@ -132,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
         if self.split_batches and unbatched:
-            return AllShards(batch_sampler, even_batches=False)
+            return AllShards(batch_sampler, even_batches=self.even_batches)
         return AllShards(batch_sampler, self.num_processes, 0, self.split_batches, self.even_batches)
 
     def _stream_shard(self) -> IterableDatasetShard:
@@ -192,7 +192,8 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn = self.slice_fn
         if self._unbatched:
             slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
-        rounds = Rounds(self.num_processes, size, self.even_batches, self._drop_last, slice_fn)
+        even = self.even_batches if self._shard is None else self._shard.even_batches
+        rounds = Rounds(self.num_processes, size, even, self._drop_last, slice_fn)
         if self._shard is None:
             stream = self._stream(started, self._stream_shard())
             reads = (Read(batch, real[0] if real else None) for real, batch in stream)

@@ -116,7 +116,10 @@ def prepare_data_loader(
     seeding = Seeding(use_seedable_sampler, data_seed, size > 1, gradient_state)
     plan = Plan(size, rank, split_batches, even_batches, seeding)
     if dispatch_batches is None:
-        dispatch_batches = isinstance(dataloader.dataset, IterableDataset)
+        dataset = dataloader.dataset
+        dispatch_batches = isinstance(dataset, IterableDataset) and not isinstance(
+            dataset, IterableDatasetShard
+        )
     if slice_fn_for_dispatch is not None and not dispatch_batches:
         warnings.warn("slice_fn_for_dispatch is ignored without dispatch_batches=True.", stacklevel=2)
     if put_on_device and device is None:
