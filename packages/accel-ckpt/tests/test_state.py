@@ -30,6 +30,8 @@ from accel_ckpt.state import (
 )
 from accel_state.process import current_process
 
+SLOW_S = 100  # a worker's first optimizer or DDP imports torch's compiler, which takes seconds
+
 
 class Shuffled(Sampler[int]):
     """A sampler with a state: its generator and how much of the epoch is used."""
@@ -192,7 +194,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, safe: bool, device: s
 def test_a_resumed_run_of_several_processes_goes_on_bit_for_bit(
     world: Any, tmp_path: Path, size: int
 ) -> None:
-    assert world.run(resume, str(tmp_path), size=size) == [[True] * 4] * size
+    assert world.run(resume, str(tmp_path), size=size, timeout_s=SLOW_S) == [[True] * 4] * size
     own = [f"random_states_{rank}.pkl" for rank in range(size)]
     assert sorted(os.listdir(tmp_path / "c")) == sorted({*FILES, *own})
 
@@ -552,11 +554,11 @@ def _save(folder: str, fail_on: int | None = None) -> str:
 
 def test_a_failed_save_fails_everywhere_and_keeps_the_old_one(world: Any, tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    assert world.run(_save, str(folder)) == [str(folder)] * 2
+    assert world.run(_save, str(folder), timeout_s=SLOW_S) == [str(folder)] * 2
     before = (folder / MANIFEST).read_bytes()
     told = "writing the checkpoint failed on another process. process 0: ZeroDivisionError: division by zero"
     expected = ["ZeroDivisionError: division by zero", f"CheckpointError: {told}"]
-    assert world.run(_save, str(folder), 0) == expected
+    assert world.run(_save, str(folder), 0, timeout_s=SLOW_S) == expected
     assert (folder / MANIFEST).read_bytes() == before
     assert os.listdir(tmp_path) == ["c"]
 
@@ -564,11 +566,11 @@ def test_a_failed_save_fails_everywhere_and_keeps_the_old_one(world: Any, tmp_pa
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_1.pkl", MANIFEST])
 def test_a_flipped_bit_fails_on_all(world: Any, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "c"
-    world.run(_save, str(folder))
+    world.run(_save, str(folder), timeout_s=SLOW_S)
     raw = bytearray((folder / name).read_bytes())
     raw[len(raw) // 2] ^= 4
     (folder / name).write_bytes(raw)
-    ends = [end for end, _ in world.run(_load, str(folder))]
+    ends = [end for end, _ in world.run(_load, str(folder), timeout_s=SLOW_S)]
 
     assert all(name in end for end in ends)
     assert any(end.startswith("CorruptCheckpointError") for end in ends)
@@ -576,7 +578,7 @@ def test_a_flipped_bit_fails_on_all(world: Any, tmp_path: Path, name: str) -> No
 
 def test_on_more_processes_than_saved(world: Any, tmp_path: Path) -> None:
     Run().save(tmp_path / "c")
-    first, second = world.run(_load, str(tmp_path / "c"))
+    first, second = world.run(_load, str(tmp_path / "c"), timeout_s=SLOW_S)
 
     assert first == ("loaded", [])
     assert second[0] == "loaded"
@@ -584,7 +586,7 @@ def test_on_more_processes_than_saved(world: Any, tmp_path: Path) -> None:
 
 
 def test_on_fewer_processes_than_saved(world: Any, tmp_path: Path) -> None:
-    world.run(_save, str(tmp_path / "c"))
+    world.run(_save, str(tmp_path / "c"), timeout_s=SLOW_S)
 
     assert _load(str(tmp_path / "c")) == ("loaded", [])
 
@@ -597,13 +599,13 @@ def _load_own(base: str) -> str:
 
 
 def test_folders_of_different_saves_do_not_mix(world: Any, tmp_path: Path) -> None:
-    world.run(_save, str(tmp_path / "disk0"))
-    world.run(_save, str(tmp_path / "disk1"))
-    first, second = world.run(_load_own, str(tmp_path))
+    world.run(_save, str(tmp_path / "disk0"), timeout_s=SLOW_S)
+    world.run(_save, str(tmp_path / "disk1"), timeout_s=SLOW_S)
+    first, second = world.run(_load_own, str(tmp_path), timeout_s=SLOW_S)
 
     assert "disk1 is not from the same save here" in second
     assert "disk1 is not from the same save here" in first
 
     shutil.rmtree(tmp_path / "disk1")
     shutil.copytree(tmp_path / "disk0", tmp_path / "disk1")
-    assert world.run(_load_own, str(tmp_path)) == ["loaded", "loaded"]
+    assert world.run(_load_own, str(tmp_path), timeout_s=SLOW_S) == ["loaded", "loaded"]

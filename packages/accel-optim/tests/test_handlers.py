@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DDPCommunicationHookType
 
+SLOW_S = 100  # a worker's first optimizer or DDP imports torch's compiler, which takes seconds
 POWER = {"start_powerSGD_iter": 2, "min_compression_rate": 0.5, "matrix_approximation_rank": 1}
 
 
@@ -125,7 +126,7 @@ def test_gradients_are_the_mean_as_the_hook_rounds_it(
     world: Any, options: dict[str, Any], error: float
 ) -> None:
     compressing = "comm_state_option" in options
-    ranks = world.run(_gradients, options, 5)
+    ranks = world.run(_gradients, options, 5, timeout_s=SLOW_S)
     for (first, _), (second, _) in zip(*ranks, strict=True):
         assert torch.equal(first, second)
         assert torch.isfinite(first).all()
@@ -151,7 +152,7 @@ def _unknown_option() -> str:
 
 
 def test_an_unknown_power_sgd_option_is_named(world: Any) -> None:
-    message = world.run(_unknown_option)[0]
+    message = world.run(_unknown_option, timeout_s=SLOW_S)[0]
 
     assert "unknown options ['rank']" in message
     assert "matrix_approximation_rank" in message

@@ -21,6 +21,8 @@ from accel_state.handlers import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
+SLOW_S = 100  # a worker's first optimizer or DDP imports torch's compiler, which takes seconds
+
 Make = Callable[[torch.optim.Optimizer], Any]
 
 SCHEDULERS: dict[str, Make] = {
@@ -242,7 +244,7 @@ def test_a_measurement_after_the_epoch_counts_although_a_window_is_open() -> Non
 
 
 def test_the_number_of_processes_is_the_worlds(world: Any) -> None:
-    assert world.run(_moves, size=3) == [3, 3, 3]
+    assert world.run(_moves, size=3, timeout_s=SLOW_S) == [3, 3, 3]
 
 
 def _moves() -> int:
