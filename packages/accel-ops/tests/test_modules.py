@@ -136,3 +136,12 @@ def test_a_shared_module_is_listed_once():
     model.c = model.a[0]
 
     assert get_module_children_bottom_up(model).count(model.c) == 1
+
+
+def test_a_model_compiled_inside_a_container_is_taken_out_of_both():
+    model = torch.nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    wrapped = torch.nn.DataParallel(compiled)
+
+    assert extract_model_from_parallel(wrapped) is compiled
+    assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is model

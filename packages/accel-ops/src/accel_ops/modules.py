@@ -41,7 +41,7 @@ def extract_model_from_parallel(
         keep_fp32_wrapper: Keep what mixed precision put around `forward`. Otherwise it is taken off, from the
             model itself.
         keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
-            plain module is returned.
+            plain module is returned, also from inside of a container.
         recursive: Also take submodules out of their containers, in place.
 
     Returns:
@@ -53,7 +53,9 @@ def extract_model_from_parallel(
         _free_children(inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    if plain is model or not keep_torch_compile:
+    if not keep_torch_compile:
+        return inner._orig_mod if is_compiled_module(inner) else inner  # type: ignore[return-value]
+    if plain is model:
         return inner
     # The same class and context around the inner model; the compiled container keeps its own.
     return model if inner is plain else type(model)(inner, model.dynamo_ctx)
