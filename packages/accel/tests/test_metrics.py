@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -96,3 +97,45 @@ def outside_a_loop() -> list:
 
 def test_outside_of_a_loop_nothing_is_dropped(world):
     assert world.run(outside_a_loop) == [[0, 1], [0, 1]]
+
+
+def uneven(kind: str, count: int) -> tuple[list, list]:
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=kind == "dispatch")
+    )
+    dataset = Stream(count) if kind == "iterable" else Numbers(count)
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+    seen, pairs = [], []
+    for batch in loader:
+        result = accelerator.gather_for_metrics({"x": batch, "pair": (batch.repeat(2), batch.float().mean())})
+        seen += result["x"].tolist()
+        pairs += result["pair"][0].tolist()
+        assert result["pair"][1].shape == (2,)
+    return seen, sorted(pairs)
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable", "dispatch"])
+def test_uneven_batches_are_gathered_whole(world, kind):
+    for seen, pairs in world.run(uneven, kind, 7):
+        assert seen == list(range(7))
+        assert pairs == sorted(2 * list(range(7)))
+
+
+def collated() -> tuple[list, list, list]:
+    def collate(items: list[int]) -> tuple:
+        return tuple(str(item) for item in items), np.array(items)
+
+    accelerator = Accelerator()
+    names, arrays, both = [], [], []
+    for name, array in accelerator.prepare(DataLoader(Numbers(5), batch_size=2, collate_fn=collate)):
+        names += accelerator.gather_for_metrics(name)
+        arrays += accelerator.gather_for_metrics(array)
+        both += accelerator.gather_for_metrics(([*array], list(name)), use_gather_object=True)
+    return names, np.concatenate(arrays).tolist(), both
+
+
+def test_padding_is_dropped_from_tuples_arrays_and_structures_of_lists(world):
+    for names, numbers, both in world.run(collated):
+        assert names == ["0", "1", "2", "3", "4"]
+        assert numbers == [0, 1, 2, 3, 4]
+        assert both == [[0, 1], ["0", "1"], [2, 3], ["2", "3"], [4], ["4"], [], []]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_ops.collectives import gather
 from accel_ops.objects import gather_object
-from accel_ops.tree import is_torch_tensor, recursively_apply
+from accel_ops.padding import pad_across_processes
+from accel_ops.walk import flatten, recursively_apply
 
 if TYPE_CHECKING:
     from accel_state.process import Process
@@ -28,7 +30,8 @@ def gather_for_metrics(
     """Gather `data` from all processes and drop the rows that only padded the batch of `loader`.
 
     A padded batch has the same number of rows on every process, and the loader knows how many of them are
-    real samples on each. Objects are cut before they travel and tensors, whose sizes must agree, after.
+    real samples on each. Objects are cut before they travel and tensors, whose sizes must agree, after. With
+    `even_batches=False` nothing is padded: the processes tell each other how many rows they have.
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
@@ -40,12 +43,14 @@ def gather_for_metrics(
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
     """
-    counts: tuple[int, ...] | None = getattr(loader, "real_samples", None)
+    counts: Sequence[int] | None = getattr(loader, "real_samples", None)
     rows: int = getattr(loader, "batch_rows", None) or 0
     if use_gather_object or not _holds_only_tensors(data):
         if counts is not None:
             data = _cut_objects(data, counts[shard[0]], rows)
         return gather_object(data, process=process)
+    if process.world_size > 1 and _may_be_uneven(loader):
+        return _gather_uneven(data, process)
     gathered = gather(data, process=process)
     if counts is None or process.world_size != len(counts):
         return gathered
@@ -60,7 +65,24 @@ def _holds_only_tensors(data: Any) -> bool:
     return True
 
 
-def _drop_padding(gathered: torch.Tensor, counts: tuple[int, ...], rows: int) -> torch.Tensor:
+def _may_be_uneven(loader: Any | None) -> bool:
+    """Whether batches of the loader may have fewer rows on some processes than on others."""
+    holders = (loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")))
+    return any(getattr(holder, "even_batches", True) is False for holder in holders)
+
+
+def _gather_uneven(data: Any, process: Process) -> Any:
+    """Gather tensors whose number of rows differs between processes."""
+    leaves, rebuild = flatten(data)
+    own = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
+    sizes = gather(own, process=process).view(process.world_size, len(leaves)).t().tolist()
+    gathered, _ = flatten(gather(pad_across_processes(data, process=process), process=process))
+    return rebuild(
+        [_kept_rows(leaf, counts, max(counts)) for leaf, counts in zip(gathered, sizes, strict=True)]
+    )
+
+
+def _drop_padding(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
     """Keep the first counts[rank] of each rank's `rows` rows; what is not one row per sample stays whole."""
     if gathered.shape[0] != rows * len(counts):
         if gathered.shape[0] != len(counts):
@@ -74,20 +96,36 @@ def _drop_padding(gathered: torch.Tensor, counts: tuple[int, ...], rows: int) ->
                 stacklevel=2,
             )
         return gathered
+    return _kept_rows(gathered, counts, rows)
+
+
+def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
     if len(set(counts)) == 1 and counts[0] == rows:
         return gathered
-    pieces = [gathered[rank * rows : rank * rows + count] for rank, count in enumerate(counts) if count]
-    return torch.cat(pieces)
+    return torch.cat([gathered[rank * rows : rank * rows + count] for rank, count in enumerate(counts)])
 
 
 def _cut_objects(data: Any, count: int, rows: int) -> Any:
-    """Cut the lists and tensors of `data` that have one entry per sample to the real samples."""
-    if is_torch_tensor(data) and data.dim() > 0 and data.shape[0] == rows:
-        return data[:count]
-    if isinstance(data, list) and len(data) == rows:
-        return data[:count]
+    """Cut what has one entry per sample (lists, tuples, tensors, arrays) to the real samples.
+
+    A tuple whose entries all have one entry per sample themselves, as `(predictions, labels)`, is a
+    structure, also where the batch has as many samples as it has entries.
+    """
+    shape = getattr(data, "shape", None)
+    if shape is not None:
+        return data[:count] if len(shape) > 0 and shape[0] == rows else data
     if isinstance(data, dict):
         return type(data)((key, _cut_objects(value, count, rows)) for key, value in data.items())
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return type(data)(_cut_objects(value, count, rows) for value in data)
-    return data
+    if not isinstance(data, list | tuple) or hasattr(data, "_fields"):
+        return data
+    is_structure = isinstance(data, tuple) and all(_has_rows(value, rows) for value in data)
+    if len(data) == rows and not is_structure:
+        return data[:count]
+    return type(data)(_cut_objects(value, count, rows) for value in data)
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return len(shape) > 0 and bool(shape[0] == rows)
+    return isinstance(value, list | tuple) and len(value) == rows
