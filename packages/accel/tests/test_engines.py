@@ -260,3 +260,78 @@ def test_debug_mode_names_ranks_and_places_through_the_accelerator(world):
     for message in world.run(debug_mismatch, env={"ACCELERATE_DEBUG_MODE": "true"}):
         assert "gather" in message
         assert "test_engines.py" in message
+
+
+def check_late_wrapping() -> None:
+    accelerator = Accelerator()
+    frozen = accelerator.prepare(make_model().requires_grad_(False))
+    evaluated = accelerator.prepare_model(make_model(), evaluation_mode=True)
+    assert not isinstance(frozen, DistributedDataParallel)
+    assert accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated
+    frozen.requires_grad_(True)
+    for raw in (frozen, evaluated):
+        model = accelerator.prepare(raw)
+        assert isinstance(model, DistributedDataParallel)
+        assert accelerator.prepare(raw) is accelerator.prepare(model) is model
+    assert len(accelerator._models) == 2
+
+
+def test_a_model_that_begins_to_train_is_wrapped_when_it_is_prepared_again(world):
+    world.run(check_late_wrapping)
+
+
+def accumulated(static_graph: bool) -> list[float]:
+    handler = DistributedDataParallelKwargs(static_graph=static_graph)
+    accelerator = Accelerator(gradient_accumulation_steps=2, kwargs_handlers=[handler])
+    model = accelerator.prepare(make_model())
+    for number in range(4):
+        x = torch.full((2, 3), float(accelerator.process_index + number), dtype=torch.float64)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+    return next(model.parameters()).grad.flatten().tolist()
+
+
+def test_a_static_graph_accumulates(world):
+    (expected, _), (a, b) = world.run(accumulated, False), world.run(accumulated, True)
+    assert a == b == pytest.approx(expected, rel=1e-12)
+
+
+def join_others() -> str:
+    accelerator = Accelerator()
+    frozen = accelerator.prepare(make_model().requires_grad_(False))
+    for joinables in ([], [frozen]):
+        with accelerator.join_uneven_inputs(joinables):
+            pass
+    with pytest.raises(TypeError) as caught:
+        accelerator.join_uneven_inputs(
+            [accelerator.prepare(torch.optim.SGD(make_model().parameters()))]
+        ).__enter__()
+    return str(caught.value)
+
+
+def test_join_leaves_out_what_has_no_collectives_and_refuses_the_rest(world):
+    for message in world.run(join_others):
+        assert "got a SGD" in message
+        assert "Leave it out" in message
+
+
+def keys_of_a_compiled_model(folder: str) -> tuple[list[str], bool]:
+    accelerator = Accelerator()
+    compiled = torch.compile(make_model(), backend="eager")
+    model = accelerator.prepare(compiled)
+    assert accelerator.prepare(compiled) is model
+    accelerator.save_state(folder)
+    before = model(torch.ones(1, 3, dtype=torch.float64))
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    accelerator.load_state(folder)
+    return list(accelerator.get_state_dict(model)), torch.equal(
+        before, model(torch.ones(1, 3, dtype=torch.float64))
+    )
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(world, tmp_path):
+    expected = list(make_model().state_dict())
+    assert keys_of_a_compiled_model(str(tmp_path / "one")) == (expected, True)
+    for found in world.run(keys_of_a_compiled_model, str(tmp_path / "two")):
+        assert found == (expected, True)

@@ -70,11 +70,42 @@ def test_single_object_comes_back_bare_and_each_kind_has_its_method():
     assert accelerator.prepare_model(torch.nn.Linear(1, 1), evaluation_mode=True).training
 
 
-def test_an_optimizer_of_another_accelerator_is_not_wrapped_twice():
-    _, optimizer, *_ = make()
-    prepared = Accelerator().prepare(optimizer)
+def test_what_another_accelerator_prepared_follows_the_window_of_the_new_one():
+    first, second = Accelerator(), Accelerator(gradient_accumulation_steps=4)
+    before = first.prepare(*make())
+    model, optimizer, loader, scheduler = second.prepare(*before)
 
-    assert Accelerator().prepare(prepared) is prepared
+    assert optimizer is not before[1]
+    assert optimizer.optimizer is before[1].optimizer
+    assert scheduler.scheduler is before[3].scheduler
+    assert scheduler.optimizers == [optimizer]
+    rates = []
+    for batch in loader:
+        assert second.gradient_state.active_dataloader is loader
+        with second.accumulate(model):
+            weight = model.weight.clone()
+            second.backward(model(batch[0]).sum())
+            optimizer.step()
+            scheduler.step()
+            rates.append((torch.equal(weight, model.weight), scheduler.get_last_lr()[0]))
+    assert rates == [(True, 0.1), (False, pytest.approx(0.01))]  # the loader's end closes the window
+    again = second.prepare(model, optimizer, loader, scheduler)
+    assert all(a is b for a, b in zip(again, (model, optimizer, loader, scheduler), strict=True))
+    for _ in before[2]:
+        assert first.gradient_state.active_dataloader is before[2]
+        assert second.gradient_state.active_dataloader is None
+
+
+def test_a_scheduler_follows_its_own_optimizer_whichever_is_prepared_first():
+    accelerator = Accelerator()
+    _, optimizer, _, scheduler = make()
+    _, other, *_ = make()
+    early = accelerator.prepare(scheduler)
+    wrapped, second = accelerator.prepare(optimizer, other)
+    late = accelerator.prepare(torch.optim.lr_scheduler.StepLR(second, 1))
+
+    assert early.optimizers == [wrapped]
+    assert late.optimizers == [second]
 
 
 def test_unknown_objects_pass_with_a_warning_then_are_refused():

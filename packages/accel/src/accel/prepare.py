@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,14 @@ from accel_optim.scheduler import AcceleratedScheduler
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
 
-__all__ = ["prepare", "prepare_loader", "prepare_models_and_optimizers", "prepare_scheduler"]
+__all__ = [
+    "holds_any",
+    "prepare",
+    "prepare_loader",
+    "prepare_models_and_optimizers",
+    "prepare_scheduler",
+    "prepared_optimizer",
+]
 
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
@@ -72,6 +80,8 @@ def prepare_models_and_optimizers(
     evaluation_mode: bool = False,
 ) -> list[Any]:
     """Hand the models and optimizers that are not prepared yet to the engine, together."""
+    if not evaluation_mode:
+        _wrap_what_trains_now(accelerator, objects)
     fresh: dict[int, Any] = {}
     for item, put in zip(objects, placement, strict=True):
         if _already(accelerator, item) is None and id(item) not in fresh:
@@ -80,7 +90,7 @@ def prepare_models_and_optimizers(
     optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
     request = Prepared(
         models=tuple(model for model, _ in models),
-        optimizers=tuple(optimizer for optimizer, _ in optimizers),
+        optimizers=tuple(_inner(optimizer) for optimizer, _ in optimizers),
         place_models=tuple(put for _, put in models),
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
@@ -89,21 +99,23 @@ def prepare_models_and_optimizers(
     done = accelerator.engine.prepare(request)
     accelerator._models.extend(done.models)
     accelerator._optimizers.extend(done.optimizers)
-    asked, answered = (*request.models, *request.optimizers), (*done.models, *done.optimizers)
+    _attach_schedulers(accelerator)
+    asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
     new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}
     return [new[id(item)] if id(item) in new else _already(accelerator, item) for item in objects]
 
 
 def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a scheduler so that it steps when its optimizer really did; twice is once."""
+    if isinstance(scheduler, AcceleratedScheduler) and not _follows(accelerator, scheduler):
+        scheduler = scheduler.scheduler
     for known in accelerator._schedulers:
         if known is scheduler or known.scheduler is scheduler:
             return known
     if not isinstance(scheduler, AcceleratedScheduler):
-        own = [item for item in accelerator._optimizers if _inner(item) is scheduler.optimizer]
         scheduler = AcceleratedScheduler(
             scheduler,
-            own or accelerator._optimizers,
+            accelerator._optimizers,
             step_with_optimizer=accelerator.step_scheduler_with_optimizer,
             split_batches=accelerator.split_batches,
             gradient_state=accelerator.gradient_state,
@@ -111,7 +123,17 @@ def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedSc
         )
     prepared: AcceleratedScheduler = scheduler
     accelerator._schedulers.append(prepared)
+    _attach_schedulers(accelerator)
     return prepared
+
+
+def _attach_schedulers(accelerator: Accelerator) -> None:
+    """Let each scheduler follow its own optimizer, whichever of the two was prepared first."""
+    wrappers = {id(_inner(item)): item for item in accelerator._optimizers}
+    for scheduler in accelerator._schedulers:
+        own = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
+        if own is not None:
+            scheduler.optimizers = [own]
 
 
 def prepare_loader(
@@ -138,6 +160,10 @@ def prepare_loader(
         gradient_state=accelerator.gradient_state,
         custom_classes=config.custom_classes,
     )
+    if not _follows(accelerator, prepared):
+        # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
+        prepared = copy.copy(prepared)
+        prepared.gradient_state = accelerator.gradient_state
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
     return prepared
@@ -171,21 +197,57 @@ def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
     )
 
 
+def prepared_optimizer(accelerator: Accelerator, optimizer: Any) -> Any:
+    """The prepared form of an optimizer.
+
+    Raises:
+        ValueError: If it is not prepared.
+    """
+    found = _already(accelerator, optimizer)
+    if found is None:
+        raise ValueError(f"The {type(optimizer).__name__} is not prepared: pass it to prepare() first.")
+    return found
+
+
+def holds_any(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
+    """Whether the optimizer has a parameter whose `id` is among `wanted`."""
+    return any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _wrap_what_trains_now(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+    """Wrap models that were prepared for evaluation, or while they were frozen, and are to train now."""
+    for index, model in enumerate(accelerator._models):
+        if any(
+            isinstance(item, torch.nn.Module) and _is_form_of(accelerator, item, model) for item in objects
+        ):
+            accelerator._models[index] = accelerator.engine.wrap_model(model)
+
+
 def _inner(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _follows(accelerator: Accelerator, item: Any) -> bool:
+    """Whether a wrapper or loader belongs to this Accelerator's accumulation window, and no other's."""
+    # Handles on one state share its settings, and no two states do.
+    return item.gradient_state.plugin_kwargs is accelerator.gradient_state.plugin_kwargs
+
+
+def _is_form_of(accelerator: Accelerator, item: torch.nn.Module, model: torch.nn.Module) -> bool:
+    if model is item:
+        return True
+    plain = accelerator.engine.unwrap_model(model, keep_torch_compile=False)
+    return plain is item or plain is getattr(item, "_orig_mod", None)
 
 
 def _already(accelerator: Accelerator, item: Any) -> Any | None:
     """The prepared form of `item` when there is one: itself, or what wraps it."""
     if isinstance(item, torch.nn.Module):
-        for model in accelerator._models:
-            if model is item or accelerator.engine.unwrap_model(model, keep_torch_compile=False) is item:
-                return model
-        return None
+        return next((model for model in accelerator._models if _is_form_of(accelerator, item, model)), None)
     for optimizer in accelerator._optimizers:
-        if optimizer is item or _inner(optimizer) is item:
+        if optimizer is item or _inner(optimizer) is _inner(item):
             return optimizer
-    if isinstance(item, AcceleratedOptimizer):
+    if isinstance(item, AcceleratedOptimizer) and _follows(accelerator, item):
         accelerator._optimizers.append(item)
         return item
     return None

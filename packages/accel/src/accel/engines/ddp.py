@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine
+from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["DDPEngine", "sync_in_backward"]
 
@@ -30,7 +31,7 @@ class DDPEngine(Engine):
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""
-        if isinstance(model, DistributedDataParallel):
+        if _ddp(model) is not None:
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
@@ -48,9 +49,13 @@ class DDPEngine(Engine):
         return wrapped
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """DDP's own no_sync; a model that is not wrapped has nothing to hold back."""
+        """DDP's own no_sync; a model that is not wrapped has nothing to hold back.
+
+        A static graph is learned in the first backward, which has to synchronise: it is not held back. The
+        gradients after the window's last backward are the same.
+        """
         ddp = _ddp(model)
-        return contextlib.nullcontext() if ddp is None else ddp.no_sync()
+        return contextlib.nullcontext() if ddp is None or _learns_graph(ddp) else ddp.no_sync()
 
     @property
     def joins_uneven_inputs(self) -> bool:
@@ -58,17 +63,37 @@ class DDPEngine(Engine):
         return True
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Torch's Join: a process out of data shadows the collectives of the others."""
-        members: list[Any] = [
-            _ddp(item) or item if isinstance(item, torch.nn.Module) else item for item in joinables
-        ]
-        return Join(members)
+        """Torch's Join: a process out of data shadows the collectives of the others.
+
+        Raises:
+            TypeError: If an object can take no part in it.
+        """
+        members = [member for item in joinables if (member := _joinable(item)) is not None]
+        return Join(members) if members else contextlib.nullcontext()
 
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, below torch.compile's."""
     model = getattr(model, "_orig_mod", model)
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _joinable(item: Any) -> Joinable | None:
+    """What takes part in a Join; None for a model without collectives (frozen, or only evaluated)."""
+    member = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
+    if isinstance(member, torch.nn.Module):
+        return _ddp(member)
+    if not isinstance(member, Joinable):
+        raise TypeError(
+            f"join_uneven_inputs got a {type(member).__name__}; it takes prepared models and torch's "
+            "Joinable objects (such as a ZeroRedundancyOptimizer). Leave it out."
+        )
+    return member
+
+
+def _learns_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether a static graph is still to be learned: torch 2.13 fails by an internal assertion without it."""
+    return ddp.static_graph and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
 
 
 def _is_on(model: torch.nn.Module, device: torch.device) -> bool:
