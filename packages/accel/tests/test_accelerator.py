@@ -13,6 +13,7 @@ from accel.accelerator import Accelerator
 from accel_data.config import DataLoaderConfiguration
 from accel_optim.handlers import AutocastKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
+from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin
 from accel_state.parallelism import ParallelismConfig
 
@@ -328,3 +329,63 @@ def test_verify_device_map():
     assert Accelerator().verify_device_map(model)
     with pytest.raises(ValueError, match="hf_device_map"):
         Accelerator().prepare(model)
+
+
+def test_clipping_one_of_two_fp16_models_leaves_the_scaled_gradients_of_the_other():
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    generator, judge, first, second = accelerator.prepare(*models, *optimizers)
+    x = torch.randn(3, 4)
+
+    accelerator.backward(judge(generator(x)).mean())  # writes gradients of both
+    accelerator.clip_grad_norm_(generator.parameters(), 1e9)
+    first.step()
+    second.zero_grad()
+    accelerator.backward(judge(x).mean())
+    norm = accelerator.clip_grad_norm_(judge.parameters(), 1e9)
+
+    expected = torch.autograd.grad(judge(x).mean(), list(judge.parameters()))
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected), rtol=1e-2, atol=0)
+
+
+def test_unscale_takes_an_optimizer_prepared_or_raw_and_names_another():
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model = make_model()
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = accelerator.prepare(model, raw)
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    accelerator.unscale_gradients(raw)
+
+    assert model[2].bias.grad.item() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="SGD is not prepared"):
+        accelerator.unscale_gradients(torch.optim.SGD(make_model().parameters(), lr=0.1))
+
+
+def test_a_model_shared_between_precisions_changes_with_a_warning():
+    model = make_model()
+    Accelerator(mixed_precision="bf16").prepare(model)
+    x = torch.randn(3, 4)
+
+    Accelerator(mixed_precision="bf16").prepare(model)
+    with pytest.warns(UserWarning, match="'bf16', and computes with 'no' from now on"):
+        Accelerator(mixed_precision="no").prepare(model)
+    assert torch.equal(model(x), make_model()(x))
+
+
+@pytest.mark.parametrize("steps", [0, 2.5, "4", True])
+def test_the_number_of_accumulation_steps_is_checked_when_it_is_changed(steps):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=f"gradient_accumulation_steps is {steps!r}"):
+        accelerator.gradient_accumulation_steps = steps
+    assert accelerator.gradient_accumulation_steps == 2
+
+
+def test_parallelism_that_is_not_built_is_refused_wherever_it_is_asked_for():
+    with pytest.raises(NotImplementedError, match="torch_tp_plugin"):
+        Accelerator(torch_tp_plugin=object())
+    with (
+        patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2"),
+        pytest.raises(ValueError, match=r"2.*1"),
+    ):
+        Accelerator()

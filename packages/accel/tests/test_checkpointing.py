@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel_ckpt.config import ProjectConfiguration
+from accel_ckpt.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -188,3 +190,20 @@ def test_save_writes_one_object(tmp_path):
 
     assert torch.equal(torch.load(tmp_path / "a.bin")["w"], torch.ones(2))
     assert torch.equal(load_file(tmp_path / "a.safetensors")["w"], torch.ones(2))
+
+
+class Clock(Counter):
+    def state_dict(self) -> dict:
+        return {"count": datetime.date(2000, 1, 1 + self.count)}
+
+
+def test_load_kwargs_reach_registered_objects(tmp_path):
+    accelerator = Accelerator()
+    clock = Clock()
+    accelerator.register_for_checkpointing(clock)
+    folder = accelerator.save_state(str(tmp_path / "state"))
+
+    with pytest.raises(CheckpointError, match="weights_only=False"):
+        accelerator.load_state(folder)
+    accelerator.load_state(folder, load_kwargs={"weights_only": False})
+    assert clock.count == datetime.date(2000, 1, 1)

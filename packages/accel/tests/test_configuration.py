@@ -56,7 +56,9 @@ def test_loader_configuration_and_its_own_argument_meet():
 def test_project_configuration_is_filled_and_never_overwritten(tmp_path):
     assert configuration.resolve_project("a", None).project_dir == "a"
     assert configuration.resolve_project("a", ProjectConfiguration()).project_dir == "a"
-    assert configuration.resolve_project("a", ProjectConfiguration(project_dir="b")).project_dir == "b"
+    assert configuration.resolve_project("b", ProjectConfiguration(project_dir="b")).project_dir == "b"
+    with pytest.warns(UserWarning, match=r"ignores project_dir='a'.*'b'"):
+        assert configuration.resolve_project("a", ProjectConfiguration(project_dir="b")).project_dir == "b"
 
 
 def test_dynamo_backend_by_name_by_plugin_and_not_both():

@@ -18,7 +18,14 @@ from accel.engines import EngineContext, choose_engine
 from accel.engines.ddp import sync_in_backward
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
-from accel.prepare import prepare, prepare_loader, prepare_models_and_optimizers, prepare_scheduler
+from accel.prepare import (
+    holds_any,
+    prepare,
+    prepare_loader,
+    prepare_models_and_optimizers,
+    prepare_scheduler,
+    prepared_optimizer,
+)
 from accel.profile import profile
 from accel.trackers import session
 from accel.uneven import join_uneven_inputs
@@ -138,7 +145,7 @@ class Accelerator(MeshCoordinates, ProcessControl):
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
+            parallelism_config=configuration.resolve_parallelism(parallelism_config),
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
@@ -355,7 +362,8 @@ class Accelerator(MeshCoordinates, ProcessControl):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.plugin_kwargs.update({"num_steps": gradient_accumulation_steps})
+        steps = configuration.check_steps(gradient_accumulation_steps)
+        self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -389,14 +397,30 @@ class Accelerator(MeshCoordinates, ProcessControl):
         self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions."""
+        """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions.
+
+        Args:
+            optimizer: One or several of the prepared optimizers; default: all.
+
+        Raises:
+            ValueError: If one is not prepared.
+        """
         if self.scaler is None or not self.sync_gradients:
             return
         chosen: Sequence[Any] = self._optimizers
         if optimizer is not None:
-            chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            chosen = [prepared_optimizer(self, item) for item in given]
         for item in chosen:
             item.unscale_gradients()
+
+    def _unscale_gradients_of(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self.scaler is not None:
+            wanted = set(map(id, tensors))
+            self.unscale_gradients([item for item in self._optimizers if holds_any(item, wanted)])
+        return tensors
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -407,7 +431,7 @@ class Accelerator(MeshCoordinates, ProcessControl):
         clipped.
         """
         if self.sync_gradients:
-            self.unscale_gradients()
+            parameters = self._unscale_gradients_of(parameters)
             return self.engine.clip_grad_norm(parameters, max_norm, norm_type)
         norm = self.engine.grad_norm(parameters, norm_type)
         return norm if norm is None or self.scaler is None else norm / self.scaler.get_scale()
@@ -415,8 +439,7 @@ class Accelerator(MeshCoordinates, ProcessControl):
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
         if self.sync_gradients:
-            self.unscale_gradients()
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            torch.nn.utils.clip_grad_value_(self._unscale_gradients_of(parameters), clip_value)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None

@@ -141,7 +141,7 @@ def load_state(
         **options,
     )
     for index, item in enumerate(accelerator._custom_objects):
-        load_custom_state(item, folder, index)
+        load_custom_state(item, folder, index, weights_only=(load_kwargs or {}).get("weights_only", True))
     accelerator.window.step = result.get("step", 0)
     number = layout.iteration_of(folder.name)
     config = accelerator.project_configuration

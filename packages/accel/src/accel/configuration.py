@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +21,17 @@ from accel_state.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accel_state.parallelism import ParallelismConfig
 
 __all__ = [
     "UNSET",
     "Handlers",
+    "check_steps",
     "resolve_accumulation",
     "resolve_dataloader_config",
     "resolve_dynamo",
     "resolve_old_spellings",
+    "resolve_parallelism",
     "resolve_project",
     "resolve_rng_types",
     "sort_handlers",
@@ -118,9 +122,25 @@ def resolve_accumulation(steps: int, plugin: GradientAccumulationPlugin | None) 
         return replace(plugin, num_steps=env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or 1)
     if env.is_set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    return GradientAccumulationPlugin(num_steps=check_steps(steps))
+
+
+def check_steps(steps: Any) -> int:
+    """Return the number of accumulation steps.
+
+    Raises:
+        ValueError: If it is not a positive integer.
+    """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
-    return GradientAccumulationPlugin(num_steps=steps)
+    return steps
+
+
+def resolve_parallelism(config: ParallelismConfig | None) -> ParallelismConfig | None:
+    """The mesh sizes: as given, or the environment's where the launcher says to use them."""
+    if config is None and env.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return ParallelismConfig()
+    return config
 
 
 def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
@@ -143,11 +163,19 @@ def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynam
 
 
 def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
-    """The project configuration; `project_dir` fills it where it names none."""
+    """The project configuration; `project_dir` fills it where it names none, and is ignored where it does."""
     if config is None:
         return ProjectConfiguration(project_dir=project_dir)
-    if project_dir is not None and config.project_dir is None:
+    if project_dir is None:
+        return config
+    if config.project_dir is None:
         config.set_directories(project_dir)
+    elif os.fspath(project_dir) != os.fspath(config.project_dir):
+        warnings.warn(
+            f"Accelerator ignores project_dir={os.fspath(project_dir)!r}: its project_config has "
+            f"project_dir={os.fspath(config.project_dir)!r}. Leave one of them out.",
+            stacklevel=3,
+        )
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from accel_ops.convert import convert_outputs_to_fp32
+from accel_ops.modules import extract_model_from_parallel
 from accel_optim.handlers import AutocastKwargs
 from accel_optim.precision import autocast
 from accel_state.enums import PrecisionType
@@ -51,8 +53,29 @@ class AutocastForward:
 
 
 def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str) -> None:
-    """Make `model` compute in `precision` and return fp32 outputs; twice is once, "no" is nothing."""
-    if not precision.is_mixed or hasattr(model, "_original_forward"):
+    """Make `model` compute in `precision` and return fp32 outputs; twice is once.
+
+    A model that another Accelerator made compute in another precision changes to this one, with a warning.
+    """
+    present = _precision_of(model)
+    if present == precision or (present is None and hasattr(model, "_original_forward")):
+        return  # done, or the forward was replaced after it was done
+    if present is not None:
+        warnings.warn(
+            f"{type(model).__name__} was prepared by another Accelerator with "
+            f"mixed_precision={present.name!r}, and computes with {precision.name!r} from now on. Give each "
+            "Accelerator a model of its own (copy.deepcopy) to have both.",
+            UserWarning,
+            stacklevel=2,
+        )
+        extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    if not precision.is_mixed:
         return
     model._original_forward = model.forward  # type: ignore[assignment]
     model.forward = convert_outputs_to_fp32(AutocastForward(model.forward, precision, device_type))
+
+
+def _precision_of(model: torch.nn.Module) -> Precision | None:
+    """The precision that `wrap_forward` gave to a model, else None."""
+    wrapper = getattr(vars(model).get("forward"), "model_forward", None)
+    return wrapper.precision if isinstance(wrapper, AutocastForward) else None

@@ -78,7 +78,8 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     """The engine class that a state asks for; a log line says which and why.
 
     Raises:
-        NotImplementedError: If the engine, mesh dimension or precision is documented but not built yet.
+        NotImplementedError: If the engine, mesh dimension, plugin or precision is documented but not built
+            yet.
     """
     config = state.parallelism_config
     if config is not None:
@@ -89,6 +90,10 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
                 f"(DDP). "
                 "Leave the other sizes at 1."
             )
+    if state.torch_tp_plugin is not None:
+        raise NotImplementedError(
+            f"torch_tp_plugin={state.torch_tp_plugin!r}: tensor parallelism is not there yet; leave it out."
+        )
     if state.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not there yet; use 'bf16'.")
     found = engine_class(state.distributed_type)
