@@ -134,6 +134,9 @@ def come_back() -> list[float]:
         contract.leave("it pauses")
     else:
         time.sleep(0.5)
+    gather(torch.ones(1), process=process)
+    if process.rank == 0:
+        time.sleep(0.3)  # it is waited for again
     return gather(torch.ones(1), process=process).tolist()
 
 
@@ -345,13 +348,23 @@ SCENARIOS = {
     "fails 0": (2, "if rank == 0:\n    time.sleep(0.3)\n    raise ValueError('bad sample')\nmeet()"),
     "fails 1": (2, "if rank == 1:\n    time.sleep(0.3)\n    raise ValueError('bad sample')\nmeet()"),
     "killed 0": (2, "if rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.5)\nmeet()"),
-    "disagree": (3, "time.sleep(0.3 * rank)\nmeet(rank + 1)"),
+    "disagree": (
+        3,
+        # Process 0 is the first to see it, and ends at once.
+        (
+            "if rank:\n    session._PAUSES_S = (0.3, 0.3)\n"
+            "try:\n    meet(rank + 1)\n"
+            "except Exception as error:\n"
+            "    print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)\n    os._exit(1)"
+        ),
+    ),
 }
 
 # Imports torch once and forks the processes of all scenarios, which then end as any script does.
 SCRIPT = """
 import dataclasses, os, signal, sys, time
 import torch
+from accel_ops import session
 from accel_ops.collectives import gather
 from accel_state.process import PartialState
 
@@ -417,7 +430,7 @@ def test_a_script_that_ends_early_is_named(ended: dict[str, tuple[int, str]], le
     assert ended[f"ends {leaver} {leaver}"][0] == 0
     code, errors = ended[f"ends {leaver} {1 - leaver}"]
     assert code == 1
-    assert f"process {leaver} left after operation 1 (gather at <string>:21 in meet)" in message_of(errors)
+    assert f"process {leaver} left after operation 1 (gather at <string>:22 in meet)" in message_of(errors)
     assert "because its script ended" in message_of(errors)
 
 
@@ -426,7 +439,7 @@ def test_a_script_that_fails_is_named_with_its_error(ended: dict[str, tuple[int,
     assert "ValueError: bad sample" in ended[f"fails {leaver} {leaver}"][1]
     code, errors = ended[f"fails {leaver} {1 - leaver}"]
     assert code == 1
-    assert f"process {leaver} left after operation 1 (gather at <string>:21 in meet)" in message_of(errors)
+    assert f"process {leaver} left after operation 1 (gather at <string>:22 in meet)" in message_of(errors)
     assert "because of ValueError: bad sample" in message_of(errors)
 
 

@@ -297,7 +297,7 @@ def _default_store() -> Store | None:
 
 
 def _timeout_s(store: Any) -> float:
-    # The process group gives its own timeout to the store that it is made with.
+    # The process group hands its own timeout to the store, unless the user gave a store.
     return float(store.timeout.total_seconds())
 
 
