@@ -275,6 +275,19 @@ def parameters_in_place() -> tuple[list[float], bool]:
     return values, all(one is other for one, other in zip(inputs, outputs, strict=True))
 
 
+def in_inference_mode() -> None:
+    """Also what is remembered from there must serve outside of it."""
+    rank = dist.get_rank()
+    tree = {"a": torch.full((2,), float(rank)), "b": torch.full((3, 2), rank), "c": torch.zeros(SMALL_BYTES)}
+    for _ in range(2):
+        with torch.inference_mode():
+            inside = [operation(tree) for operation in (gather, reduce)]
+        outside = [operation(tree) for operation in (gather, reduce)]
+        assert_same(inside, outside)
+        weight = torch.ones(1, requires_grad=True)
+        (outside[0]["b"] * weight).sum().backward()
+
+
 def in_several_packs(limit: int) -> None:
     packing._plan.cache_clear()
     with mock.patch.object(packing, "BUFFER_BYTES", limit), counted() as counts:
@@ -380,6 +393,10 @@ def test_large_tensors_travel_alone_and_are_not_copied(world: Any) -> None:
 
     assert world.run(count_collectives, tree) == [[2, 2, 2]] * 2
     assert world.run(memory_of_large) == [(True, True)] * 2
+
+
+def test_inference_mode_leaves_nothing_behind(world: Any) -> None:
+    world.run(in_inference_mode)
 
 
 def test_packs_are_bounded(world: Any) -> None:
