@@ -23,6 +23,7 @@ import torch.distributed as dist
 from accel_state import env
 from accel_state.devices import DeviceRow
 from accel_state.env import CPUInformation
+from accel_state.settle import settle
 from accel_state.stores import open_store
 
 __all__ = ["backend_for", "barrier", "check_options", "destroy", "has_group", "start", "warn_ignored"]
@@ -189,8 +190,9 @@ def _backends() -> dict[str, str]:
 
 def _remember(options: Mapping[str, Any]) -> None:
     global _made
-    atexit.unregister(_destroy_at_exit)
-    atexit.register(_destroy_at_exit)
+    for function in (settle, _destroy_at_exit):  # at exit the last one runs first
+        atexit.unregister(function)
+        atexit.register(function)
     _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
 
 
