@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_world.launched import launch
-
 # Each program takes seconds, but starts torch in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,14 +35,13 @@ WAYS = [PYTHON, ONE, TWO, TORCHRUN]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(launched):
     """Run a script once for all tests that ask for the same run, and return what it printed."""
 
     @cache
     def run_once(script, way, *args):
         launcher, num_processes = way
-        done = launch(
-            tmp_path_factory.mktemp("run"),
+        done = launched(
             script,
             *args,
             launcher=launcher,

@@ -54,7 +54,7 @@ def world(request: pytest.FixtureRequest) -> World:
     return request.config.stash[_world]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launched(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., LaunchedRun]:

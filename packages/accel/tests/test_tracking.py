@@ -44,11 +44,29 @@ def test_a_tracker_of_ones_own_gets_everything():
     accelerator.log({"loss": 1.0}, step=3, log_kwargs={"list": {"extra": 1}})
     assert accelerator.get_tracker("list") is own
     assert accelerator.get_tracker("list", unwrap=True) is own.calls
+    with pytest.raises(ValueError, match=r"no tracker 'other'; started are \['list'\]"):
+        accelerator.get_tracker("other")
     accelerator.end_training()
 
     assert own.calls == [("config", {"lr": 0.1}), ({"loss": 1.0}, 3, {"extra": 1}), "finish"]
-    with pytest.raises(ValueError, match=r"no tracker 'other'; started are \['list'\]"):
-        accelerator.get_tracker("other")
+
+
+def test_every_tracker_is_finished_once_and_a_failing_one_is_told():
+    class Failing(ListTracker):
+        name = "failing"
+
+        def finish(self):
+            raise RuntimeError("planted")
+
+    own = ListTracker()
+    accelerator = Accelerator(log_with=[own, Failing()])
+    accelerator.init_trackers("project")
+    with pytest.raises(RuntimeError, match="planted"):
+        accelerator.end_training()
+    accelerator.end_training()
+    accelerator.end_training()
+
+    assert own.calls == ["finish"]
 
 
 def only_main_logs() -> int:

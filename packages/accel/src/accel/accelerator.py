@@ -576,6 +576,8 @@ class Accelerator(MeshCoordinates, ProcessControl):
 
     def end_training(self) -> None:
         """Finish the trackers and leave the process group; call it last."""
-        for tracker in self.trackers:
-            tracker.finish()
-        self.state.destroy_process_group()
+        try:
+            while self.trackers:
+                self.trackers.pop().finish()
+        finally:
+            self.state.destroy_process_group()
