@@ -1,4 +1,7 @@
+import contextlib
+import io
 import re
+import socket
 from pathlib import Path
 
 from torch.utils.data import DataLoader
@@ -12,18 +15,25 @@ EXAMPLE = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
 
 
 def test_the_example_runs_alone(fresh_state, capsys):
-    exec(compile(EXAMPLE, "README.md", "exec"), {})
+    exec(compile(EXAMPLE, "README.md", "exec"), {"__name__": "__main__"})
 
     assert "epoch 2: loss 0.000, 16 samples per step" in capsys.readouterr().out
 
 
-def test_the_example_runs_under_torchrun(launched, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(EXAMPLE)
-    run = launched(script, launcher="torchrun", num_processes=2)
+def run_example():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(EXAMPLE, "README.md", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
 
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("32 samples per step") == 6
+
+def test_the_example_runs_on_two_processes(world):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+    for printed in world.run(run_example, size=2, init=False, env=address):
+        assert "epoch 2: loss 0.000, 32 samples per step" in printed
 
 
 def test_the_table_of_shares_is_the_real_one(fresh_state):
