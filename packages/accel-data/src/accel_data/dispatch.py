@@ -15,8 +15,8 @@ from accel_data.adapter import Unbatched, opened, settings
 from accel_data.checks import check_divides
 from accel_data.cursor import Pass
 from accel_data.iterable import IterableDatasetShard, count_rows
-from accel_data.layout import Layout
-from accel_data.loader import Item, PreparedLoader, look_ahead
+from accel_data.layout import Layout, Share
+from accel_data.loader import Item, PreparedLoader, look_ahead, noted
 from accel_data.mesh import data_ranks
 from accel_data.rounds import Read, Round, Rounds
 from accel_data.samplers import AllShards, BatchSamplerShard
@@ -141,10 +141,10 @@ class DataLoaderDispatcher(PreparedLoader):
             size *= self.num_processes
         return IterableDatasetShard(self.dataset, size, self.drop_last, even_batches=self.even_batches)  # type: ignore[arg-type]
 
-    def _read(self, started: Pass) -> Iterator[Item]:
+    def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         process = self._process
         if len(self._owners) == 1:
-            return self._alone(started)
+            return noted(self._alone(started))
         if not dist.is_initialized():
             raise RuntimeError(
                 f"Process 0 cannot hand out batches to {process.world_size} processes: there is no process "
@@ -152,7 +152,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 "Accelerator) first, or pass dispatch_batches=False."
             )
         self._channel = self._channel or Channel(process, self._owners)
-        return self._lead(started, self._channel) if process.is_main else self._follow(started, self._channel)
+        run = self._lead if process.is_main else self._follow
+        return noted(run(started, self._channel))
 
     def _alone(self, started: Pass) -> Iterator[Item]:
         for parts, real, last in self._rounds(started):

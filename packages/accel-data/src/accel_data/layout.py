@@ -17,7 +17,7 @@ from accel_data.order import Order, take
 
 __all__ = ["Layout", "Share", "cut"]
 
-_ROWS = 1024  # batches turned into lists at once
+_ENTRIES = 2048  # turned into lists at once; more would leave the processor's cache before they are used
 
 
 @dataclass
@@ -27,10 +27,12 @@ class Share:
     Args:
         num_batches: Number of batches; None until it is known.
         real: For the last batch, how many entries of each process are real; None if nothing is padded.
+        now: The same for the batch at hand, where it is not known before.
     """
 
     num_batches: int | None = None
     real: tuple[int, ...] | None = None
+    now: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,15 +111,16 @@ def cut(order: Order, layout: Layout, rank: int | None, share: Share) -> Iterato
     share.num_batches = layout.num_batches(length, rank)
     share.real = layout.padded(tail)
     tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
+    many = max(_ENTRIES // layout.share, 1)
     if isinstance(order, torch.Tensor):
         rows = _rows(order, layout, rank)
         del order  # at most this process's share stays in memory
-        for first in range(0, len(rows), _ROWS):
-            yield from rows[first : first + _ROWS].tolist()
+        for first in range(0, len(rows), many):
+            yield from rows[first : first + many].tolist()
     elif isinstance(order, range):
         starts = _starts(layout, length, rank)
-        for first in range(0, len(starts), _ROWS):
-            some = starts[first : first + _ROWS]
+        for first in range(0, len(starts), many):
+            some = starts[first : first + many]
             column = torch.arange(some.start, some.stop, some.step).unsqueeze(1)
             yield from (column + torch.arange(layout.share)).tolist()
     else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["Item", "PreparedLoader", "counted", "look_ahead", "looked_up"]
+__all__ = ["Item", "PreparedLoader", "look_ahead", "looked_up", "noted"]
 
 Real = tuple[int, ...] | None
 Item = tuple[Any, Real, bool]
@@ -58,17 +58,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         exhausted = False
         try:
-            for batch, real, last in self._read(started):
-                if last or real is not self.real_samples:
-                    self._mark(batch, real, last)
-                started.steps += 1
+            batches, share = self._read(started)
+            for step, batch in enumerate(batches, 1):
+                if step == share.num_batches or share.now is not self.real_samples:
+                    last = step == share.num_batches
+                    self._mark(batch, share.real if last else share.now, last)
+                started.steps = step
                 yield batch if self.device is None else self._to_device(batch)
             exhausted = True
         finally:
             self._progress.finish(started, exhausted)
             self.end()
 
-    def _read(self, started: Pass) -> Iterator[Item]:
+    def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
+        """Return the batches of a pass, and what will be known of them."""
         raise NotImplementedError
 
     def _start_pass(self) -> Pass:
@@ -106,11 +109,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
 
-def counted(batches: Iterable[Any], share: Share) -> Iterator[Item]:
-    """Tell which batch is the last one from their number, which is known when the first one is there."""
-    for number, batch in enumerate(batches, 1):
-        last = number == share.num_batches
-        yield batch, (share.real if last else None), last
+def noted(items: Iterator[Item]) -> tuple[Iterator[Any], Share]:
+    """Take the batches out of items, and note in a share what else they tell."""
+    share = Share()
+
+    def batches() -> Iterator[Any]:
+        for number, (batch, real, last) in enumerate(items, 1):
+            share.now = real
+            if last:
+                share.num_batches, share.real = number, real
+            yield batch
+
+    return batches(), share
 
 
 def looked_up(batches: Iterable[Any], share: Share) -> Iterator[Item]:

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from accel_data.adapter import opened
 from accel_data.cursor import Pass
-from accel_data.loader import Item, PreparedLoader, counted, look_ahead, looked_up
+from accel_data.layout import Share
+from accel_data.loader import PreparedLoader, look_ahead, looked_up, noted
 from accel_ops.random import synchronize_rng_states
 from accel_state.enums import RNGType
 
@@ -79,15 +80,15 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
 
-    def _read(self, started: Pass) -> Iterator[Item]:
+    def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         if self._shard is None:
             blocks = self._stream(started, self._stream_shard())
             # Pinning memory makes a list of a tuple.
-            return look_ahead((batch, real and tuple(real)) for real, batch in blocks)
+            return noted(look_ahead((batch, real and tuple(real)) for real, batch in blocks))
         self._shard.start = started.begin.consumed
         batches = opened(lambda: DataLoader.__iter__(self), started)
         share = self._shard.share
-        return counted(batches, share) if self._shard.has_length else looked_up(batches, share)
+        return (batches, share) if self._shard.has_length else noted(looked_up(batches, share))
 
     def _synchronize(self) -> None:
         generator = self.synchronized_generator
