@@ -12,6 +12,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -217,6 +218,23 @@ def test_workers_change_nothing(stream, processes, persistent):
     with_two = prepared(make(num_workers=2, persistent_workers=persistent), processes, **options)
     for _ in range(2):
         assert epoch_of(with_two) == epoch_of(without)
+
+
+class Divided(Stream):
+    """A stream that divides itself over the workers, each of which ends with padding of its own."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, self.length, info.num_workers))
+
+
+def test_padding_in_the_middle_of_a_stream_is_known():
+    for length in (21, 23):
+        loaders = prepared(lambda: DataLoader(Divided(length), 4, num_workers=2), 2, dispatch_batches=False)  # noqa: B023
+        samples, batches = epoch_of(loaders)
+
+        assert sorted(samples) == list(range(length))
+        assert {len(batch) for rank in batches for batch in rank} == {4}
 
 
 def test_the_order_changes_with_epoch_and_seed_only():
