@@ -37,6 +37,7 @@ INTERNAL = {
     "parallel_handlers",
     "placement",
     "rendezvous",
+    "settle",
     "split",
     "stores",
 }

@@ -138,7 +138,10 @@ class _Run:
             stream.drain(now)
         worker = member.worker
         if worker.returncode:
-            stopped_by_us = self.failed and -worker.returncode in (signal.SIGTERM, signal.SIGKILL)
+            number = -worker.returncode
+            stopped_by_us = (
+                worker.killed if number == signal.SIGKILL else self.failed and number == signal.SIGTERM
+            )
             held_since = member.stderr.held_since
             if not stopped_by_us:
                 member.trouble_at = now if held_since is None else held_since
@@ -210,9 +213,13 @@ class _Run:
         return 0
 
     def _culprit(self) -> _Member:
-        """The failed worker that was in trouble first, by its traceback or by its end."""
+        """The failed worker that was in trouble first, by its traceback or by its end.
+
+        One that was killed comes before those that failed by themselves: a peer can notice the lost connection,
+        and say so, before the end of the killed one is seen.
+        """
         suspects = [member for member in self.members if member.trouble_at is not None]
-        return min(suspects, key=lambda member: member.trouble_at or 0.0)
+        return min(suspects, key=lambda member: (not _was_killed(member), member.trouble_at or 0.0))
 
     def _report(self, culprit: _Member) -> None:
         if self.plan.settings.value("quiet"):
@@ -294,3 +301,8 @@ def _start(run: _Run, guard: Guard, port: int) -> None:
             channel.close_writing()
         guard.add(worker.pid)
         run.members.append(_Member(worker, channel.streams))
+
+
+def _was_killed(member: _Member) -> bool:
+    # Not SIGABRT: a worker whose peers are gone may abort.
+    return member.worker.returncode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL)
