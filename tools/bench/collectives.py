@@ -85,7 +85,9 @@ def _check_same_results(
 def _flat(size: int) -> Callable[[], object]:
     numel = NUM_TENSORS * SHAPE[0] * SHAPE[1]
     sent, received = torch.zeros(numel), torch.zeros(size * numel)
-    return lambda: dist.all_gather_into_tensor(received, sent)
+    # torch 2.13 renamed it, and warns on each call of the old name.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return lambda: all_gather(received, sent)
 
 
 def _accel(tree: dict[str, torch.Tensor]) -> Callable[[], object]:

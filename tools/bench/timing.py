@@ -8,6 +8,7 @@ measured too: every set of contestants holds the baseline twice, and the ratio o
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -61,8 +62,8 @@ def spread(values: list[float]) -> Spread:
 def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1) -> Samples:
     """Measure the contestants by turns.
 
-    The order rotates from round to round, so that none always follows the same neighbour. It depends on
-    nothing else: ranks that measure collectives together stay together.
+    The order is drawn anew in each round, so that none always follows the same neighbour, from generators
+    with fixed seeds: ranks that measure collectives together stay together.
 
     Args:
         measures: For each contestant's name, what runs it for one turn and returns its seconds.
@@ -78,8 +79,7 @@ def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warm
     gc.disable()  # a collection would be charged to whoever happens to run
     try:
         for number in range(-warmup, rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in random.Random(number).sample(names, len(names)):
                 seconds = measures[name]()
                 if number >= 0:
                     samples[name].append(seconds)
@@ -89,9 +89,13 @@ def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warm
 
 
 def timed(call: Callable[[], object], calls: int) -> Callable[[], float]:
-    """Return a measure of the wall time of one call, taken over several in a row."""
+    """Return a measure of the wall time of one call, taken over several in a row.
+
+    One more call goes first and is not counted: it finds the caches as the contestant before left them.
+    """
 
     def measure() -> float:
+        call()
         start = time.perf_counter()
         for _ in range(calls):
             call()

@@ -12,14 +12,19 @@ from bench.timing import BASELINE, differences, interleave, ratios, timed
 from bench.workers import run_workers
 
 
-def test_contestants_take_turns_and_the_order_rotates():
-    calls = []
-    measures = {name: lambda name=name: calls.append(name) or 1.0 for name in "abc"}
+def test_contestants_take_turns_in_an_order_that_changes_and_repeats():
+    runs = []
+    for _ in range(2):  # as two ranks would
+        calls = []
+        measures = {name: lambda name=name, calls=calls: calls.append(name) or 1.0 for name in "abc"}
+        samples = interleave(measures, rounds=20, warmup=1)
+        runs.append(calls)
 
-    samples = interleave(measures, rounds=3, warmup=1)
-
-    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
-    assert samples == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}  # the warm-up is not counted
+    assert samples == {name: [1.0] * 20 for name in "abc"}  # the warm-up is not counted
+    rounds = ["".join(runs[0][start : start + 3]) for start in range(0, 63, 3)]
+    assert {"".join(sorted(order)) for order in rounds} == {"abc"}
+    assert len(set(rounds)) == 6  # every order comes up
+    assert runs[0] == runs[1]
 
 
 def test_ratios_are_taken_within_each_round():
@@ -35,8 +40,10 @@ def test_ratios_are_taken_within_each_round():
 def test_timed_is_the_time_of_one_call(monkeypatch):
     clock = count(start=0.0, step=6.0)
     monkeypatch.setattr("bench.timing.time.perf_counter", lambda: next(clock))
+    calls = []
 
-    assert timed(lambda: None, calls=3)() == 2.0
+    assert timed(lambda: calls.append(1), calls=3)() == 2.0
+    assert len(calls) == 4  # the first is not counted
 
 
 @pytest.mark.parametrize(
