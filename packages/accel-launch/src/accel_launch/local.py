@@ -215,8 +215,8 @@ class _Run:
     def _culprit(self) -> _Member:
         """The failed worker that was in trouble first, by its traceback or by its end.
 
-        One that was killed comes before those that failed by themselves: a peer can notice the lost connection,
-        and say so, before the end of the killed one is seen.
+        One that was killed comes before those that failed by themselves: a peer can notice the lost
+        connection, and say so, before the end of the killed one is seen.
         """
         suspects = [member for member in self.members if member.trouble_at is not None]
         return min(suspects, key=lambda member: (not _was_killed(member), member.trouble_at or 0.0))
