@@ -150,9 +150,8 @@ def main(args: argparse.Namespace) -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        # split_batches: a loader's batch size counts the images of all processes together.
-        # use_seedable_sampler: the order of the images follows from the seed alone.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
+        # A loader's batch size counts the images of all processes together, not those of each.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
         log_with=JSONLinesTracker(args.output_dir / "digits.jsonl") if args.with_tracking else None,
     )
     if args.with_tracking:

@@ -203,9 +203,8 @@ def main(args: argparse.Namespace) -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        # split_batches: a loader's batch size counts the sequences of all processes together.
-        # use_seedable_sampler: the order of the data follows from the seed alone.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
+        # A loader's batch size counts the sequences of all processes together, not those of each.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
     set_seed(args.seed)
 
