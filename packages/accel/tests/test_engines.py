@@ -11,6 +11,7 @@ from accel.accelerator import Accelerator
 from accel.engines import ENGINES, engine_class
 from accel.engines.ddp import DDPEngine
 from accel.engines.single import SingleEngine
+from accel_ops.contract import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 
@@ -249,16 +250,28 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world):
     assert not a[0]
 
 
-def debug_mismatch() -> str:
+def debug_mismatch(kind: str) -> str:
     accelerator = Accelerator()
-    with pytest.raises(Exception) as caught:
-        accelerator.gather(torch.zeros(2 + accelerator.process_index))
+    with accelerator.main_process_first():  # the processes wait on different lines, as they should
+        pass
+
+    def disagree() -> None:
+        if kind == "gather":
+            accelerator.gather(torch.zeros(2 + accelerator.process_index))
+        elif accelerator.is_main_process:
+            accelerator.wait_for_everyone()
+        else:
+            accelerator.reduce(torch.zeros(2))
+
+    with pytest.raises(DistributedOperationException) as caught:
+        disagree()
     return str(caught.value)
 
 
-def test_debug_mode_names_ranks_and_places_through_the_accelerator(world):
-    for message in world.run(debug_mismatch, env={"ACCELERATE_DEBUG_MODE": "true"}):
-        assert "gather" in message
+@pytest.mark.parametrize("kind", ["gather", "wait_for_everyone"])
+def test_debug_mode_names_ranks_and_places_through_the_accelerator(world, kind):
+    for message in world.run(debug_mismatch, kind, env={"ACCELERATE_DEBUG_MODE": "true"}):
+        assert f"process 0: {kind}" in message
         assert "test_engines.py" in message
 
 

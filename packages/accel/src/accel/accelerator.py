@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accel import checkpointing, configuration, metrics, tracking
+from accel import configuration, metrics, tracking
 from accel.configuration import UNSET
 from accel.engines import EngineContext, choose_engine
 from accel.engines.ddp import sync_in_backward
@@ -31,7 +31,7 @@ from accel.trackers import session
 from accel.uneven import join_uneven_inputs
 from accel.utils.missing import not_yet
 from accel_data.prepare import skip_first_batches
-from accel_ops import collectives, padding
+from accel_ops import collectives, contract, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
 from accel_optim.scaler import get_grad_scaler
@@ -469,6 +469,12 @@ class Accelerator(MeshCoordinates, ProcessControl):
 
     # Collectives
 
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here; in debug mode, see first that all mean to wait."""
+        if self.process.debug:
+            contract.check("wait_for_everyone", process=self.process, one_place=False)
+        super().wait_for_everyone()
+
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes along their first dimension, leaf by leaf."""
         return collectives.gather(tensor, process=self.process)
@@ -503,7 +509,7 @@ class Accelerator(MeshCoordinates, ProcessControl):
         self.flag_tensor = None
         return bool(collectives.reduce(flag, "sum", process=self.process).item() >= 1)
 
-    # Files
+    # Files (the checkpoint code is imported by the first of them)
 
     @property
     def should_save_model(self) -> bool:
@@ -512,12 +518,16 @@ class Accelerator(MeshCoordinates, ProcessControl):
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per job (or once per machine, with save_on_each_node)."""
+        from accel import checkpointing
+
         checkpointing.save(self, obj, f, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
         """Write everything that `load_state` needs to go on from here; returns the folder."""
+        from accel import checkpointing
+
         return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(
@@ -527,6 +537,8 @@ class Accelerator(MeshCoordinates, ProcessControl):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Restore what `save_state` wrote; without a folder, the newest automatically named one."""
+        from accel import checkpointing
+
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -537,6 +549,8 @@ class Accelerator(MeshCoordinates, ProcessControl):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects (with state_dict and load_state_dict) along with the state."""
+        from accel import checkpointing
+
         checkpointing.register(self, objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
