@@ -88,6 +88,8 @@ def _environ(path: Path) -> list[bytes]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     """Start `accel` with arguments; a source text as `script` is written to script.py and appended."""
     runs: list[Started] = []
+    # Under nohup SIGHUP is ignored, and would be by everything that a test starts.
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def starter(
         *arguments: str, script: str | None = None, env: Mapping[str, str] | None = None, **popen: Any
@@ -101,3 +103,4 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     yield starter
     for run in runs:
         run.kill()
+    signal.signal(signal.SIGHUP, hangup)
