@@ -8,6 +8,7 @@ from accel_data.iterable import IterableDatasetShard
 from accel_data.order import SeedableRandomSampler
 from accel_data.prepare import prepare_data_loader, skip_first_batches
 from accel_data.samplers import BatchSamplerShard, SkipBatchSampler
+from accel_data.seeds import sample_generator, sample_rng, sample_seed
 from accel_data.shard import DataLoaderShard, SkipDataLoader
 
 __all__ = [
@@ -24,5 +25,8 @@ __all__ = [
     "__version__",
     "get_sampler",
     "prepare_data_loader",
+    "sample_generator",
+    "sample_rng",
+    "sample_seed",
     "skip_first_batches",
 ]

@@ -12,6 +12,7 @@ from accel_data.cursor import Pass, Progress, from_state, to_state
 from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard
 from accel_data.order import SeedableRandomSampler
 from accel_data.samplers import BatchSamplerShard, SkipBatchSampler
+from accel_data.seeds import keyed, pass_key
 from accel_state.gradient import GradientState
 from accel_state.imports import require
 
@@ -174,7 +175,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         """
         generator = self.synchronized_generator
         state = None if generator is None else generator.get_state()
-        return to_state(self._progress.cursor(self._step_size, state), self._seed, self._length)
+        cursor = self._progress.cursor(self._step_size, state)
+        return to_state(cursor, self._seed, self._length, self._sample_seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a place: the next iteration has the rest of its epoch, on any number of processes.
@@ -189,6 +191,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         cursor = from_state(state_dict, seed is not None, self._length, self._limit)
         if seed is not None:
             self._seed = int(state_dict["seed"])
+        self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
         self._tell_epoch(cursor.epoch)
 
@@ -234,6 +237,12 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._shard.sampler.initial_seed = seed
         else:
             self._shard.seed = seed
+
+    @property
+    def _sample_seed(self) -> int:
+        """What the seeds of single samples are made of: the seed of the order, if it has one."""
+        seed = self._seed
+        return self._progress.sample_seed if seed is None else seed
 
     @property
     def _unbatched(self) -> bool:
@@ -291,7 +300,13 @@ class DataLoaderAdapter(DataLoader[Any]):
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
             self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
         self._reads.dataset.seek(started.begin.epoch, started.begin.consumed)  # type: ignore[attr-defined]
-        return opened(self._reads.__iter__, started)
+        return self._open(self._reads, started)
+
+    def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:
+        """Start torch's own iteration over this loader, or over the one that reads for it."""
+        iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
+        key = pass_key(self._sample_seed, started.begin.epoch)
+        return keyed(loader, lambda: opened(lambda: iterate(loader), started), key)
 
 
 def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:

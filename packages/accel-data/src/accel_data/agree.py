@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from accel_ops.objects import broadcast_object_list, gather_object
 
 __all__ = ["Seeding", "agreed_order"]
 
-_prepared: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # loaders that drew a seed, per owner
+_prepared: WeakKeyDictionary[object, Counter[bool]] = WeakKeyDictionary()
+"""Loaders that got a seed, per owner: those with an order of their own, and the others."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ class Seeding:
             sampler.data_source, sampler.replacement, wanted, data_seed=self._shared(own)
         )
 
-    def _shared(self, own: int | None) -> int:
+    def for_samples(self) -> int:
+        """Return what the seeds of single samples are made of, for a loader whose order has no seed."""
+        return self._shared(self.data_seed, of_order=False)
+
+    def _shared(self, own: int | None, of_order: bool = True) -> int:
         """Return the seed of process 0; this process's where there is no process group.
 
         By default it comes from torch's initial seed, so that `torch.manual_seed` (or `set_seed`) makes a run
@@ -92,9 +98,11 @@ class Seeding:
         if own is None:
             place = 0
             if self.owner is not None:
-                place = _prepared.get(self.owner, 0)
-                _prepared[self.owner] = place + 1
-            own = mix_seed(torch.initial_seed(), place) >> 1  # fits into a signed 64-bit integer
+                counts = _prepared.setdefault(self.owner, Counter())
+                place = counts[of_order]
+                counts[of_order] += 1
+            root = torch.initial_seed() if of_order else ~torch.initial_seed()
+            own = mix_seed(root, place) >> 1  # fits into a signed 64-bit integer
         if not self.several or self.data_seed is not None or not dist.is_initialized():
             return own
         seeds = [own]

@@ -74,10 +74,14 @@ class Progress:
 
     Args:
         epoch: Number of the first epoch.
+
+    Attributes:
+        sample_seed: What the seeds of single samples are made of, where the order has no seed.
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
+        self.sample_seed = torch.initial_seed() >> 1  # fits into a signed 64-bit integer
         self._begun = False
         self._resume: Cursor | None = None
         self._latest: Pass | None = None
@@ -150,18 +154,20 @@ class Progress:
         self._resume = cursor
 
 
-def to_state(cursor: Cursor, seed: int | None, length: int | None) -> dict[str, Any]:
+def to_state(cursor: Cursor, seed: int | None, length: int | None, sample_seed: int) -> dict[str, Any]:
     """Return the state dict of a loader.
 
     Args:
         cursor: Its place.
         seed: Seed of its order; None where there is none.
         length: Length of its dataset; None if not known.
+        sample_seed: What the seeds of single samples are made of.
 
     Returns:
         A dict of numbers, None and one tensor, which torch.save and weights-only loading take.
     """
-    return {"version": _VERSION, "seed": seed, "length": length, **asdict(cursor)}
+    seeds = {"seed": seed, "sample_seed": sample_seed}
+    return {"version": _VERSION, **seeds, "length": length, **asdict(cursor)}
 
 
 def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit: int | None) -> Cursor:
@@ -180,7 +186,8 @@ def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit
         ValueError: If it is not a state of a loader, or that of another loader or dataset, or its place does
             not exist.
     """
-    expected = {"version", "seed", "length", "epoch", "consumed", "batches", "step_size", "generator"}
+    place = ("epoch", "consumed", "batches", "step_size", "generator")
+    expected = {"version", "seed", "sample_seed", "length", *place}
     if not isinstance(state, Mapping) or not expected <= set(state):
         seen = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
@@ -202,7 +209,7 @@ def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit
             f"The state is that of {kinds[not seeded]} loader, but this is {kinds[seeded]} one. Load the "
             "states in the order in which the loaders were prepared when they were saved."
         )
-    cursor = Cursor(*(state[name] for name in ("epoch", "consumed", "batches", "step_size", "generator")))
+    cursor = Cursor(*(state[name] for name in place))
     _check_place(cursor, limit)
     return cursor
 

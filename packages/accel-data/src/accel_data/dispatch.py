@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from accel_data.adapter import Unbatched, opened, settings
+from accel_data.adapter import Unbatched, settings
 from accel_data.checks import check_divides
 from accel_data.cursor import Pass
 from accel_data.iterable import IterableDatasetShard, count_rows
@@ -219,7 +219,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
             self._reads = self._base(self.dataset, **sampling, **settings(self))
         shard.start = started.begin.consumed
-        return opened(self._reads.__iter__, started)
+        return self._open(self._reads, started)
 
     def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:
         if not self._unbatched:

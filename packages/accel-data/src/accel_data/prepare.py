@@ -133,11 +133,16 @@ def prepare_data_loader(
         "gradient_state": gradient_state,
         **settings(dataloader),
     }
+    prepared: DataLoaderShard | DataLoaderDispatcher
     if dispatch_batches:
-        cls = _class_for(DataLoaderDispatcher, custom_classes)
-        return _dispatcher(cls, dataloader, plan, slice_fn_for_dispatch, common)
-    common["rng_types"] = types if size > 1 else None
-    return _shard(_class_for(DataLoaderShard, custom_classes), dataloader, plan, common)
+        dispatcher = _class_for(DataLoaderDispatcher, custom_classes)
+        prepared = _dispatcher(dispatcher, dataloader, plan, slice_fn_for_dispatch, common)
+    else:
+        common["rng_types"] = types if size > 1 else None
+        prepared = _shard(_class_for(DataLoaderShard, custom_classes), dataloader, plan, common)
+    if prepared._seed is None:
+        prepared._progress.sample_seed = seeding.for_samples()
+    return prepared
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -178,7 +183,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 def _shard(
     cls: type[DataLoaderShard], dataloader: DataLoader[Any], plan: Plan, common: dict[str, Any]
-) -> DataLoader[Any]:
+) -> DataLoaderShard:
     """Make the loader that reads its own share."""
     size, rank = plan.num_processes, plan.process_index
     even = plan.even_batches and size > 1
@@ -221,7 +226,7 @@ def _dispatcher(
     plan: Plan,
     slice_fn: Callable[..., Any] | None,
     common: dict[str, Any],
-) -> DataLoader[Any]:
+) -> DataLoaderDispatcher:
     """Make the loader that gets its batches from process 0."""
     common |= {"split_batches": plan.split_batches, "even_batches": plan.even_batches, "slice_fn": slice_fn}
     common["num_processes"] = plan.num_processes

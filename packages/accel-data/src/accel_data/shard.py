@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from accel_data.adapter import opened
 from accel_data.cursor import Pass
 from accel_data.layout import Share
 from accel_data.loader import PreparedLoader, look_ahead, looked_up, noted
@@ -86,7 +84,7 @@ class DataLoaderShard(PreparedLoader):
             # Pinning memory makes a list of a tuple.
             return noted(look_ahead((batch, real and tuple(real)) for real, batch in blocks))
         self._shard.start = started.begin.consumed
-        batches = opened(lambda: DataLoader.__iter__(self), started)
+        batches = self._open(self, started)
         share = self._shard.share
         return (batches, share) if self._shard.has_length else noted(looked_up(batches, share))
 
