@@ -257,10 +257,9 @@ class Seeds:
         return sample_seed(index)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_no_seed_without_a_prepared_loader(workers):
+def test_no_seed_without_a_prepared_loader():
     data = Seeds()
-    loader = prepare(DataLoader(data, num_workers=workers))
+    loader = prepare(DataLoader(data))
     with pytest.raises(
         RuntimeError, match=r"no seed for sample 2: .*prepare_data_loader or Accel.*\.prepare"
     ):
@@ -269,10 +268,21 @@ def test_no_seed_without_a_prepared_loader(workers):
         with pytest.raises(RuntimeError, match="no prepared loader is fetching"):
             data[0]  # in the loop nothing is fetched
         with pytest.raises(RuntimeError, match="no prepared loader is fetching"):
-            list(DataLoader(data, num_workers=workers))
+            next(iter(DataLoader(data)))
         break
     with pytest.raises(RuntimeError, match="no prepared loader is fetching"):
         data[0]
+
+
+def test_workers_of_a_plain_loader_have_no_seed():
+    class Asks(Seeds):
+        def __getitem__(self, index):
+            return [seed_or_error(index)]
+
+    for loader in (prepare(DataLoader(Asks(), num_workers=1)), DataLoader(Asks(), num_workers=1)):
+        texts = [str(batch) for batch in loader]
+        assert len(texts) == 3
+        assert all(("no prepared loader" in text) == (type(loader) is DataLoader) for text in texts)
 
 
 def test_no_seed_after_a_failure():
