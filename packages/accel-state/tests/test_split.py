@@ -128,6 +128,8 @@ def test_dataset_selects_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
             return len(self.items)
 
         def select(self, positions: Any) -> Dataset:
+            if isinstance(positions, range) and positions.start >= len(self):  # also where it is empty
+                raise IndexError(f"Index {positions.start} out of range for dataset of size {len(self)}.")
             return Dataset([self.items[position] for position in positions])
 
     module = ModuleType("datasets")
@@ -138,6 +140,8 @@ def test_dataset_selects_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [split(inputs, rank, 2).items for rank in range(2)] == [[10, 11, 12], [13, 14]]
     assert split(inputs, 1, 2, apply_padding=True).items == [13, 14, 14]
+    assert [split(Dataset([10]), rank, 3).items for rank in range(3)] == [[10], [], []]
+    assert split(Dataset([]), 1, 2, apply_padding=True).items == []
 
 
 def test_uneven_dictionary_is_refused_with_its_lengths() -> None:

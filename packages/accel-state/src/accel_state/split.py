@@ -91,7 +91,7 @@ def _take(inputs: Any, positions: range, length: int) -> Any:
 
 def _select(inputs: Any, positions: Sequence[int]) -> Any:
     if _is_dataset(inputs):
-        return inputs.select(positions)
+        return inputs.select(positions or [])  # an empty range that begins at the end is out of range there
     if isinstance(positions, range):
         return inputs[positions.start : positions.stop]
     if isinstance(inputs, (list, tuple, range)):
