@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import prepare_data_loader, sample_generator, sample_rng, sample_seed, skip_first_batches
 from accel_state.gradient import GradientState
@@ -132,8 +132,29 @@ def test_seeds_are_the_same_after_a_resume(length, batch_size, processes, stop, 
         assert {**seen[1], **rest} == epochs[1]
 
 
-def count_workers(worker_id):
-    assert get_worker_info() is not None
+class SetUp:
+    """What the user's worker_init_fn sets up in a worker."""
+
+    worker = None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        assert sample_seed(index)
+        return self.worker
+
+
+def set_up(worker_id):
+    SetUp.worker = worker_id
+
+
+def test_the_users_worker_init_fn_is_called():
+    loader = prepare(DataLoader(SetUp(), num_workers=2, worker_init_fn=set_up))
+
+    assert torch.cat(list(loader)).tolist() == [0, 1, 0, 1]
+    assert loader.worker_init_fn is set_up
+    assert SetUp.worker is None
 
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "stream", "eager stream"])
@@ -144,12 +165,11 @@ def test_seeds_do_not_depend_on_workers(kind, dispatch, persistent):
         [prepare(KINDS[kind](13, batch_size=2, **settings), dispatch_batches=dispatch)]
         for settings in (
             {},
-            {"num_workers": 2, "persistent_workers": persistent, "worker_init_fn": count_workers},
+            {"num_workers": 2, "persistent_workers": persistent},
         )
     )
     for _ in range(3):
         assert read(workers) == read(without)
-    assert workers[0].worker_init_fn is count_workers
 
 
 def test_workers_that_live_on_forget_an_epoch_that_was_left():
