@@ -2,6 +2,7 @@
 
 from accel_optim.__about__ import __version__
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_optim.local_sgd import LocalSGD
 from accel_optim.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
 from accel_optim.precision import autocast, get_mixed_precision_context_manager
 from accel_optim.scaler import get_grad_scaler
@@ -14,6 +15,7 @@ __all__ = [
     "AutocastKwargs",
     "DistributedDataParallelKwargs",
     "GradScalerKwargs",
+    "LocalSGD",
     "Window",
     "__version__",
     "autocast",

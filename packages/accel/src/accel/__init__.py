@@ -49,6 +49,7 @@ _SUBMODULES = (
     "data_loader",
     "engines",
     "launchers",
+    "local_sgd",
     "logging",
     "optimizer",
     "parallelism_config",

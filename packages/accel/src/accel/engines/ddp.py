@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,12 +39,15 @@ class DDPEngine(Engine):
         options = self.context.ddp.to_kwargs() if self.context.ddp is not None else {}
         device = self.context.process.device
         device_ids = None if device.type == "cpu" or not _is_on(model, device) else [device.index]
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=device_ids,
-            output_device=device_ids[0] if device_ids else None,
-            **{name: value for name, value in options.items() if name not in _HOOK_FIELDS},
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 advises another spelling of our documented option, which its older versions lack.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=device_ids,
+                output_device=device_ids[0] if device_ids else None,
+                **{name: value for name, value in options.items() if name not in _HOOK_FIELDS},
+            )
         if self.context.ddp is not None:
             self.context.ddp.register_comm_hook(wrapped)
         return wrapped
