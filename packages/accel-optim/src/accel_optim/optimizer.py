@@ -12,6 +12,7 @@ import torch
 
 from accel_ops.tree import send_to_device
 from accel_optim import scaler as scaling
+from accel_optim.lomo import steps_in_backward
 from accel_state.gradient import GradientState
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._found_inf: torch.Tensor | None = None
         self._watched: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._held_back = 0
+        self._steps_in_backward = steps_in_backward(self.optimizer)
         if self.scaler is not None:
             scaling.share(self.scaler, self)
 
@@ -196,7 +198,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 inside a window.
 
         Returns:
-            What the wrapped optimizer's step returns; None inside a window and when a scaler skips the step.
+            What the wrapped optimizer's step returns; None inside a window, when a scaler skips the step, and
+            for optimizers that have stepped in the backward pass (LOMO).
 
         Raises:
             ValueError: If both a closure and a scaler are in use.
@@ -204,6 +207,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self.gradient_state.sync_gradients:
             return self._hold_back(closure)
         self._held_back = 0
+        if self._steps_in_backward:
+            return None
         if self.scaler is not None:
             return self._step_scaled(self.scaler, closure)
         if closure is None:

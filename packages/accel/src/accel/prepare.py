@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel.engines.base import Prepared
 from accel_data.prepare import prepare_data_loader
+from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 
@@ -99,6 +100,7 @@ def prepare_models_and_optimizers(
     done = accelerator.engine.prepare(request)
     accelerator._models.extend(done.models)
     accelerator._optimizers.extend(done.optimizers)
+    accelerator._lomo = find_lomo(accelerator._optimizers)
     _attach_schedulers(accelerator)
     asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
     new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}

@@ -16,6 +16,7 @@ import torch
 
 from accel.precision import Precision, wrap_forward
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
+from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class Engine:
             _refuse_offloaded_training(model, objects)
             if self.context.scaler is not None and not objects.evaluation_mode:
                 _refuse_fp16_parameters(model)
+        for optimizer in objects.optimizers:
+            has_scaler = self.context.scaler is not None
+            refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
