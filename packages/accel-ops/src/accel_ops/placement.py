@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ import torch
 from accel_ops.walk import children, keys, rebuild
 
 __all__ = ["send_to_device"]
+
+# What every batch is made of is told by its type alone: looking for a method of another object is slow.
+_PLAIN_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
+_PLAIN_CONTAINERS = frozenset({list, tuple, dict})
 
 
 def send_to_device(
@@ -41,18 +46,23 @@ def send_to_device(
 def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: frozenset[str]) -> Any:
     if isinstance(node, torch.Tensor):
         return node if node.device == device else node.to(device, non_blocking=non_blocking)
-    if callable(getattr(type(node), "to", None)) and not _has_any(node, skip):
+    kind = type(node)
+    if kind in _PLAIN_LEAVES:
+        return node
+    plain = kind in _PLAIN_CONTAINERS
+    if not plain and callable(getattr(kind, "to", None)) and not _has_any(node, skip):
         return _send_by_method(node, device, non_blocking)
     inside = children(node)
     if inside is None:
         return node
-    named: Sequence[Any] = () if not skip or isinstance(node, (list, tuple)) else keys(node)
-    kept = [key in skip for key in named] or [False] * len(inside)
-    sent = [
-        child if keep else _send(child, device, non_blocking, skip)
-        for keep, child in zip(kept, inside, strict=True)
-    ]
-    if all(new is old for new, old in zip(sent, inside, strict=True)):
+    if not skip or isinstance(node, (list, tuple)):
+        sent = [_send(child, device, non_blocking, skip) for child in inside]
+    else:
+        sent = [
+            child if key in skip else _send(child, device, non_blocking, skip)
+            for key, child in zip(keys(node), inside, strict=True)
+        ]
+    if all(map(operator.is_, sent, inside)):
         return node
     return rebuild(node, sent)
 
