@@ -14,6 +14,7 @@ from pathlib import Path
 from .collectives import gather_rows
 from .imports import help_row, import_rows
 from .launch import launch_many_row, launch_one_row
+from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
 from .row import Row
 from .step import step_row
 from .table import render, setting, write
@@ -24,6 +25,10 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "step": partial(step_row, 1),
     "step-ddp": partial(step_row, 2),
     "gather": gather_rows,
+    "loader": iterate_rows,
+    "shard": shard_rows,
+    "resume": resume_row,
+    "memory": memory_rows,
     "import": import_rows,
     "help": help_row,
     "launch": launch_one_row,
