@@ -389,3 +389,18 @@ def test_parallelism_that_is_not_built_is_refused_wherever_it_is_asked_for():
         pytest.raises(ValueError, match=r"2.*1"),
     ):
         Accelerator()
+
+
+def test_one_skipped_optimizer_of_two_is_a_skipped_step():
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+    good, bad = torch.ones(1, 2), torch.full((1, 2), float("inf"))
+    for model, x in zip(models, (good, bad), strict=True):
+        accelerator.backward(model(x).sum())
+    first.step()
+    second.step()
+
+    assert (first.step_was_skipped, second.step_was_skipped) == (False, True)
+    assert accelerator.optimizer_step_was_skipped

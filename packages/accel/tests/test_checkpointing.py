@@ -87,6 +87,23 @@ def test_also_on_two_processes(world, tmp_path):
         assert resumed == rest
 
 
+def test_the_place_in_the_accumulation_window_is_restored(tmp_path):
+    saved = make_run(gradient_accumulation_steps=3)
+    with saved[0].accumulate():
+        pass
+    saved[0].save_state(str(tmp_path / "state"))
+
+    resumed = make_run(gradient_accumulation_steps=3)[0]
+    resumed.load_state(str(tmp_path / "state"))
+
+    assert resumed.step == 1
+    ends = []
+    for _ in range(3):
+        with resumed.accumulate():
+            ends.append(resumed.sync_gradients)
+    assert ends == [False, True, False]
+
+
 def test_the_files_have_their_documented_names_and_open_without_accel(tmp_path):
     run = make_run(mixed_precision="fp16")
     folder = Path(run[0].save_state(str(tmp_path / "state")))

@@ -14,6 +14,7 @@ from accel.engines.single import SingleEngine
 from accel_ops.contract import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
+from accel_state.handlers import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -151,6 +152,42 @@ def test_no_sync_keeps_gradients_apart_and_the_trigger_brings_them_together(worl
     expected = world.run(gradients_with, "plain")
     assert together[0] == pytest.approx(together[1], rel=1e-12)
     assert together[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+def gradients_in_a_window(sync_each_batch: bool) -> list[list[float]]:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    first, second = accelerator.prepare(make_model(), make_model())
+    x = torch.full((2, 3), float(accelerator.process_index + 1), dtype=torch.float64)
+    seen = []
+    for _ in range(2):
+        with accelerator.accumulate(first, second):
+            accelerator.backward(first(x).sum() + second(x).sum())
+        seen.append([float(next(model.parameters()).grad.sum()) for model in (first, second)])
+    return seen
+
+
+def test_accumulate_exchanges_gradients_of_all_its_models_at_the_end_of_the_window_alone(world):
+    (inside, end), (other_inside, other_end) = world.run(gradients_in_a_window, False)
+    assert all(a != pytest.approx(b) for a, b in zip(inside, other_inside, strict=True))
+    assert end == pytest.approx(other_end, rel=1e-12)
+
+    mine, others = world.run(gradients_in_a_window, True)
+    assert mine[0] == pytest.approx(others[0], rel=1e-12)
+    assert mine[1] == pytest.approx(end, rel=1e-12)
+
+
+def groups_after_end_training() -> list[bool]:
+    accelerator = Accelerator()
+    before = torch.distributed.is_initialized()
+    accelerator.end_training()
+    after = torch.distributed.is_initialized()
+    accelerator.end_training()
+    return [before, after]
+
+
+def test_end_training_leaves_the_process_group(world):
+    assert world.run(groups_after_end_training) == [[True, False]] * 2
 
 
 def check_trigger_refused() -> None:

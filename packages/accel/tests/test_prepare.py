@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel_data.config import DataLoaderConfiguration
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 
@@ -129,3 +130,102 @@ def test_device_placement_has_one_entry_per_object():
         accelerator.prepare(model, optimizer, device_placement=[True])
     prepared = accelerator.prepare(model, optimizer, loader, device_placement=[False, None, False])
     assert len(prepared) == 3
+
+
+def order_of(data_seed: int | None) -> list[int]:
+    loader = DataLoader(torch.arange(64), batch_size=64, shuffle=True)
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed)
+    (batch,) = Accelerator(dataloader_config=config).prepare(loader)
+    return batch.tolist()
+
+
+def test_the_seed_of_the_loader_configuration_decides_the_order():
+    torch.manual_seed(0)
+    orders = [order_of(7), order_of(7), order_of(8)]
+
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_placement_is_the_accelerators_unless_the_call_says_otherwise():
+    loader = DataLoader(torch.arange(4))
+    config = DataLoaderConfiguration(non_blocking=True)
+    placing = Accelerator(dataloader_config=config)
+    leaving = Accelerator(device_placement=False)
+
+    assert placing.prepare(loader).device == placing.device
+    assert placing.prepare(loader)._non_blocking
+    assert placing.prepare_data_loader(loader, device_placement=False).device is None
+    assert leaving.prepare(loader).device is None
+    assert not leaving.prepare(loader)._non_blocking
+    assert leaving.prepare(loader, device_placement=[True]).device == leaving.device
+    model = torch.nn.Linear(1, 1, device="meta")  # cannot be moved: placing it is an error
+    assert leaving.prepare(model) is model
+    with pytest.raises(NotImplementedError, match="meta"):
+        placing.prepare(torch.nn.Linear(1, 1, device="meta"))
+    assert placing.prepare(model, device_placement=[False]) is model
+
+
+def draws_after_a_first_batch(rng_types: list[str] | None) -> float:
+    accelerator = Accelerator(rng_types=rng_types)
+    loader = accelerator.prepare(DataLoader(torch.arange(8), batch_size=2))
+    torch.manual_seed(accelerator.process_index)
+    for _ in loader:
+        return torch.rand(()).item()
+    raise AssertionError("the loader is empty")
+
+
+def test_the_generators_of_rng_types_are_synchronised_and_no_others(world):
+    first, second = world.run(draws_after_a_first_batch, ["torch"])
+    assert first == second
+
+    first, second = world.run(draws_after_a_first_batch, None)
+    assert first != second
+
+
+def in_reverse(batch, part, process_index=None, num_processes=None):
+    """Hand out the parts in the reverse order."""
+    size = len(batch) // num_processes
+    place = num_processes - 1 - process_index
+    return batch[place * size : (place + 1) * size]
+
+
+def sliced_in_reverse() -> list[int]:
+    config = DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = DataLoader(torch.arange(8), batch_size=4)
+    loader = accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=in_reverse)
+    return torch.cat([*loader]).tolist()
+
+
+def test_a_slice_function_divides_dispatched_batches(world):
+    assert world.run(sliced_in_reverse) == [[2, 3, 6, 7], [0, 1, 4, 5]]
+
+
+def moves_per_step(split_batches: bool) -> int:
+    accelerator = Accelerator(split_batches=split_batches)
+    model, optimizer, _, scheduler = make()
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    return scheduler.scheduler.last_epoch
+
+
+@pytest.mark.parametrize(("split_batches", "moves"), [(False, 2), (True, 1)])
+def test_a_schedule_moves_as_fast_as_the_data_is_used_up(world, split_batches, moves):
+    assert world.run(moves_per_step, split_batches) == [moves, moves]
+
+
+@pytest.mark.parametrize(("step_with_optimizer", "moves"), [(True, 0), (False, 1)])
+def test_a_schedule_moves_inside_a_window_only_when_told_to(step_with_optimizer, moves):
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2, step_scheduler_with_optimizer=step_with_optimizer
+    )
+    model, optimizer, _, scheduler = make()
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    with accelerator.accumulate(model):
+        optimizer.step()
+        if not step_with_optimizer:
+            optimizer.optimizer.step()  # torch warns of a schedule that moves before its optimizer
+        scheduler.step()
+
+    assert scheduler.scheduler.last_epoch == moves

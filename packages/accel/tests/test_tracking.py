@@ -83,6 +83,38 @@ def test_trackers_log_on_the_main_process_alone(world):
     assert world.run(only_main_logs) == [2, 0]
 
 
+class UnguardedTracker(ListTracker):
+    """As most people write one: no method looks at the rank."""
+
+    name = "unguarded"
+
+    def start(self):
+        self.calls.append("start")
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append(values)
+
+
+class EverywhereTracker(UnguardedTracker):
+    name = "everywhere"
+    main_process_only = False
+
+
+def calls_of_unguarded_trackers() -> tuple[list, list]:
+    own, everywhere = UnguardedTracker(), EverywhereTracker()
+    accelerator = Accelerator(log_with=[own, everywhere])
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    return own.calls, everywhere.calls
+
+
+def test_the_accelerator_guards_trackers_that_do_not_guard_themselves(world):
+    done = ["start", {"loss": 1.0}, "finish"]
+
+    assert world.run(calls_of_unguarded_trackers) == [(done, done), ([], done)]
+
+
 def test_tensorboard_writes_event_files_that_read_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
