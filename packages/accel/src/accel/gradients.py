@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,11 +12,12 @@ import torch
 from accel import configuration
 from accel.engines.ddp import sync_in_backward
 from accel.prepare import holds_any, prepared_optimizer
-from accel.utils.missing import not_yet
+from accel_optim import lomo
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
     from accel.engines import Engine
+    from accel_optim.weight import Weight
     from accel_optim.window import Window
     from accel_state.gradient import GradientState
 
@@ -34,6 +36,7 @@ class GradientControl:
     scaler: torch.amp.GradScaler | None
     _models: list[torch.nn.Module]
     _optimizers: list[torch.optim.Optimizer]
+    _lomo: Any
 
     @property
     def step(self) -> int:
@@ -85,10 +88,74 @@ class GradientControl:
         """A context whose backward synchronises gradients although the forward ran under `no_sync`."""
         return sync_in_backward(model)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of a mean loss: divided by the accumulation steps, and scaled under fp16."""
-        scale = self.window.loss_scale()
-        self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+    def backward(
+        self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Run the backward pass of a loss, scaled for its accumulation window (and for fp16).
+
+        Without a weight the loss is a mean, and is divided by the number of accumulation steps: the window's
+        gradient is the mean over its micro-batches, if they are alike and as many as that.
+
+        With one, the loss is a **sum** over `weight` items (tokens, say), and the window's gradient is that
+        of all its losses over all its weights, on all processes: the gradient of one batch with all the
+        items, however ragged the counts, however many micro-batches the window has, and however they are
+        split over processes. The processes add up their weights once per window, at its end (and once more
+        in the first window), so that all of them have to call it there. `weight=1` with mean losses makes a
+        window that the loader's end cut short count by its real size.
+
+        Args:
+            loss: The loss, a tensor of one element.
+            weight: How many items the loss is the sum over, at least 0: a number, or a tensor of one element.
+                A tensor on the accelerator is used without waiting for its value. It is the weight of the
+                micro-batch: several losses of one give the same weight, and each is divided by the total.
+            **kwargs: Passed to the engine's backward (`retain_graph`, for one).
+
+        Raises:
+            TypeError: If the weight is no number.
+            ValueError: If it is negative or not finite, if the micro-batch has another weight already, or if
+                the window has losses of the other kind.
+            RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
+        """
+        if self._lomo is not None or "learning_rate" in kwargs:
+            given: dict[str, Any] = {} if weight is None else {"weight": weight}
+            self._backward_that_steps(loss, **given, **kwargs)
+            return
+        if weight is None:
+            scale = self.window.loss_scale()
+            self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+            return
+        precise = torch.promote_types(loss.dtype, torch.float32)
+        factor = self.window.weigh(weight, _Gathered(self, precise))
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(loss.device, precise, non_blocking=True)
+        self.engine.backward(loss * factor, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward, and with it the step, of a prepared optimizer that steps in backward (LOMO).
+
+        `backward` does the same by itself when such an optimizer is prepared, with the learning rate that it
+        is given (`learning_rate=`) or that of the optimizer's parameter group, which schedulers move.
+
+        Args:
+            loss: The loss of the micro-batch.
+            learning_rate: The learning rate of this step.
+
+        Raises:
+            ValueError: If no such optimizer is prepared, or gradients would have to be accumulated.
+        """
+        lomo.lomo_backward(self._lomo, loss, learning_rate, self.gradient_accumulation_steps)
+
+    def _backward_that_steps(
+        self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any
+    ) -> None:
+        if kwargs:
+            raise TypeError(
+                "backward got " + ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) + ", and "
+                "the backward of an optimizer that steps in it (LOMO) takes learning_rate alone."
+            )
+        if learning_rate is None:
+            learning_rate = self._lomo.param_groups[0]["lr"]
+        self.lomo_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions.
@@ -135,4 +202,32 @@ class GradientControl:
         if self.sync_gradients:
             torch.nn.utils.clip_grad_value_(self._unscale_gradients_of(parameters), clip_value)
 
-    lomo_backward = not_yet("Accelerator.lomo_backward")
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The gradients that the window gathers: those of everything prepared, as the engine reduces them."""
+
+    control: GradientControl
+    precision: torch.dtype
+
+    @property
+    def divisor(self) -> int:
+        """The number of processes where the engine averages their gradients, 1 where it adds them up."""
+        engine = self.control.engine
+        return engine.data_shard[1] if engine.gradient_reduction == "mean" else 1
+
+    def total_weight(self, weight: Weight) -> Weight:
+        """Add up a weight over the processes."""
+        return self.control.engine.total_weight(weight, self.precision)
+
+    def scale(self, factor: Weight) -> None:
+        """Multiply the gradients of all prepared models and optimizers, each once."""
+        parameters = {
+            id(parameter): parameter
+            for group in (
+                *(model.parameters() for model in self.control._models),
+                *(group["params"] for item in self.control._optimizers for group in item.param_groups),
+            )
+            for parameter in group
+        }
+        self.control.engine.scale_gradients(parameters.values(), factor)

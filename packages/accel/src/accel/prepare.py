@@ -175,9 +175,17 @@ def _kind_of(accelerator: Accelerator, item: Any) -> str | None:
     for kind, types in _KINDS.items():
         if isinstance(item, types):
             return kind
+    if _is_like_an_optimizer(item):
+        return "optimizer"
     if item is not None:
         _tell_unknown(accelerator, item)
     return None
+
+
+def _is_like_an_optimizer(item: Any) -> bool:
+    """Whether it is used as an optimizer without being torch's, as schedule-free's wrapper is."""
+    methods = ("step", "zero_grad", "state_dict", "load_state_dict")
+    return hasattr(item, "param_groups") and all(callable(getattr(item, name, None)) for name in methods)
 
 
 def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
