@@ -24,7 +24,8 @@ from accel_ops.collectives import broadcast, copy_tensor_to_devices, gather, red
 from accel_ops.contract import DistributedOperationException
 from accel_ops.objects import broadcast_object_list, gather_object
 from accel_ops.padding import pad_across_processes
-from accel_state.process import Process, current_process
+from accel_state.logging import get_logger
+from accel_state.process import PartialState, Process, current_process, wait_for_everyone
 from accel_world.ports import lease_port
 
 SECONDS = 4.0  # within which every process must have raised
@@ -114,6 +115,28 @@ def one_more(how: str) -> str:
     elif how == "destroy":
         dist.destroy_process_group()
     return ""
+
+
+def waits_of_the_state() -> str:
+    """Waits are compared however they are asked for; the last process gathers instead."""
+    state = PartialState()
+    logger = get_logger("accel.test")
+    logger.warning("all agree", in_order=True)
+    with state.main_process_first():
+        pass
+    wait_for_everyone()
+    if state.is_last_process:
+        return attempt(gather, torch.ones(1))
+    return attempt(state.wait_for_everyone)
+
+
+def left_before_the_first() -> str:
+    """The last process comes to no operation at all."""
+    state = PartialState()
+    if state.is_last_process:
+        contract.leave("it has nothing to do")
+        return ""
+    return attempt(gather, torch.ones(1))
 
 
 def left_while_waiting() -> str:
@@ -259,6 +282,24 @@ def test_the_account_shows_each_operation_and_what_differs(world: Any) -> None:
     assert "  process 1: reduce(reduction='sum', scale=1.0) at " in message
     assert "    data: float32 (2, 3)" in message
 
+    message = world.run(disagree, "order", timeout_s=20)[0]
+
+    order = [line.strip() for line in message.splitlines() if line.startswith("    data[")]
+    assert order == [f"data['{key}']: float32 (2, 3)" for key in "abba"]
+    assert "(1 tensors or containers are the same on all)" in message
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_waits_of_the_state_are_compared_too(world: Any, size: int) -> None:
+    environment = {"ACCELERATE_DEBUG_MODE": "true"}
+    messages = world.run(waits_of_the_state, size=size, timeout_s=20, env=environment)
+
+    assert len(set(messages)) == 1
+    # In order of rank each process waits `size` times; then two more waits; this one differs.
+    assert f"Operation {size + 3} is not the same on all processes" in messages[0]
+    assert "  process 0: wait_for_everyone at " in messages[0]
+    assert f"  process {size - 1}: gather at " in messages[0]
+
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_that_agree_get_their_results(world: Any, size: int) -> None:
@@ -288,6 +329,14 @@ def test_one_more_call_names_those_who_left(world: Any, size: int, how: str, rea
     assert f"Process {size - 1} waits in operation 2 (reduce at " in message
     assert f"  process 0 left after operation 1 (gather at {__file__}:" in message
     assert f"because {reason}" in message
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_leaves_before_the_first_operation_is_named(world: Any, size: int) -> None:
+    environment = {"ACCELERATE_DEBUG_MODE": "true"}
+    for message in world.run(left_before_the_first, size=size, timeout_s=20, env=environment)[:-1]:
+        assert "waits in operation 1 (gather at " in message
+        assert f"  process {size - 1} left before any operation, because it has nothing to do" in message
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -40,6 +40,7 @@ INTERNAL = {
     "settle",
     "split",
     "stores",
+    "watch",
 }
 TORCH_FREE = ("enums", "env", "handlers", "imports", "lazy", "logging", "parallelism")
 HEAVY = {"torch", "numpy", "packaging", "importlib.metadata", "asyncio", "subprocess", "multiprocessing"}

@@ -16,6 +16,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -23,11 +24,12 @@ import torch
 
 from accel_ops.session import DistributedOperationException, Session, current_session, leave
 from accel_ops.walk import children, keys
+from accel_state import watch
 from accel_state.process import Process
 
 __all__ = ["DistributedOperationException", "check", "leave"]
 
-# Frames that do not say where the user's code is: these packages', and those of `with` and of decorators.
+# Frames that do not say where the user's code is: these packages', those of `with`, decorators and loggers.
 _TRANSPARENT = frozenset(
     [
         "accel",
@@ -39,6 +41,7 @@ _TRANSPARENT = frozenset(
         "accel_state",
         "contextlib",
         "functools",
+        "logging",
     ]
 )
 _SHOWN = 6  # lines of tensors that an error shows for each process
@@ -95,6 +98,18 @@ def check(
         _compare(session, accounts, one_place)
 
 
+def _begin(process: Process) -> None:
+    # Not only at the first operation: a process that never comes to one can say where it is, or that it left.
+    current_session(process).begin()
+
+
+def _check_wait(process: Process) -> None:
+    check("wait_for_everyone", process=process, one_place=False)
+
+
+watch.register(joined=_begin, waits=_check_wait)
+
+
 def _compare(session: Session, accounts: list[_Account], one_place: bool) -> None:
     differing = [
         name
@@ -119,8 +134,7 @@ def _compare(session: Session, accounts: list[_Account], one_place: bool) -> Non
 
 
 def _accounts_text(accounts: list[_Account]) -> str:
-    rows = [{tuple(leaf) for leaf in account.leaves} for account in accounts]
-    common = set.intersection(*rows)
+    common = _common([[(path, text) for path, text in account.leaves] for account in accounts])
     lines = []
     for rank, account in enumerate(accounts):
         arguments = f"({account.detail})" if account.detail else ""
@@ -134,6 +148,16 @@ def _accounts_text(accounts: list[_Account]) -> str:
     if common and any(len(account.leaves) > 1 for account in accounts):
         lines.append(f"  ({len(common)} tensors or containers are the same on all)")
     return "\n".join(lines)
+
+
+def _common(rows: list[list[tuple[str, str]]]) -> set[tuple[str, str]]:
+    """Return the lines that are the same on all processes."""
+    common = set.intersection(*map(set, rows))
+    if any(set(row) > common for row in rows):
+        return common
+    # The same lines everywhere; if in another order, alike are those before the first that differs.
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=True))
+    return {column[0] for column in alike}
 
 
 def _describe(data: Any, shapes: bool, path: str = "data") -> Iterator[tuple[str, str]]:

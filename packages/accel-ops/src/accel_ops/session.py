@@ -57,12 +57,16 @@ class Session:
         self.rank = process.rank
         self.world = process.world_size
         self.count = 0
-        self.last = "none yet"
+        self.last = ""
         self._gone = False
         self._old: list[str] = []
         self._noted: set[str] = set()
         self.store = _prefixed("accel/contract", base)
         self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
+
+    def begin(self) -> None:
+        """Be ready to say where this process is, also before its first meeting."""
+        self._monitor.watch()
 
     def meet(self, text: str, label: str) -> list[str]:
         """Write this process's text for the next operation, and wait for those of the others.
@@ -128,7 +132,8 @@ class Session:
         if not self._gone:
             self._gone = True
             with contextlib.suppress(RuntimeError, OSError):
-                self.store.set(f"left/{self.rank}", f"left after {self.last}, because {reason}")
+                when = f"after {self.last}" if self.last else "before any operation"
+                self.store.set(f"left/{self.rank}", f"left {when}, because {reason}")
 
     def _notice_the_end(self) -> bool:
         if _default_store() is self.base:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from accel_state import rendezvous
+from accel_state import rendezvous, watch
 from accel_state.devices import row
 from accel_state.enums import DistributedType
 from accel_state.split import split
@@ -296,6 +296,7 @@ def wait(process: Process) -> None:
             f"Process {process.rank} of {process.world_size} cannot wait for the others: the process group "
             "has been destroyed. Do this before destroy_process_group() or end_training()."
         )
+    watch.waits(process)
     rendezvous.barrier(row(process.device), process.device)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from accel_state import env, rendezvous
+from accel_state import env, rendezvous, watch
 from accel_state.affinity import set_numa_affinity
 from accel_state.control import ProcessControl, describe, wait
 from accel_state.devices import DEVICES, DeviceRow, default_device, detect, row
@@ -201,6 +201,7 @@ def _initialize(cpu: bool, options: dict[str, Any]) -> None:
     if env.get("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(process.local_rank)
     PartialState._shared_state.update(process=process, fork_launched=env.get("FORK_LAUNCHED"))
+    watch.joined(process)
 
 
 def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformation]:

@@ -29,7 +29,7 @@ from accel.trackers import session
 from accel.uneven import join_uneven_inputs
 from accel.utils.missing import not_yet
 from accel_data.prepare import skip_first_batches
-from accel_ops import collectives, contract, padding
+from accel_ops import collectives, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
 from accel_optim.scaler import get_grad_scaler
@@ -367,12 +367,6 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
     deepspeed_ulysses_dl_adapter = not_yet("Accelerator.deepspeed_ulysses_dl_adapter")
 
     # Collectives
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process has come here; in debug mode, see first that all mean to wait."""
-        if self.process.debug:
-            contract.check("wait_for_everyone", process=self.process, one_place=False)
-        super().wait_for_everyone()
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes along their first dimension, leaf by leaf."""
