@@ -49,6 +49,24 @@ def test_preparing_twice_is_preparing_once():
     assert (len(accelerator._schedulers), len(accelerator._dataloaders)) == (1, 1)
 
 
+def test_one_loader_is_prepared_once_for_each_way():
+    accelerator = Accelerator()
+    *_, raw, _ = make()
+    loader = accelerator.prepare(raw)
+
+    assert accelerator.prepare(raw, loader) == (loader, loader)
+    assert accelerator.prepare_data_loader(raw, device_placement=False) is not loader
+    accelerator.dataloader_config.even_batches = False
+    uneven = accelerator.prepare(raw)
+    assert uneven is not loader
+    assert accelerator.prepare(raw) is uneven
+    assert len(accelerator._dataloaders) == 3
+    assert Accelerator().prepare(raw) not in accelerator._dataloaders
+    accelerator.free_memory()
+    assert accelerator.prepare(raw) not in (loader, uneven)
+    assert len(accelerator._dataloaders) == 1
+
+
 def test_one_object_given_twice_in_a_call_is_prepared_once():
     accelerator = Accelerator()
     model, optimizer, *_ = make()

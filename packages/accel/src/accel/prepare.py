@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,6 +29,11 @@ __all__ = [
     "prepare_scheduler",
     "prepared_optimizer",
 ]
+
+_made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple[Any, ...]]] = (
+    WeakKeyDictionary()
+)
+"""For prepared loaders: what each was made from, and with which settings."""
 
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
@@ -143,6 +149,12 @@ def prepare_loader(
 ) -> Any:
     """Shard a loader over the engine's data-parallel processes; twice is once."""
     config = accelerator.dataloader_config
+    place = accelerator.device_placement if place is None else place
+    asked = (place, slice_fn_for_dispatch, list(accelerator.rng_types), *vars(config).values())
+    for known in accelerator._dataloaders:
+        source = _made_from.get(known)
+        if source is not None and source[0]() is loader and source[1] == asked:
+            return known
     rank, size = accelerator.engine.data_shard
     prepared = prepare_data_loader(
         loader,
@@ -150,7 +162,7 @@ def prepare_loader(
         num_processes=size,
         process_index=rank,
         split_batches=config.split_batches,
-        put_on_device=accelerator.device_placement if place is None else place,
+        put_on_device=place,
         rng_types=list(accelerator.rng_types),
         dispatch_batches=config.dispatch_batches,
         even_batches=config.even_batches,
@@ -168,6 +180,8 @@ def prepare_loader(
         prepared.gradient_state = accelerator.gradient_state
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
+    if prepared is not loader:
+        _made_from[prepared] = ref(loader), asked
     return prepared
 
 
