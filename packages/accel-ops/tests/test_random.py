@@ -23,6 +23,8 @@ def test_one_seed_fixes_all_generators():
     set_seed(6)
     assert all(a != b for a, b in zip(numbers(), first, strict=True))
     set_seed(2**40)  # more than NumPy's 32 bits
+    set_seed(numpy.int64(5))
+    assert numbers() == first
 
 
 @pytest.mark.parametrize("seed", [1.5, "1", None, True])

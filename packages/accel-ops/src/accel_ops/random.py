@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy
 import torch
@@ -33,8 +34,9 @@ def set_seed(
     Raises:
         TypeError: If the seed is not an integer.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not isinstance(seed, SupportsIndex) or isinstance(seed, bool):
         raise TypeError(f"set_seed takes an integer, but got {seed!r}.")
+    seed = index(seed)  # NumPy's integers, which seeds of sweeps often are, too
     if device_specific:
         seed += (process or current_process()).rank
     random.seed(seed)
