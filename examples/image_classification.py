@@ -154,18 +154,24 @@ def main(args: argparse.Namespace) -> None:
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         log_with=JSONLinesTracker(args.output_dir / "digits.jsonl") if args.with_tracking else None,
     )
+    num_micro_batches = accelerator.gradient_accumulation_steps  # the launcher's flag comes before ours
+    if args.batch_size % num_micro_batches:
+        raise ValueError(
+            f"--batch_size {args.batch_size} cannot be cut into --gradient_accumulation_steps "
+            f"{num_micro_batches} equal micro-batches"
+        )
     if args.with_tracking:
         accelerator.init_trackers("digits", config=vars(args))
     set_seed(args.seed)  # before the model is made: every process starts from the same weights
 
     train_set, test_set = digits()
     # drop_last: each step averages over a full batch, so that losses compare from step to step.
-    micro_batch = args.batch_size // args.gradient_accumulation_steps
+    micro_batch = args.batch_size // num_micro_batches
     train_loader = DataLoader(train_set, batch_size=micro_batch, shuffle=True, drop_last=True)
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
     model = CNN()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    steps_per_epoch = math.ceil(len(train_loader) / args.gradient_accumulation_steps)
+    steps_per_epoch = math.ceil(len(train_loader) / num_micro_batches)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=args.lr, total_steps=args.num_epochs * steps_per_epoch
     )
@@ -213,13 +219,7 @@ def parse_args() -> argparse.Namespace:
     add("--output-dir", "--output_dir", type=Path, default=Path("digits-output"), help="where logs go")
     add("--save", action="store_true", help="save the weights to OUTPUT_DIR/model.safetensors")
     add("--print-losses", "--print_losses", action="store_true", help="print the loss of every step")
-    args = parser.parse_args()
-    if args.batch_size % args.gradient_accumulation_steps:
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be cut into --gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps} equal micro-batches"
-        )
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

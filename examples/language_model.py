@@ -206,6 +206,12 @@ def main(args: argparse.Namespace) -> None:
         # A loader's batch size counts the sequences of all processes together, not those of each.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
+    num_micro_batches = accelerator.gradient_accumulation_steps  # the launcher's flag comes before ours
+    if args.batch_size % num_micro_batches:
+        raise ValueError(
+            f"--batch_size {args.batch_size} cannot be cut into --gradient_accumulation_steps "
+            f"{num_micro_batches} equal micro-batches"
+        )
     set_seed(args.seed)
 
     files = stdlib_files()
@@ -221,7 +227,7 @@ def main(args: argparse.Namespace) -> None:
     stride = max(1, len(held_out_set) // args.eval_sequences)
     test_set = Subset(held_out_set, range(0, len(held_out_set), stride)[: args.eval_sequences])
 
-    micro_batch = args.batch_size // args.gradient_accumulation_steps
+    micro_batch = args.batch_size // num_micro_batches
     train_loader = DataLoader(train_set, batch_size=micro_batch, shuffle=True, drop_last=True)
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
     if len(train_loader) == 0:
@@ -268,11 +274,6 @@ def parse_args() -> argparse.Namespace:
     add("--cpu", action="store_true", help="train on the CPU even where there is an accelerator")
     add("--cache_dir", type=Path, default=Path.home() / ".cache" / "accel-examples")
     args = parser.parse_args()
-    if args.batch_size % args.gradient_accumulation_steps:
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be cut into --gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps} equal micro-batches"
-        )
     if args.n_embd % args.n_head:
         parser.error(f"--n_embd {args.n_embd} is not a multiple of --n_head {args.n_head}")
     return args

@@ -140,10 +140,22 @@ def test_saved_weights_can_be_read(launched, tmp_path):
     assert {name: tuple(weight.shape) for name, weight in weights.items()}["head.weight"] == (10, 64)
 
 
-def test_a_batch_that_cannot_be_cut_is_refused(launched):
-    run = launched(IMAGES, "--gradient_accumulation_steps", "5", launcher="python")
+def test_the_launchers_accumulation_flag_comes_before_the_scripts(run, launched):
+    args = ["--num_epochs", "2", "--print-losses"]
+    by_the_script = step_losses(run(IMAGES, ONE, *args, "--gradient_accumulation_steps", "2"))
+    by_the_launcher = launched(
+        IMAGES, *args, num_processes=1, launch_args=["--cpu", "--gradient_accumulation_steps", "2"]
+    )
 
-    assert run.returncode == 2
+    assert by_the_launcher.returncode == 0, by_the_launcher.stderr
+    assert step_losses(by_the_launcher.stdout) == by_the_script
+
+
+@pytest.mark.parametrize("script", [IMAGES, LANGUAGE])
+def test_a_batch_that_cannot_be_cut_is_refused(launched, script):
+    run = launched(script, "--batch_size", "48", "--gradient_accumulation_steps", "5", launcher="python")
+
+    assert run.returncode == 1
     assert "--batch_size 48 cannot be cut into --gradient_accumulation_steps 5" in run.stderr
 
 
