@@ -1,9 +1,10 @@
 from itertools import cycle, islice
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.order import SeedableRandomSampler
@@ -147,6 +148,89 @@ def test_a_pass_starts_at_any_position(case, start):
         steps = shard.start // shard.step_size
 
         assert list(shard) == whole[steps:]
+
+
+class Counted(list):
+    """An order that counts which of its entries are taken."""
+
+    def __init__(self, entries):
+        super().__init__(entries)
+        self.taken = []
+
+    def __getitem__(self, where):
+        found = super().__getitem__(where)
+        self.taken += found if isinstance(where, slice) else [found]
+        return found
+
+    def __iter__(self):
+        raise AssertionError("the order is walked")
+
+
+@given(cases, st.integers(0, 20))
+def test_a_process_takes_its_own_share_of_the_order_and_no_more(case, steps):
+    length, size, processes, split, even, drop_last = case
+    size *= processes if split else 1
+    for rank in range(processes):
+        order = Counted(range(length))
+        shard = BatchSamplerShard(
+            BatchSampler(SequentialSampler(order), size, drop_last), processes, rank, split, even
+        )
+        shard._order = lambda order=order: order
+        shard.start = steps * shard.step_size
+        seen = [index for batch in shard for index in batch]
+
+        assert sorted(order.taken) == sorted(seen)
+
+
+def shares_of_torchs_samplers():
+    for sampler in (
+        SequentialSampler(range(50)),
+        RandomSampler(range(50), generator=torch.Generator().manual_seed(1)),
+        SeedableRandomSampler(range(50), data_seed=1),
+    ):
+        shard = BatchSamplerShard(BatchSampler(sampler, 4, False), 4, 3)
+        shard.start = 16
+        yield list(shard), len(shard)
+
+
+@pytest.mark.parametrize("walked", [BatchSampler, SequentialSampler, RandomSampler, SeedableRandomSampler])
+def test_torchs_samplers_are_never_walked(monkeypatch, walked):
+    expected = list(shares_of_torchs_samplers())
+    monkeypatch.setattr(walked, "__iter__", lambda self: pytest.fail("it is walked"))
+
+    assert list(shares_of_torchs_samplers()) == expected
+    assert [len(batches) for batches, _ in expected] == [3] * 3
+
+
+class Walks:
+    """A sampler that counts how often it is walked, and how far."""
+
+    batch_size = 4
+
+    def __init__(self, entries):
+        self.entries = entries
+        self.walks = self.given = 0
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __iter__(self):
+        self.walks += 1
+        for entry in self.entries:
+            self.given += 1
+            yield entry
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize("start", [0, 32])
+@pytest.mark.parametrize("batched", [False, True])
+def test_other_samplers_are_walked_once(processes, start, batched):
+    walks = Walks(chunks(list(range(70)), 4) if batched else range(70))
+    shard = BatchSamplerShard(walks if batched else BatchSampler(walks, 4, False), processes, 0)
+    shard.start = start
+    for epoch in (1, 2):
+        assert next(index for batch in shard for index in batch) == start
+        assert (walks.walks, walks.given) == (epoch, epoch * len(walks))
 
 
 @given(st.integers(0, 70), st.integers(1, 5), st.integers(1, 8))
