@@ -77,6 +77,7 @@ def test_gpu_ids_become_the_mask(plan: Any) -> None:
         (("--num_processes", "2"), {}, "4"),
         (("--num_processes", "16"), {}, "1"),
         (("--num_processes", "2"), {"OMP_NUM_THREADS": "3"}, "3"),
+        (("--num_processes", "2"), {"OMP_NUM_THREADS": "4,2"}, "4,2"),  # for nested parallel regions
         (("--num_processes", "2", "--num_cpu_threads_per_process", "5"), {"OMP_NUM_THREADS": "3"}, "5"),
         ((), {}, None),
         (("--num_cpu_threads_per_process", "6"), {}, "6"),

@@ -54,6 +54,8 @@ def _limited(read: Callable[[str], Any], low: float, high: float, allowed: str) 
 
 _MACHINE_RANGE: dict[str, Any] = {"convert": machine_range, "allowed": "N or MIN:MAX, at least 1"}
 _COUNT = _limited(int, 1, inf, "an integer, at least 1")
+# OpenMP takes a list too, one number per level of nesting; the first is that of a process.
+_THREADS = _limited(lambda text: int(text.partition(",")[0]), 1, inf, "an integer, at least 1")
 _INDEX = _limited(int, 0, inf, "an integer, at least 0")
 _PORT = _limited(int, 0, 65535, "an integer from 0 (any free port) to 65535")
 _SECONDS = _limited(float, 0, inf, "seconds, at least 0")
@@ -132,7 +134,7 @@ _RESOURCES = [
         "resources",
         "num_cpu_threads_per_process",
         "OMP_NUM_THREADS",
-        **_COUNT,
+        **_THREADS,
         note="CPU threads of each process (OMP_NUM_THREADS); by default the cores over the processes.",
     ),
     _environment(
