@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -12,7 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_optim.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
+from accel_optim.scaler import get_grad_scaler
+from accel_optim.window import Window
 from accel_state.gradient import GradientState
+from accel_state.handlers import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -136,6 +140,57 @@ def test_a_state_dict_continues_bit_for_bit(name: str) -> None:
         optimizer.step(closure)
 
     assert_same(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("LBFGS")])
+def test_in_windows_it_equals_the_plain_optimizer_bit_for_bit(name: str) -> None:
+    def run(window: Window | None) -> tuple[nn.Module, Optimizer]:
+        model, batches = model_for(name)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        if window is not None:
+            optimizer = AcceleratedOptimizer(optimizer, gradient_state=window.gradient_state)
+        for index in range(9):
+            with window or contextlib.nullcontext():
+                (model(batches[index % 3]).square().mean() / 3).backward()
+                if window is not None or index % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model, optimizer
+
+    plain_model, plain = run(None)
+    model, wrapped = run(Window(GradientState.new(GradientAccumulationPlugin(num_steps=3))))
+
+    assert_same(model.state_dict(), plain_model.state_dict())
+    assert_same(wrapped.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("LBFGS")])
+def test_with_a_scaler_it_equals_torchs_recipe_bit_for_bit(name: str) -> None:
+    def run(wrap: bool) -> tuple[nn.Module, Optimizer, torch.amp.GradScaler, list[bool]]:
+        model, batches = model_for(name)
+        scaler = get_grad_scaler(device_type="cpu", init_scale=256.0, growth_interval=2)
+        inner = OPTIMIZERS[name](list(model.parameters()))
+        optimizer = AcceleratedOptimizer(inner, scaler=scaler) if wrap else inner
+        skipped = []
+        for index in range(6):
+            factor = float("inf") if index == 3 else 1.0
+            scaler.scale(model(batches[index % 3]).square().mean() * factor).backward()
+            if isinstance(optimizer, AcceleratedOptimizer):
+                optimizer.step()
+                skipped.append(optimizer.step_was_skipped)
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        return model, optimizer, scaler, skipped
+
+    plain_model, plain, recipe, _ = run(False)
+    model, wrapped, scaler, skipped = run(True)
+
+    assert_same(model.state_dict(), plain_model.state_dict())
+    assert_same(wrapped.state_dict(), plain.state_dict())
+    assert scaler.state_dict() == recipe.state_dict()
+    assert skipped == [False, False, False, True, False, False]
 
 
 def simple() -> tuple[nn.Parameter, AcceleratedOptimizer, GradientState]:
@@ -328,6 +383,47 @@ def test_the_step_count_follows_kernels_that_read_it(option: str) -> None:
     AcceleratedOptimizer(inner)
 
     assert inner.state[parameter]["step"].device.type == "meta"
+
+
+ON_DEVICE = {
+    "Adam": {},
+    "Adam-foreach": {"foreach": True},
+    "Adam-fused": {"fused": True},
+    "Adam-capturable": {"capturable": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("moved_after", [False, True])
+def test_a_state_dict_from_the_host_continues_on_the_device(name: str, moved_after: bool) -> None:
+    """As plain torch does on the device, also for a model that moves there after its optimizer was loaded."""
+
+    def step(parameter: nn.Parameter, optimizer: Optimizer) -> None:
+        parameter.grad = torch.arange(4.0, device=parameter.device)
+        optimizer.step()
+
+    plain = nn.Parameter(torch.ones(4, device="cuda"))
+    alone = torch.optim.Adam([plain], lr=0.1, **ON_DEVICE[name])
+    step(plain, alone)
+    saved = move_to_device(alone.state_dict(), "cpu")
+    again = nn.Parameter(plain.detach().cpu() if moved_after else plain.detach().clone())
+    inner = torch.optim.Adam([again], lr=0.1)
+    if moved_after:
+        inner.load_state_dict(saved)
+        again.data = again.data.cuda()
+        optimizer = AcceleratedOptimizer(inner)
+    else:
+        optimizer = AcceleratedOptimizer(inner)
+        optimizer.load_state_dict(saved)
+    placed = optimizer.state[again]
+
+    assert placed["exp_avg"].device == again.device
+    assert placed["step"].device == alone.state[plain]["step"].device
+    step(plain, alone)
+    step(again, optimizer)
+    assert_same(again.detach(), plain.detach())
 
 
 def test_move_to_device() -> None:

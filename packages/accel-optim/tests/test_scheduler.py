@@ -93,6 +93,50 @@ def test_each_step_moves_the_schedule_num_processes_times(name: str, processes: 
     assert rates(name, False, 3, processes) == alone[processes - 1 :: processes]
 
 
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_in_windows_it_moves_as_the_plain_scheduler_does_per_step(name: str) -> None:
+    """Nine micro-batches in windows of two: four steps, and a tail that the loader's end closes."""
+    state = GradientState.new(GradientAccumulationPlugin(num_steps=2))
+    window, loader = Window(state), Loader()
+    state._add_dataloader(loader)
+    parameter, optimizer = parameter_and_optimizer()
+    scheduler = AcceleratedScheduler(SCHEDULERS[name](optimizer), optimizer, num_processes=1)
+    seen = []
+    for index in range(9):
+        loader.end_of_dataloader = index == 8
+        with window:
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+            scheduler.step(*metric(name, (index - 1) // 2 if index < 8 else 4))
+            optimizer.zero_grad()
+            if state.sync_gradients:
+                seen.append([float(rate) for rate in scheduler.get_last_lr()])
+
+    assert seen == rates(name, None, 5)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_skipped_step_moves_no_schedule(name: str, processes: int) -> None:
+    GradientState()._add_dataloader(loader := Loader())
+    scaler = get_grad_scaler(device_type="cpu", init_scale=16.0)
+    parameter, optimizer = parameter_and_optimizer(scaler)
+    inner = SCHEDULERS[name](optimizer)
+    scheduler = AcceleratedScheduler(inner, optimizer, num_processes=processes)
+    for index in range(4):
+        scaler.scale((parameter * (math.inf if index % 2 else 1.0)).sum()).backward()
+        before = copy.deepcopy(scheduler.state_dict())
+        optimizer.step()
+        scheduler.step(*metric(name, index))
+        optimizer.zero_grad()
+        if index % 2:
+            assert repr(scheduler.state_dict()) == repr(before)
+
+    moves = 1 if name == "ReduceLROnPlateau" else processes
+    assert [scheduler.get_last_lr()] == rates(name, None, 2 * moves)[-1:]
+    assert loader is GradientState().active_dataloader
+
+
 class Loader:
     end_of_dataloader = False
     remainder = -1
@@ -210,6 +254,20 @@ def test_split_batches_moves_once() -> None:
     scheduler.step()
 
     assert scheduler.get_last_lr() == [0.5]
+
+
+def test_one_setting_makes_it_one_move_per_step() -> None:
+    state = GradientState.new(GradientAccumulationPlugin(num_steps=2, step_scheduler_per_process=False))
+    window = Window(state)
+    parameter, optimizer = parameter_and_optimizer()
+    scheduler = AcceleratedScheduler(lrs.StepLR(optimizer, 1, gamma=0.5), optimizer, num_processes=4)
+    for _ in range(6):
+        with window:
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+            scheduler.step()
+
+    assert scheduler.get_last_lr() == [0.125]
 
 
 def test_extra_moves_stop_at_the_end_of_the_schedule_and_real_ones_do_not() -> None:

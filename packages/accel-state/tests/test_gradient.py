@@ -25,6 +25,7 @@ def test_defaults() -> None:
     assert state.initialized
     assert (state.num_steps, state.plugin_kwargs) == (1, {})
     assert (state.adjust_scheduler, state.sync_with_dataloader, state.sync_each_batch) == (True, True, False)
+    assert state.step_scheduler_per_process
     assert state.sync_gradients
     assert not state.is_xla_gradients_synced
     assert (state.in_dataloader, state.active_dataloader, state.dataloader_references) == (False, None, [])
@@ -33,12 +34,17 @@ def test_defaults() -> None:
 
 def test_plugin_sets_the_window() -> None:
     plugin = GradientAccumulationPlugin(
-        num_steps=4, adjust_scheduler=False, sync_with_dataloader=False, sync_each_batch=True
+        num_steps=4,
+        adjust_scheduler=False,
+        sync_with_dataloader=False,
+        sync_each_batch=True,
+        step_scheduler_per_process=False,
     )
     state = GradientState(plugin)
 
     assert state.num_steps == 4
     assert (state.adjust_scheduler, state.sync_with_dataloader, state.sync_each_batch) == (False, False, True)
+    assert not state.step_scheduler_per_process
 
 
 def test_bare_state_is_a_handle_on_the_newest() -> None:

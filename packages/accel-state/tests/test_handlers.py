@@ -30,6 +30,7 @@ def test_documented_defaults():
         "adjust_scheduler": True,
         "sync_with_dataloader": True,
         "sync_each_batch": False,
+        "step_scheduler_per_process": True,  # accel's own, and after the documented ones
     }
     assert defaults_of(TorchDynamoPlugin) == {
         "backend": None,

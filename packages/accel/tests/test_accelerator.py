@@ -307,7 +307,7 @@ def test_wrong_kinds_are_named_with_the_fix():
 
 def test_what_is_documented_and_not_built_raises_by_name():
     accelerator = Accelerator()
-    for name in ("lomo_backward", "maybe_context_parallel", "deepspeed_ulysses_dl_adapter", "save_model"):
+    for name in ("maybe_context_parallel", "deepspeed_ulysses_dl_adapter", "save_model"):
         with pytest.raises(NotImplementedError, match=f"Accelerator.{name}"):
             getattr(accelerator, name)()
     with pytest.raises(NotImplementedError, match="fp8"):

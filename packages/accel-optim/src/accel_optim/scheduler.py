@@ -21,9 +21,13 @@ class AcceleratedScheduler:
 
     **Each real step moves the schedule `num_processes` times**, unless `split_batches` is set. N processes
     that each read full batches go through the data in 1/N of the steps, and a schedule whose length was
-    chosen for one process ends at the same place in the data. To have one move per optimizer step instead,
-    pass `num_processes=1` (or `split_batches=True`) and give the schedule's length in optimizer steps. Extra
-    moves stop at the `total_steps` of a schedule that has one.
+    chosen for one process ends at the same place in the data. Extra moves stop at the `total_steps` of a
+    schedule that has one. To have one move per optimizer step instead, on any number of processes, set
+    `GradientAccumulationPlugin(step_scheduler_per_process=False)` and give the schedule's length in optimizer
+    steps; with `split_batches` it is so already.
+
+    Accumulation changes nothing in this: a window is one step, and the schedule's length counts steps and not
+    micro-batches.
 
     `ReduceLROnPlateau`, whose patience counts measurements and not steps, moves once per call; a measurement
     that is given outside of any loader's iteration always counts.
@@ -35,9 +39,10 @@ class AcceleratedScheduler:
         split_batches: Whether the loaders split one batch over the processes, so that the number of steps
             does not depend on the number of processes.
         gradient_state: The accumulation window's state to follow; by default the newest. Its
-            `adjust_scheduler` says whether calls inside a window are counted in the scheduler's
-            `_step_count`, torch's number of calls, as they would be in the same loop without accumulation;
-            the learning rate does not depend on it.
+            `step_scheduler_per_process` turns the `num_processes` moves into one. Its `adjust_scheduler` says
+            whether calls inside a window are counted in the scheduler's `_step_count`, torch's number of
+            calls, as they would be in the same loop without accumulation; the learning rate does not depend
+            on it.
         num_processes: Number of processes that read different data; by default all.
     """
 
@@ -122,6 +127,8 @@ class AcceleratedScheduler:
 
     def _move(self, *args: Any, **kwargs: Any) -> None:
         self.scheduler.step(*args, **kwargs)
+        if self._moves == 1 or not self.gradient_state.step_scheduler_per_process:
+            return
         length = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._moves - 1):
             # The number of processes need not divide the schedule's length; torch refuses a step beyond it.

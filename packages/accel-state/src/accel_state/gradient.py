@@ -76,7 +76,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers are adjusted to the number of accumulated micro-batches."""
+        """Whether a scheduler's calls inside a window are counted; they never change the learning rate."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
@@ -88,6 +88,11 @@ class GradientState:
     def sync_each_batch(self) -> bool:
         """Whether gradients are synchronised in every micro-batch (less memory in some engines)."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def step_scheduler_per_process(self) -> bool:
+        """Whether schedules move once per process at each optimizer step, or once."""
+        return bool(self.plugin_kwargs.get("step_scheduler_per_process", True))
 
     @property
     def sync_gradients(self) -> bool:

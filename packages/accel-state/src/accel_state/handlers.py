@@ -193,10 +193,14 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Micro-batches per optimizer step; None for the Accelerator's own setting.
-        adjust_scheduler: Count the scheduler's steps in micro-batches, for a scheduler that was made without
-            regard to accumulation.
+        adjust_scheduler: Count the calls of a scheduler inside a window in its `_step_count`, torch's number
+            of calls. The learning rate does not depend on it: a schedule moves with optimizer steps, and its
+            length is given in these.
         sync_with_dataloader: End the window at the end of the loader, full or not.
         sync_each_batch: Synchronise gradients at each micro-batch: more communication, less memory.
+        step_scheduler_per_process: Move schedules once per process at each optimizer step, for schedules
+            whose length was chosen for one process. When False, one optimizer step is one move, on any
+            number of processes.
 
     Raises:
         ValueError: If num_steps is not a positive integer.
@@ -206,6 +210,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    step_scheduler_per_process: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         steps = self.num_steps
