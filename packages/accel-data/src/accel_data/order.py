@@ -33,6 +33,7 @@ Order = range | torch.Tensor | list[Any] | Iterator[Any]
 
 _MASK = 2**64 - 1
 _CHUNK = 1024  # entries taken at once from a sampler without a length
+_PIECE = 65536  # entries of an order turned into a list at once
 
 
 def mix_seed(seed: int, epoch: int) -> int:
@@ -104,7 +105,8 @@ class SeedableRandomSampler(RandomSampler):
         return draw(self, torch.Generator().manual_seed(mix_seed(self.initial_seed, self.epoch)))
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.order().tolist()
+        for piece in self.order().split(_PIECE):  # as Python's integers it takes ten times the memory
+            yield from piece.tolist()
         self.set_epoch(self.epoch + 1)
 
 
