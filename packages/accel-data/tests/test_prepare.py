@@ -1,3 +1,4 @@
+import inspect
 import random
 
 import pytest
@@ -205,6 +206,32 @@ def test_a_batch_sampler_of_another_class_is_shared_out(size, drop_last):
     )
 
 
+@given(st.lists(st.integers(1, 5), max_size=20), st.integers(1, 8), st.integers(1, 8), st.integers(0, 6))
+def test_batches_of_varying_size_stay_whole(sizes, processes, later, steps):
+    batches = [list(range(sum(sizes[:number]), sum(sizes[: number + 1]))) for number in range(len(sizes))]
+
+    def make():
+        return DataLoader(range(sum(sizes)), batch_sampler=batches)
+
+    loaders = prepared(make, processes, even_batches=False)
+    steps = min(steps, len(batches) // processes)
+    iterators = [iter(loader) for loader in loaders]
+    seen = [[next(iterator).tolist() for iterator in iterators] for _ in range(steps)]
+    state = loaders[0].state_dict()
+    again = prepared(make, later, even_batches=False)
+    for loader in again:
+        loader.load_state_dict(state)
+
+    assert [batch for step in seen for batch in step] == batches[: steps * processes]
+    left = batches[steps * processes :]
+    assert [[batch.tolist() for batch in loader] for loader in again] == [
+        left[rank::later] for rank in range(later)
+    ]
+    assert [[batch.tolist() for batch in loader] for loader in again] == [
+        batches[rank::later] for rank in range(later)
+    ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("processes", "persistent"), [(1, True), (3, False)])
 def test_workers_change_nothing(stream, processes, persistent):
@@ -317,7 +344,7 @@ SETTINGS = {
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("skip", [False, True])
 def test_settings_are_kept(dataset, dispatch, skip):
-    settings = {**SETTINGS, "generator": torch.Generator()}
+    settings = {**SETTINGS, "generator": torch.Generator(), "drop_last": True}
     given_loader = DataLoader(dataset, 4, **settings)
     loader = prepare_data_loader(given_loader, num_processes=1, process_index=0, dispatch_batches=dispatch)
     if skip:
@@ -328,6 +355,26 @@ def test_settings_are_kept(dataset, dispatch, skip):
         assert getattr(loader, name) == getattr(given_loader, name), name
     assert loader.batch_size == 4
     assert prepare_data_loader(loader) is loader
+
+
+def test_there_are_no_other_settings():
+    """A new parameter of torch's DataLoader must be kept too, and tested above."""
+    sampling = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
+
+    assert set(inspect.signature(DataLoader.__init__).parameters) - {"self"} == sampling | set(SETTINGS)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_settings_are_used(dispatch):
+    settings = {**SETTINGS, "pin_memory": False, "multiprocessing_context": None, "collate_fn": tuple}
+    one = {"num_processes": 1, "process_index": 0, "data_seed": 2, "dispatch_batches": dispatch}
+    workers = prepare_data_loader(DataLoader(range(21), 4, shuffle=True, **settings), **one)
+    alone = prepare_data_loader(DataLoader(range(21), 4, shuffle=True, collate_fn=tuple), **one)
+    for _ in range(2):
+        batches = list(workers)
+        assert batches == list(alone)
+        assert {type(batch) for batch in batches} == {tuple}
+    assert list(skip_first_batches(workers, 4)) == list(alone)[4:]
 
 
 def test_settings_are_kept_when_a_plain_loader_skips():
