@@ -208,6 +208,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return self._hold_back(closure)
         self._held_back = 0
         if self._steps_in_backward:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             return None
         if self.scaler is not None:
             return self._step_scaled(self.scaler, closure)
