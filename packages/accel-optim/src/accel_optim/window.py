@@ -10,17 +10,20 @@ A window is the group of micro-batches whose gradients one optimizer step uses:
             optimizer.zero_grad()          # likewise
 
 What the window decides is published in `GradientState.sync_gradients`; optimizer, scheduler, scaler and DDP
-read it there, and nothing else sets it. What a window knows lives here, so that a total weight (the number of
-tokens of a ragged window, say) is one more number beside `step`, opened and closed with it.
+read it there, and nothing else sets it. What a window knows lives here: beside the number of its
+micro-batches, the total weight of its losses (see `accel_optim.weight`), which opens and closes with it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from accel_optim.weight import Weight, WindowWeight, positive, ratio
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from accel_optim.weight import Gradients
     from accel_state.gradient import GradientState
 
 __all__ = ["Window"]
@@ -39,6 +42,9 @@ class Window:
       micro-batch takes the place of the failed one. (Gradients that its backward pass had already written
       stay.)
 
+    The losses of a window are either means, of which each is divided by `num_steps` (`loss_scale`), or sums
+    with a weight, which together are divided by the weight of the whole window (`weigh`); not both.
+
     Args:
         gradient_state: Where the settings are read, at every micro-batch, and the decision is published.
     """
@@ -47,7 +53,11 @@ class Window:
         self.gradient_state = gradient_state
         self._step = 0
         self._depth = 0
-        self._before = (0, True)
+        self._before = (0, True, False)
+        self._inside = False  # a micro-batch
+        self._has_means = False
+        self._weight: WindowWeight | None = None
+        self._estimate: Weight | None = None
 
     @property
     def step(self) -> int:
@@ -60,6 +70,7 @@ class Window:
             raise ValueError(f"The number of micro-batches in a window cannot be negative, got {step}.")
         # A count that never went back at a boundary (as some checkpoints hold it) means the same position.
         self._step = step % self.gradient_state.num_steps
+        self._forget_losses()
         self.gradient_state._set_sync_gradients(self._step == 0)
 
     @property
@@ -79,6 +90,11 @@ class Window:
             Whether it does. The same is found in `gradient_state.sync_gradients` from now on.
         """
         state = self.gradient_state
+        if self._step == 0:
+            self._forget_losses()
+        elif self._weight is not None:
+            self._weight.next_micro_batch()
+        self._inside = True
         count = self._step + 1
         closes = count >= state.num_steps or (state.sync_with_dataloader and state.end_of_dataloader)
         self._step = 0 if closes else count
@@ -90,18 +106,60 @@ class Window:
 
         This is 1 / num_steps. A window that the loader's end closes early is scaled by the same number, as
         documented for gradient_accumulation_steps.
+
+        Raises:
+            ValueError: If the window has losses with a weight.
         """
+        if self._weight is not None and self._is_open:
+            raise ValueError(_MIXED)
+        self._has_means = True
         return 1.0 / self.gradient_state.num_steps
+
+    def weigh(self, weight: Any, gradients: Gradients) -> Weight:
+        """Count the weight of this micro-batch, and return what its sum of losses is multiplied by.
+
+        With it the window's gradient is that of the sum of all its losses over the sum of all its weights, on
+        all processes: what one batch with all the items has. A window whose weights are all 0 has the
+        gradient 0. Outside of any micro-batch, each call is a window of its own.
+
+        At the window's end (and once in the first window) the processes add up their weights, so all of them
+        call it there. What is left of earlier windows' gradients is scaled along with this one's.
+
+        Args:
+            weight: How many items the loss is the sum over; a number, or a tensor of one element. Several
+                losses of one micro-batch give the same weight, and each is divided by the window's total.
+            gradients: The gradients that the window gathers. Those gathered so far are corrected at its end.
+
+        Returns:
+            The factor: a number, or a tensor without dimensions on the accelerator.
+
+        Raises:
+            TypeError: If the weight is no number.
+            ValueError: If it is negative, not finite, or not the one that the micro-batch has, or if the
+                window has losses without a weight.
+        """
+        if self._has_means and self._is_open:
+            raise ValueError(_MIXED)
+        if not self._inside:
+            self._next_outside()
+        own = self._weight = self._weight or WindowWeight()
+        own.count(weight)
+        if self.gradient_state.sync_gradients:
+            return ratio(gradients.divisor, self._agree(own, gradients))
+        if own.norm is None:
+            own.norm = self._expected(own, gradients)
+        return gradients.divisor / own.norm
 
     def reset(self) -> None:
         """Forget the open window: the next micro-batch starts a new one, and until then steps are real."""
         self._step = 0
-        self._before = (0, True)
+        self._before = (0, True, False)
+        self._forget_losses()
         self.gradient_state._set_sync_gradients(True)
 
     def __enter__(self) -> Window:
         if self._depth == 0:
-            self._before = (self._step, self.gradient_state.sync_gradients)
+            self._before = (self._step, self.gradient_state.sync_gradients, self._has_means)
             self.advance()
         self._depth += 1
         return self
@@ -110,6 +168,51 @@ class Window:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._depth -= 1
-        if self._depth == 0 and kind is not None:
-            self._step, synced = self._before
+        if self._depth > 0:
+            return
+        self._inside = False
+        if kind is not None:
+            self._step, synced, self._has_means = self._before
             self.gradient_state._set_sync_gradients(synced)
+            if self._weight is not None:
+                self._weight.forget_micro_batch()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._inside or self._step > 0
+
+    def _forget_losses(self) -> None:
+        self._has_means = False
+        self._weight = None
+
+    def _next_outside(self) -> None:
+        if self._step == 0:
+            self._forget_losses()
+        elif self._weight is not None:
+            self._weight.next_micro_batch()
+
+    def _expected(self, own: WindowWeight, gradients: Gradients) -> Weight:
+        """The total to expect: the last one, or in the first window what its first micro-batch suggests."""
+        if self._estimate is None:
+            assert own.current is not None, "it was counted"
+            total = gradients.total_weight(own.current) * self.gradient_state.num_steps
+            self._estimate = positive(total, 1.0)
+        return self._estimate
+
+    def _agree(self, own: WindowWeight, gradients: Gradients) -> Weight:
+        """Add up the window's weight, once, and correct the gradients gathered so far."""
+        if own.total is None:
+            assert own.current is not None, "it was counted"
+            total = gradients.total_weight(own.gathered + own.current)
+            if own.norm is not None:
+                gradients.scale(ratio(own.norm, total))
+            own.total = total
+            own.norm = self._estimate = positive(total, 1.0 if self._estimate is None else self._estimate)
+        return own.total
+
+
+_MIXED = (
+    "backward was called both with and without a weight in one accumulation window. Without one, each loss "
+    "is a mean and counts 1 / gradient_accumulation_steps; with one, losses are sums and count by their "
+    "weights. Give a weight with every loss (weight=1 for one that is a mean), or with none."
+)

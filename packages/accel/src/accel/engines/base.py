@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -77,6 +77,9 @@ class Engine:
     """One process, one device. Other engines override what differs."""
 
     name = "single"
+
+    gradient_reduction: Literal["mean", "sum"] = "mean"
+    """What the gradients of the processes of `data_shard` become: their mean or their sum."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -159,6 +162,33 @@ class Engine:
         if self.context.scaler is not None:
             loss = self.context.scaler.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over the processes whose gradients are reduced together.
+
+        Args:
+            weight: A number, or a tensor without dimensions on the accelerator.
+            dtype: The precision of tensors.
+
+        Returns:
+            The same on all processes: a number where the host knows it without waiting, else a tensor.
+        """
+        return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
+
+    @torch.no_grad()
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients gathered in this window, before its last backward pass reduces them."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                gradient = gradient._values()  # also of one that is not coalesced
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            own = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+            torch._foreach_mul_(gradients, own)
 
     def grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0

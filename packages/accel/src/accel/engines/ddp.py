@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine
+from accel_ops import collectives
 from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["DDPEngine", "sync_in_backward"]
@@ -24,6 +25,8 @@ class DDPEngine(Engine):
     """Every process holds the whole model; gradients are averaged in backward."""
 
     name = "ddp"
+
+    _is_joining = False
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -61,6 +64,27 @@ class DDPEngine(Engine):
         ddp = _ddp(model)
         return contextlib.nullcontext() if ddp is None or _learns_graph(ddp) else ddp.no_sync()
 
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes, in one small collective.
+
+        Raises:
+            RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
+        """
+        if self._is_joining:
+            raise RuntimeError(
+                "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
+                "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
+                "(the default) or give each process as many batches, the missing ones with a loss and a "
+                "weight of 0."
+            )
+        process = self.context.process
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full(
+                (), weight, dtype=dtype, device=process.device
+            )  # filled there: no copy, no wait
+        total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        return total if total.device.type != "cpu" else float(total)
+
     @property
     def joins_uneven_inputs(self) -> bool:
         """DDP has torch's Join."""
@@ -73,7 +97,16 @@ class DDPEngine(Engine):
             TypeError: If an object can take no part in it.
         """
         members = [member for item in joinables if (member := _joinable(item)) is not None]
-        return Join(members) if members else contextlib.nullcontext()
+        return self._joined(members) if members else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _joined(self, members: list[Joinable]) -> Iterator[None]:
+        self._is_joining = True
+        try:
+            with Join(members):
+                yield
+        finally:
+            self._is_joining = False
 
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:

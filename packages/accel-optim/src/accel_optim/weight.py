@@ -1,0 +1,134 @@
+"""The weights of a window: what the losses of its micro-batches are sums over, and what divides them.
+
+A loss that is summed over a ragged number of items (the tokens of a batch) is worth as much as it has items.
+The gradient of the mean over all items of a window, on all processes, is
+
+    gradient(sum of the losses) / sum of the weights
+
+and the second sum is known at the window's end alone. Until then losses are divided by an estimate, the total
+of the window before, so that gradients stay near their final size (fp16 needs that). At the end the processes
+add up their weights, once; the gradients gathered so far are corrected by estimate / total, and the last
+losses are divided by the total itself. Every factor is the same on all processes, so it does not matter at
+which micro-batches an engine reduces gradients.
+
+Weights are Python numbers wherever the host knows them. On an accelerator they may be tensors of its own,
+which the host never reads.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+__all__ = ["Gradients", "Weight", "WindowWeight", "check_weight", "positive", "ratio"]
+
+Weight: TypeAlias = "float | torch.Tensor"
+
+
+class Gradients(Protocol):
+    """What a weighted window asks of the engine that reduces its gradients."""
+
+    @property
+    def divisor(self) -> int:
+        """What reducing over the processes divides by: their number for a mean, 1 for a sum."""
+
+    def total_weight(self, weight: Weight) -> Weight:
+        """Add up a weight over the processes; all of them call it, and get the same."""
+
+    def scale(self, factor: Weight) -> None:
+        """Multiply the gradients gathered so far."""
+
+
+class WindowWeight:
+    """The weight of one open window.
+
+    Attributes:
+        gathered: The sum over the micro-batches before this one, on this process.
+        current: The weight of the micro-batch at hand; None until it is known.
+        total: The sum over the window and all processes; None before the last micro-batch.
+        norm: What the losses of the gradients gathered so far were divided by; None without any.
+    """
+
+    def __init__(self) -> None:
+        self.gathered: Weight = 0.0
+        self.current: Weight | None = None
+        self.total: Weight | None = None
+        self.norm: Weight | None = None
+        self._given: Any = None
+
+    def count(self, given: Any) -> None:
+        """Take the weight of the micro-batch at hand, or see that it is the one which it has.
+
+        Args:
+            given: A number, or a tensor of one element.
+
+        Raises:
+            TypeError, ValueError: If it is not a weight; see `check_weight`.
+            ValueError: If the micro-batch has another weight already.
+        """
+        if self.current is None:
+            self.current, self._given = check_weight(given), given
+        elif given is not self._given and not bool(self.current == (weight := check_weight(given))):
+            raise ValueError(
+                f"backward got weight={float(weight)} in a micro-batch with weight={float(self.current)}. "
+                "The weight is that of the micro-batch: give the same one with each of its losses, or add "
+                "the losses up. Losses that are means over different numbers of items need an Accelerator "
+                "each."
+            )
+
+    def next_micro_batch(self) -> None:
+        """Add the micro-batch at hand to those gathered, and make room for the next."""
+        if self.current is not None:
+            self.gathered = self.gathered + self.current
+        self.forget_micro_batch()
+
+    def forget_micro_batch(self) -> None:
+        """Make room for another micro-batch in the place of the one at hand."""
+        self.current = self.total = self._given = None
+
+
+def check_weight(weight: Any) -> Weight:
+    """Return a weight as a number, or as a tensor without dimensions where only an accelerator knows it.
+
+    Args:
+        weight: A number of at least 0, or a tensor of one element. The values of tensors on an accelerator
+            are not looked at, which would wait for it.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is negative or not finite, or a tensor of several elements.
+    """
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise ValueError(
+                f"backward got a weight of shape {tuple(weight.shape)}; it takes one number: the sum."
+            )
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())
+        weight = weight.item()
+    if not isinstance(weight, Real):
+        raise TypeError(f"backward got weight={weight!r}; it takes a number, or a tensor of one element.")
+    number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(
+            f"backward got weight={number}; it takes a number of at least 0: how many items the loss is the "
+            "sum over."
+        )
+    return number
+
+
+def ratio(numerator: Weight, denominator: Weight) -> Weight:
+    """Divide; what is divided by zero is zero, because a window without weight has no gradient."""
+    if isinstance(denominator, torch.Tensor):
+        return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(denominator))
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def positive(weight: Weight, otherwise: Weight) -> Weight:
+    """Return the weight where it is above zero, and something else where it is not."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, weight, otherwise)
+    return weight if weight > 0 else otherwise
