@@ -1,10 +1,11 @@
 """Sharded, exact, resumable data loaders for PyTorch."""
 
 from accel_data.__about__ import __version__
-from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
+from accel_data.adapter import DataLoaderAdapter, get_sampler
 from accel_data.config import DataLoaderConfiguration
 from accel_data.dispatch import DataLoaderDispatcher
 from accel_data.iterable import IterableDatasetShard
+from accel_data.mixin import DataLoaderStateMixin
 from accel_data.order import SeedableRandomSampler
 from accel_data.prepare import prepare_data_loader, skip_first_batches
 from accel_data.samplers import BatchSamplerShard, SkipBatchSampler

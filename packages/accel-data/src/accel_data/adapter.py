@@ -11,16 +11,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from accel_data.cursor import Pass, Progress, from_state, to_state
 from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard
 from accel_data.order import SeedableRandomSampler
+from accel_data.place import Mark, Trail
 from accel_data.samplers import BatchSamplerShard, SkipBatchSampler
 from accel_data.seeds import keyed, pass_key
-from accel_state.gradient import GradientState
 from accel_state.imports import require
 
 __all__ = [
     "DataLoaderAdapter",
-    "DataLoaderStateMixin",
     "Unbatched",
     "get_sampler",
+    "handed_on",
     "innermost",
     "loader_class",
     "opened",
@@ -39,51 +39,6 @@ _KEPT = (
     "in_order",
 )
 _KEPT_WITH_WORKERS = ("multiprocessing_context", "prefetch_factor")
-
-
-class DataLoaderStateMixin:
-    """What a loader tells while it is iterated.
-
-    Attributes:
-        end_of_dataloader: Whether the batch at hand is the last one.
-        remainder: Real samples in the last step of all processes if that is not full, else 0; -1 where not
-            known.
-        real_samples: How many samples of each process in the batch at hand are real, the rest being padding
-            at the end of that process's batch; None if nothing is padded.
-        batch_rows: How many samples, padding included, the batch at hand has on every process; None if
-            nothing is padded.
-        gradient_state: The state that is told when iteration begins and ends.
-    """
-
-    end_of_dataloader: bool
-    remainder: int
-    real_samples: tuple[int, ...] | None
-    batch_rows: int | None
-    gradient_state: GradientState
-
-    def __init__(self) -> None:
-        self.gradient_state = GradientState()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was known about the last batch."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.real_samples = None
-        self.batch_rows = None
-
-    def begin(self) -> None:
-        """Begin an iteration: this loader becomes the active one of its gradient state."""
-        self.reset()
-        self.remainder = self._known_remainder()
-        self.gradient_state._add_dataloader(self)
-
-    def end(self) -> None:
-        """End the iteration: the loader that was active before is so again."""
-        self.gradient_state._remove_dataloader(self)
-
-    def _known_remainder(self) -> int:
-        return -1
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -245,6 +200,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self._progress.sample_seed if seed is None else seed
 
     @property
+    def _blocks_per_step(self) -> int:
+        """How many batches that are read from a stream make a step."""
+        return 1
+
+    @property
     def _unbatched(self) -> bool:
         """Whether each item of the dataset goes out as it is, so that its number of samples is not known."""
         return self.batch_size is None and (self._shard is None or isinstance(self.sampler, Unbatched))
@@ -294,19 +254,46 @@ class DataLoaderAdapter(DataLoader[Any]):
         self, started: Pass, shard: IterableDatasetShard
     ) -> Iterator[tuple[tuple[int, ...] | None, Any]]:
         """Read (real, batch) from an iterable dataset."""
-        if self._reads is None:
-            reader = BlockReader(shard, shared=self.num_workers > 0)
+        begin = started.begin
+        place = begin.stream
+        if self._reads is None or place is not None:  # workers that live on do not know a place
+            reader = BlockReader(shard, self.num_workers > 0, place)
             shard.counts_rows = self.batch_size is None
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
             self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
-        self._reads.dataset.seek(started.begin.epoch, started.begin.consumed)  # type: ignore[attr-defined]
-        return self._open(self._reads, started)
+        self._reads.dataset.seek(begin.epoch, begin.consumed, place is not None)  # type: ignore[attr-defined]
+        started.trail = Trail(place, self._blocks_per_step)
+        over = begin.consumed // (shard.share * shard.num_processes) if place is None else 0
+        return handed_on(self._open(self._reads, started), started, over)
 
     def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:
         """Start torch's own iteration over this loader, or over the one that reads for it."""
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
         return keyed(loader, lambda: opened(lambda: iterate(loader), started), key)
+
+
+def handed_on(
+    blocks: Iterator[Any], started: Pass, over: int
+) -> Iterator[tuple[tuple[int, ...] | None, Any]]:
+    """Hand on what workers have read, and note where they were.
+
+    Args:
+        blocks: (real, batch, mark) of each block.
+        started: The pass.
+        over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
+
+    Yields:
+        (real, batch)
+    """
+    trail = started.trail
+    assert trail is not None
+    for number, (real, batch, mark) in enumerate(blocks):
+        if number < over and isinstance(mark, Mark):
+            trail.pass_over(mark)
+        else:
+            trail.add(mark, started.steps)
+            yield real, batch
 
 
 def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from accel_data.place import Place, Trail
+
 __all__ = ["Cursor", "Pass", "Progress", "from_state", "to_state"]
 
 _VERSION = 1
@@ -28,6 +30,8 @@ class Cursor:
         batches: Batches handed out to each process in this epoch.
         step_size: Samples of one step, all processes together, in the run that stopped here.
         generator: State of the user's generator when the epoch began.
+        stream: The place in a dataset that can only be read from the front; None for others, and where it is
+            not known, so that `consumed` samples are passed over.
     """
 
     epoch: int = 0
@@ -35,6 +39,7 @@ class Cursor:
     batches: int = 0
     step_size: int = 1
     generator: torch.Tensor | None = None
+    stream: Place | None = None
 
     def after(self, num_batches: int) -> int:
         """Return how many samples the epoch's first `num_batches` batches hold, counted as that run did."""
@@ -51,6 +56,7 @@ class Pass:
         steps: Batches handed out since.
         generator: State of the user's generator when it began.
         resumed: Whether it goes on with an epoch that another run has begun.
+        trail: Where the batches of a stream were read.
     """
 
     begin: Cursor
@@ -58,6 +64,7 @@ class Pass:
     steps: int = 0
     generator: torch.Tensor | None = None
     resumed: bool = False
+    trail: Trail | None = None
 
     def cursor(self) -> Cursor:
         """Return the present place."""
@@ -66,7 +73,8 @@ class Pass:
         if self.limit is not None:
             consumed = min(consumed, max(self.limit, begin.consumed))
         batches = begin.batches + self.steps
-        return replace(begin, consumed=consumed, batches=batches, generator=self.generator)
+        stream = begin.stream if self.trail is None else self.trail.place(self.steps)
+        return replace(begin, consumed=consumed, batches=batches, generator=self.generator, stream=stream)
 
 
 class Progress:
@@ -118,7 +126,8 @@ class Progress:
         consumed, batches = place.consumed, place.batches
         if skip_batches:
             consumed, batches = place.after(skip_batches), skip_batches
-        begin = Cursor(self.epoch, consumed, batches, step_size, place.generator)
+        stream = place.stream and place.stream.moved(consumed - place.consumed, consumed)
+        begin = Cursor(self.epoch, consumed, batches, step_size, place.generator, stream)
         self._latest = Pass(begin, limit, resumed=resumed is not None and resumed.batches > 0)
         return self._latest
 
@@ -164,10 +173,13 @@ def to_state(cursor: Cursor, seed: int | None, length: int | None, sample_seed: 
         sample_seed: What the seeds of single samples are made of.
 
     Returns:
-        A dict of numbers, None and one tensor, which torch.save and weights-only loading take.
+        A dict of numbers, None and one tensor, which torch.save and weights-only loading take, and the states
+        of a dataset that has some of its own.
     """
     seeds = {"seed": seed, "sample_seed": sample_seed}
-    return {"version": _VERSION, **seeds, "length": length, **asdict(cursor)}
+    stream = None if cursor.stream is None else cursor.stream.to_state()
+    place = {**asdict(replace(cursor, stream=None)), "stream": stream}
+    return {"version": _VERSION, **seeds, "length": length, **place}
 
 
 def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit: int | None) -> Cursor:
@@ -187,7 +199,7 @@ def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit
             not exist.
     """
     place = ("epoch", "consumed", "batches", "step_size", "generator")
-    expected = {"version", "seed", "sample_seed", "length", *place}
+    expected = {"version", "seed", "sample_seed", "length", *place, "stream"}
     if not isinstance(state, Mapping) or not expected <= set(state):
         seen = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
@@ -209,7 +221,8 @@ def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit
             f"The state is that of {kinds[not seeded]} loader, but this is {kinds[seeded]} one. Load the "
             "states in the order in which the loaders were prepared when they were saved."
         )
-    cursor = Cursor(*(state[name] for name in place))
+    stream = None if state["stream"] is None else Place.from_state(state["stream"])
+    cursor = Cursor(*(state[name] for name in place), stream=stream)
     _check_place(cursor, limit)
     return cursor
 

@@ -7,17 +7,17 @@ divides itself over the workers is left to do so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain, count, islice
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from accel_data.checks import check_divides, check_place
 from accel_data.layout import Layout
+from accel_data.place import Mark, Place
+from accel_data.stream import Source, Stream, read
 from accel_ops.tree import ignorant_find_batch_size
 
 __all__ = [
@@ -25,9 +25,7 @@ __all__ = [
     "BlockReader",
     "CollateBlock",
     "IterableDatasetShard",
-    "Stream",
     "count_rows",
-    "open_stream",
 ]
 
 
@@ -35,12 +33,14 @@ class Block(NamedTuple):
     """The samples of one batch of one process.
 
     Args:
-        samples: The samples, padding included.
+        samples: The samples, padding included; none for a batch that is to be passed over.
         real: How many samples of each process are real in this step; None if none is padded.
+        mark: Where the stream is after it.
     """
 
     samples: list[Any]
     real: tuple[int, ...] | None
+    mark: Place | Mark
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -91,6 +91,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.epoch = 0
+        self._source = Source(dataset)
         self.counts_rows = False  # whether an item is a whole batch, whose rows are counted as samples
 
     @property
@@ -123,42 +124,47 @@ class IterableDatasetShard(IterableDataset[Any]):
         for block in self.blocks():
             yield from block.samples
 
-    def blocks(self, start: int = 0) -> Iterator[Block]:
+    def blocks(self, start: int = 0, place: Place | None = None) -> Iterator[Block]:
         """Read the batches of this process, or of this worker of it.
 
         Args:
-            start: Number of samples of the stream to pass over first.
+            start: Number of samples of the stream to pass over first. Workers that divide the dataset cannot
+                know how many of them are theirs: they also give the batches before it, without samples where
+                they are sure.
+            place: Where to start instead.
 
         Yields:
             One block per batch.
         """
         layout = self._layout()
-        stream = open_stream(self.dataset)
-        if stream.divided:  # the workers' batches before `start` came in turn
-            start = len(range(stream.worker, start // layout.group, stream.num_workers)) * layout.group
-        head = list(islice(stream.samples, layout.group))  # padding comes from here
-        samples = islice(chain(head, stream.samples), start, None)
+        needs_head = layout.even and not layout.drop_last
+        stream, head, mark = read(self._source, layout.group, start, place, needs_head)
+        over = _surely_before(start // layout.group, stream) if place is None else 0
         for number in count():
-            group = list(islice(samples, layout.group))
+            group = list(islice(stream.samples, layout.group))
             if not group:
                 return
             mine = stream.divided or number % stream.num_workers == stream.worker
-            if mine and (block := self._own(group, head, layout)):
-                yield block
+            if mine and (own := self._own(group, head, layout)):
+                samples, real = own
+                yield Block([] if number < over else samples, real, mark())
 
-    def _own(self, group: list[Any], head: list[Any], layout: Layout) -> Block | None:
+    def _own(
+        self, group: list[Any], head: list[Any], layout: Layout
+    ) -> tuple[list[Any], tuple[int, ...] | None] | None:
         first = self.process_index * layout.share
         missing = layout.group - len(group)
         if not missing:
-            return Block(group[first : first + layout.share], None)
+            return group[first : first + layout.share], None
         size = layout.tail_sizes(len(group))[self.process_index]
         if not size:
             return None
         real = layout.padded(len(group))
         if real and self.counts_rows:
             real = tuple(count_rows(group[rank]) if there else 0 for rank, there in enumerate(real))
-        group = group + [head[i % len(head)] for i in range(missing)]
-        return Block(group[first : first + size], real)
+        if real:
+            group = group + [head[i % len(head)] for i in range(missing)]
+        return group[first : first + size], real
 
     def _layout(self) -> Layout:
         return Layout(self.share, self.num_processes, self.drop_last, self.even_batches)
@@ -172,31 +178,34 @@ class BlockReader(IterableDataset[Any]):
     Args:
         shard: The shard.
         shared: Whether there are workers.
+        place: Where the first pass starts, if it is in the middle of an epoch that another run has begun.
     """
 
-    def __init__(self, shard: IterableDatasetShard, shared: bool) -> None:
+    def __init__(self, shard: IterableDatasetShard, shared: bool, place: Place | None = None) -> None:
         self.shard = shard
-        place = torch.zeros(2, dtype=torch.int64)
-        self.place = place.share_memory_() if shared else place  # type: ignore[no-untyped-call]
+        self.place = place
+        where = torch.zeros(3, dtype=torch.int64)
+        self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
-    def seek(self, epoch: int, start: int) -> None:
+    def seek(self, epoch: int, start: int, from_place: bool = False) -> None:
         """Choose where the next pass starts.
 
         Args:
             epoch: Number of the epoch.
             start: Number of samples of its stream to pass over.
+            from_place: Whether to start at the place instead.
         """
-        self.place[0], self.place[1] = epoch, start
+        self.where[0], self.where[1], self.where[2] = epoch, start, from_place
 
     def __iter__(self) -> Iterator[Block]:
-        epoch, start = self.place.tolist()
+        epoch, start, from_place = self.where.tolist()
         if get_worker_info() is not None:
             self.shard.set_epoch(epoch)
-        return self.shard.blocks(start)
+        return self.shard.blocks(start, self.place if from_place else None)
 
 
 class CollateBlock:
-    """Turns a block into (real, batch).
+    """Turns a block into (real, batch, mark).
 
     Args:
         collate_fn: Makes the batch.
@@ -207,71 +216,18 @@ class CollateBlock:
         self.collate_fn = collate_fn
         self.batched = batched
 
-    def __call__(self, block: Block) -> tuple[tuple[int, ...] | None, Any]:
-        """Return how much of the block is real, and its batch."""
+    def __call__(self, block: Block) -> tuple[tuple[int, ...] | None, Any, Place | Mark]:
+        """Return how much of the block is real, its batch, and where the stream is after it."""
         samples = block.samples
-        return block.real, self.collate_fn(samples if self.batched else samples[0])
+        batch = self.collate_fn(samples if self.batched else samples[0]) if samples else None
+        return block.real, batch, block.mark
 
 
-class Stream(NamedTuple):
-    """A dataset that is being read, maybe in a worker of a loader.
-
-    Args:
-        samples: What is left of it.
-        worker: Index of the worker; 0 where there is none.
-        num_workers: Number of workers; 1 where there are none.
-        divided: Whether the dataset gives each worker samples of its own, so that they need not take turns.
-    """
-
-    samples: Iterator[Any]
-    worker: int = 0
-    num_workers: int = 1
-    divided: bool = False
-
-
-def open_stream(dataset: Iterable[Any]) -> Stream:
-    """Start reading a dataset.
-
-    Args:
-        dataset: The dataset. If it asks for the number of workers before it gives its first sample, it
-            divides itself over them.
-
-    Returns:
-        The stream.
-    """
-    info = get_worker_info()
-    if info is None:
-        return Stream(iter(dataset))
-    with _watched(info) as watch:
-        samples = iter(dataset)
-        head = list(islice(samples, 1))
-    return Stream(chain(head, samples), info.id, info.num_workers, watch.asked)
+def _surely_before(number: int, stream: Stream) -> int:
+    """Return how many batches of this worker come before batch `number` of all, whoever ends early."""
+    return len(range(stream.worker, number, stream.num_workers)) if stream.divided else 0
 
 
 def count_rows(item: Any) -> int:
     """Return the batch size of an item; 1 if it has none."""
     return ignorant_find_batch_size(item) or 1
-
-
-class _Watch:
-    """A worker's information that notes whether somebody asks for the number of workers."""
-
-    def __init__(self, info: Any) -> None:
-        self.info = info
-        self.asked = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "num_workers":
-            self.asked = True
-        return getattr(self.info, name)
-
-
-@contextmanager
-def _watched(info: Any) -> Iterator[_Watch]:
-    # torch has no public way to see this; get_worker_info returns this variable.
-    watch = _Watch(info)
-    torch_worker._worker_info = watch  # type: ignore[assignment]
-    try:
-        yield watch
-    finally:
-        torch_worker._worker_info = info

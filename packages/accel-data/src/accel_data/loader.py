@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.adapter import DataLoaderAdapter
 from accel_data.checks import check_skip
 from accel_data.cursor import Pass
 from accel_data.iterable import count_rows
 from accel_data.layout import Share
+from accel_data.mixin import DataLoaderStateMixin
 from accel_ops.tree import send_to_device
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         started = self._start_pass()
         self.begin()
         exhausted = False
+        batches: Iterator[Any] = iter(())
         try:
             batches, share = self._read(started)
             for step, batch in enumerate(batches, 1):
@@ -67,6 +70,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 yield batch if self.device is None else self._to_device(batch)
             exhausted = True
         finally:
+            if isinstance(batches, Generator):  # what reads ahead ends now
+                batches.close()
             self._progress.finish(started, exhausted)
             self.end()
 
@@ -109,27 +114,28 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
 
-def noted(items: Iterator[Item]) -> tuple[Iterator[Any], Share]:
+def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
     """Take the batches out of items, and note in a share what else they tell."""
     share = Share()
 
     def batches() -> Iterator[Any]:
-        for number, (batch, real, last) in enumerate(items, 1):
-            share.now = real
-            if last:
-                share.num_batches, share.real = number, real
-            yield batch
+        with closing(items):
+            for number, (batch, real, last) in enumerate(items, 1):
+                share.now = real
+                if last:
+                    share.num_batches, share.real = number, real
+                yield batch
 
     return batches(), share
 
 
-def looked_up(batches: Iterable[Any], share: Share) -> Iterator[Item]:
+def looked_up(batches: Iterable[Any], share: Share) -> Generator[Item, None, None]:
     """Tell which batch is the last one by reading one ahead, for a sampler without a length."""
     for batch, _, last in look_ahead((batch, None) for batch in batches):
         yield batch, (share.real if last else None), last
 
 
-def look_ahead(batches: Iterator[tuple[Any, Real]]) -> Iterator[Item]:
+def look_ahead(batches: Iterator[tuple[Any, Real]]) -> Generator[Item, None, None]:
     """Tell which batch is the last one by reading one ahead."""
     present = next(batches, None)
     if present is None:

@@ -1,0 +1,52 @@
+"""What a loader tells while it is iterated."""
+
+from __future__ import annotations
+
+from accel_state.gradient import GradientState
+
+__all__ = ["DataLoaderStateMixin"]
+
+
+class DataLoaderStateMixin:
+    """What a loader tells while it is iterated.
+
+    Attributes:
+        end_of_dataloader: Whether the batch at hand is the last one.
+        remainder: Real samples in the last step of all processes if that is not full, else 0; -1 where not
+            known.
+        real_samples: How many samples of each process in the batch at hand are real, the rest being padding
+            at the end of that process's batch; None if nothing is padded.
+        batch_rows: How many samples, padding included, the batch at hand has on every process; None if
+            nothing is padded.
+        gradient_state: The state that is told when iteration begins and ends.
+    """
+
+    end_of_dataloader: bool
+    remainder: int
+    real_samples: tuple[int, ...] | None
+    batch_rows: int | None
+    gradient_state: GradientState
+
+    def __init__(self) -> None:
+        self.gradient_state = GradientState()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was known about the last batch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.real_samples = None
+        self.batch_rows = None
+
+    def begin(self) -> None:
+        """Begin an iteration: this loader becomes the active one of its gradient state."""
+        self.reset()
+        self.remainder = self._known_remainder()
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """End the iteration: the loader that was active before is so again."""
+        self.gradient_state._remove_dataloader(self)
+
+    def _known_remainder(self) -> int:
+        return -1

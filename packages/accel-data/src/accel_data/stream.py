@@ -1,0 +1,317 @@
+"""Reading a stream from its start or from a place in it, in the main process or in a worker of a loader."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from accel_data.place import Mark, Part, Place
+
+__all__ = ["Counted", "Reading", "Source", "Stream", "open_stream", "read"]
+
+
+class Stream(NamedTuple):
+    """A dataset that is being read, maybe in a worker of a loader.
+
+    Args:
+        samples: What is left of it.
+        worker: Index of the worker; 0 where there is none.
+        num_workers: Number of workers; 1 where there are none.
+        divided: Whether the dataset gives each worker samples of its own, so that they need not take turns.
+    """
+
+    samples: Iterator[Any]
+    worker: int = 0
+    num_workers: int = 1
+    divided: bool = False
+
+
+class Reading(NamedTuple):
+    """A stream that is being read from some place on.
+
+    Args:
+        stream: What is left of it.
+        head: The first samples of its epoch, as many as a step of all processes has.
+        mark: Returns where the stream is.
+    """
+
+    stream: Stream
+    head: list[Any]
+    mark: Callable[[], Place | Mark]
+
+
+class Counted:
+    """An iterator that counts what it gives.
+
+    Args:
+        samples: What it gives.
+        count: Samples before the first one.
+    """
+
+    def __init__(self, samples: Iterator[Any], count: int = 0) -> None:
+        self.samples = samples
+        self.count = count
+        self.ended = False
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> Any:
+        for sample in self.samples:
+            self.count += 1
+            return sample
+        self.ended = True
+        raise StopIteration
+
+
+class Source:
+    """A dataset that is opened again and again, at its start or at a state of its own.
+
+    Args:
+        dataset: The dataset. It has states if it has `state_dict` and `load_state_dict`, as those of torchdata
+            and Hugging Face `datasets` have.
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self.dataset = dataset
+        self.has_state = _has_state(dataset)
+        self._initial: bytes | None = None
+
+    def open(self, part: Part | None = None, worker: tuple[int, int] | None = None) -> Stream:
+        """Start reading.
+
+        Args:
+            part: Where to start; None for the start of the epoch.
+            worker: (index, number) of the worker that the dataset is to think it is in, in place of this one.
+        """
+        if part is not None and part.ended:
+            return Stream(iter(()))
+        state = part.state if part is not None and self.has_state else None
+        if self.has_state:
+            self._go_to(state)
+        stream = open_stream(self.dataset, worker)
+        if part is None or state is not None:
+            return stream
+        return stream._replace(samples=islice(stream.samples, part.read, None))
+
+    def part(self, samples: Counted) -> Part:
+        """Return how far the dataset has been read."""
+        if samples.ended or not self.has_state:
+            return Part(samples.count, ended=samples.ended)
+        # Pickled at once: what state_dict returns may change while the dataset is read.
+        return Part(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
+
+    def _go_to(self, state: bytes | None) -> None:
+        dataset: Any = self.dataset
+        if self._initial is None:  # nothing has been read yet
+            self._initial = pickle.dumps(dataset.state_dict())
+            if state is None:
+                return
+        dataset.load_state_dict(pickle.loads(state or self._initial))
+
+
+def read(source: Source, group: int, start: int, place: Place | None, needs_head: bool) -> Reading:
+    """Start reading a stream.
+
+    Args:
+        source: The dataset.
+        group: Samples of a step of all processes.
+        start: Samples to pass over, if there is no place. A dataset that divides itself over workers is read
+            from the start of its parts: how far each of them was is not known.
+        place: Where to start.
+        needs_head: Whether the first samples of the epoch may be needed, to pad the last step.
+    """
+    if place is None:
+        return _from_start(source, group, start)
+    info = get_worker_info()
+    parts = len(place.parts)
+    in_turn = place.left == place.chunk == group and not place.ahead
+    if in_turn and info is not None and parts == info.num_workers > 1:
+        return _own_part(source, group, place, info.id, needs_head)
+    return _all_parts(source, group, place, needs_head)
+
+
+def _from_start(source: Source, group: int, start: int) -> Reading:
+    stream = source.open()
+    head = list(islice(stream.samples, group))
+    samples = chain(head, stream.samples)
+    if not stream.divided:
+        counted = Counted(islice(samples, start, None), start)
+        return Reading(
+            stream._replace(samples=counted),
+            head,
+            lambda: Place(group, group, parts=(source.part(counted),)),
+        )
+    counted = Counted(samples)
+    worker, workers = stream.worker, stream.num_workers
+    return Reading(
+        stream._replace(samples=counted),
+        head,
+        lambda: Mark(worker, workers, group, source.part(counted)),
+    )
+
+
+def _own_part(source: Source, group: int, place: Place, worker: int, needs_head: bool) -> Reading:
+    """Go on with one part of a divided stream; the loader's first worker gets the one whose turn it is."""
+    workers = len(place.parts)
+    number = (worker + place.turn) % workers
+    part = place.parts[number]
+    head = _head(source, group, (number, workers)) if needs_head else []
+    counted = Counted(source.open(part, (number, workers)).samples, part.read)
+    return Reading(
+        Stream(counted, number, workers, divided=True),
+        head,
+        lambda: Mark(number, workers, group, source.part(counted)),
+    )
+
+
+def _all_parts(source: Source, group: int, place: Place, needs_head: bool) -> Reading:
+    """Go on with all parts of a stream, in the order in which the workers took turns."""
+    info = get_worker_info()
+    worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+    head = _head(source, group, (0, len(place.parts))) if needs_head else []
+    turns = _Turns(source, place)
+    turns.pass_over(place.ahead)
+    return Reading(Stream(turns, worker, workers), head, turns.place)
+
+
+def _head(source: Source, count: int, worker: tuple[int, int]) -> list[Any]:
+    return list(islice(source.open(worker=worker).samples, count))
+
+
+class _Turns:
+    """The samples of the parts of a stream, chunk by chunk in turn."""
+
+    def __init__(self, source: Source, start: Place) -> None:
+        self.chunk, self.left, self.turn = start.chunk, start.left, start.turn
+        self.parts = list(start.parts)
+        copied = source.has_state and len(self.parts) > 1  # one dataset has one state
+        self.sources = [copy.deepcopy(source) if copied else source for _ in self.parts]
+        # A part is opened when it is its turn: opening reads a sample ahead.
+        self.open: list[Counted | None] = [None] * len(self.parts)
+        self.ended = 0  # parts in a row that had nothing to give
+
+    def __iter__(self) -> _Turns:
+        return self
+
+    def __next__(self) -> Any:
+        while self.ended < len(self.parts):
+            if not self.left:
+                self._next_turn()
+            for sample in self._samples():
+                self.left -= 1
+                self.ended = 0
+                return sample
+            self.ended += self.left == self.chunk
+            self.left = 0
+        raise StopIteration
+
+    def pass_over(self, samples: int) -> None:
+        """Leave out samples, counted as a run counts them: a part's last, short chunk as a whole one."""
+        while samples > 0 and self.ended < len(self.parts):
+            wanted = min(self.left, samples)
+            taken = sum(1 for _ in islice(self._samples(), wanted))
+            has_ended = not taken and self.left == self.chunk
+            self.ended = self.ended + 1 if has_ended else 0
+            if taken < wanted:
+                samples -= 0 if has_ended else self.left
+                self.left = 0
+            else:
+                samples -= wanted
+                self.left -= wanted
+            if not self.left:
+                self._next_turn()
+
+    def place(self) -> Place:
+        """Return where the stream is."""
+        for number, samples in enumerate(self.open):
+            if samples is not None:
+                self.parts[number] = self.sources[number].part(samples)
+        turn, left = self.turn, self.left
+        if not left:
+            turn, left = (turn + 1) % len(self.parts), self.chunk
+        return Place(self.chunk, left, turn, tuple(self.parts))
+
+    def _samples(self) -> Counted:
+        found = self.open[self.turn]
+        if found is None:
+            part = self.parts[self.turn]
+            stream = self.sources[self.turn].open(part, (self.turn, len(self.parts)))
+            found = self.open[self.turn] = Counted(stream.samples, part.read)
+        return found
+
+    def _next_turn(self) -> None:
+        self.turn, self.left = (self.turn + 1) % len(self.parts), self.chunk
+
+
+def open_stream(dataset: Iterable[Any], worker: tuple[int, int] | None = None) -> Stream:
+    """Start reading a dataset.
+
+    Args:
+        dataset: The dataset. If it asks for the number of workers before it gives its first sample, it
+            divides itself over them.
+        worker: (index, number) of the worker that it is to think it is in; this one by default.
+
+    Returns:
+        The stream.
+    """
+    info = get_worker_info()
+    if info is None and (worker is None or worker[1] == 1):
+        return Stream(iter(dataset))
+    index, number = (info.id, info.num_workers) if worker is None else worker  # type: ignore[union-attr]
+    with _watched(_Watch(info, index, number)) as watch:
+        samples = iter(dataset)
+        head = list(islice(samples, 1))
+    return Stream(chain(head, samples), index, number, watch.asked)
+
+
+class _Watch:
+    """A worker's information that notes whether somebody asks for the number of workers."""
+
+    def __init__(self, info: Any, index: int, number: int) -> None:
+        self.info = info
+        self.id = index
+        self.number = number
+        self.asked = False
+
+    @property
+    def num_workers(self) -> int:
+        self.asked = True
+        return self.number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.info, name)
+
+
+@contextmanager
+def _watched(watch: _Watch) -> Iterator[_Watch]:
+    # torch has no public way to see this; get_worker_info returns this variable.
+    before = torch_worker._worker_info
+    torch_worker._worker_info = watch  # type: ignore[assignment]
+    try:
+        yield watch
+    finally:
+        torch_worker._worker_info = before
+
+
+def _has_state(dataset: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(dataset, name, None)) for name in names) and not _forgets(dataset)
+
+
+def _forgets(dataset: Any) -> bool:
+    """Whether a state of a Hugging Face dataset leaves samples out: those in the buffer of a shuffle."""
+    steps = [getattr(dataset, "_ex_iterable", None)]
+    for step in steps:
+        if type(step).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())]
+        steps += [step for step in inner if step is not None]
+    return False
