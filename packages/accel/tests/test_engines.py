@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +16,7 @@ from accel.engines.single import SingleEngine
 from accel_ops.contract import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
-from accel_state.handlers import GradientAccumulationPlugin
+from accel_state.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -385,3 +387,41 @@ def test_a_compiled_model_is_saved_under_its_own_names(world, tmp_path):
     assert keys_of_a_compiled_model(str(tmp_path / "one")) == (expected, True)
     for found in world.run(keys_of_a_compiled_model, str(tmp_path / "two")):
         assert found == (expected, True)
+
+
+def seconds_until_the_group_gives_up() -> float:
+    Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=123))])
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_options_of_the_process_group_reach_it(world):
+    assert world.run(seconds_until_the_group_gives_up, init=False) == [123, 123]
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_gradients_are_clipped_by_their_true_value(precision):
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[GradScalerKwargs(init_scale=64.0)])
+    model = torch.nn.Linear(2, 1, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.tensor([[0.25, 4.0]])).sum())
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+    assert model.weight.grad.tolist() == [[0.25, 1.0]]
+
+
+class GraphBreak(torch.nn.Linear):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_options_of_torch_compile_reach_it():
+    x = torch.ones(1, 2)
+    plugin = TorchDynamoPlugin(backend="eager", fullgraph=True)
+    strict = Accelerator(dynamo_plugin=plugin).prepare(GraphBreak(2, 1))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        strict(x)
+
+    model = GraphBreak(2, 1)
+    assert torch.equal(Accelerator(dynamo_backend="eager").prepare(model)(x), model(x))
