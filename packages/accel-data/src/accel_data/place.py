@@ -1,7 +1,8 @@
 """Places in a stream: how far it has been read when a batch was handed out, and what goes into a state.
 
-A dataset may be one stream, or divide itself over the workers of a loader, which take turns at it. Then a place
-says how far each worker's part has been read, and whose turn it is, so that any number of workers can go on.
+A dataset may be one stream, or divide itself over the workers of a loader, which take turns at it. Then a
+place says how far each worker's part has been read, and whose turn it is, so that any number of workers can
+go on.
 """
 
 from __future__ import annotations

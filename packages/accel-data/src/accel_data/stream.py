@@ -75,8 +75,8 @@ class Source:
     """A dataset that is opened again and again, at its start or at a state of its own.
 
     Args:
-        dataset: The dataset. It has states if it has `state_dict` and `load_state_dict`, as those of torchdata
-            and Hugging Face `datasets` have.
+        dataset: The dataset. It has states of its own if it has `state_dict` and `load_state_dict`, as
+            those of Hugging Face `datasets` have.
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
