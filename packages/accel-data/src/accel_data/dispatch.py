@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from accel_data.adapter import Unbatched, settings
+from accel_data.ahead import read_ahead
 from accel_data.checks import check_divides
 from accel_data.cursor import Pass
 from accel_data.iterable import IterableDatasetShard, count_rows
@@ -20,7 +23,8 @@ from accel_data.loader import Item, PreparedLoader, look_ahead, noted
 from accel_data.mesh import data_ranks
 from accel_data.rounds import Read, Round, Rounds
 from accel_data.samplers import AllShards, BatchSamplerShard
-from accel_data.scatter import ABSENT, Channel
+from accel_data.scatter import ABSENT, Receiver, Sender, open_line
+from accel_ops import contract
 from accel_ops.tree import slice_tensors
 from accel_state.process import Process, current_process
 
@@ -36,7 +40,9 @@ class DataLoaderDispatcher(PreparedLoader):
     """A DataLoader that is read by process 0 alone, which hands each process its batches.
 
     Each process gets exactly what it would read by itself from a loader that shares out: batches are collated
-    one by one for their process. A batch is sent in one scatter; its structure only when it has changed.
+    one by one for their process. A process is sent its own batch only, in one message, with its structure
+    when that has changed. While a batch is used, a thread of process 0 reads and sends the next one (unless
+    reading uses the global random generators, so that what the user draws would depend on it).
 
     Args:
         dataset: The dataset. Only process 0 reads it.
@@ -87,7 +93,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.even_batches = even_batches and self.num_processes > 1
-        self._channel: Channel | None = None
+        self._link = _Link()
         super().__init__(
             dataset,
             device=device,
@@ -130,6 +136,11 @@ class DataLoaderDispatcher(PreparedLoader):
             return self._shard.step_size
         return (self.batch_size or 1) * (1 if self._sliced_items else self.num_processes)
 
+    @property
+    def _blocks_per_step(self) -> int:
+        sliced = self.split_batches if self._unbatched else self.slice_fn is not None
+        return 1 if sliced else self.num_processes
+
     def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
         if self.split_batches and unbatched:
             return AllShards(batch_sampler, even_batches=self.even_batches)
@@ -141,53 +152,81 @@ class DataLoaderDispatcher(PreparedLoader):
             size *= self.num_processes
         return IterableDatasetShard(self.dataset, size, self.drop_last, even_batches=self.even_batches)  # type: ignore[arg-type]
 
+    def _start_pass(self) -> Pass:
+        try:
+            return super()._start_pass()
+        except Exception as error:
+            if self._process.is_main and len(self._owners) > 1 and dist.is_initialized():
+                sender = self._link.sender(self._owners)
+                sender.begin()
+                sender.fail(error)
+            raise
+
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
-        process = self._process
         if len(self._owners) == 1:
             return noted(self._alone(started))
         if not dist.is_initialized():
             raise RuntimeError(
-                f"Process 0 cannot hand out batches to {process.world_size} processes: there is no process "
-                "group. Call torch.distributed.init_process_group (or make a PartialState or an "
+                f"Process 0 cannot hand out batches to {self._process.world_size} processes: there is no "
+                "process group. Call torch.distributed.init_process_group (or make a PartialState or an "
                 "Accelerator) first, or pass dispatch_batches=False."
             )
-        self._channel = self._channel or Channel(process, self._owners)
-        run = self._lead if process.is_main else self._follow
-        return noted(run(started, self._channel))
+        return noted((self._lead if self._process.is_main else self._follow)(started))
 
-    def _alone(self, started: Pass) -> Iterator[Item]:
+    def _alone(self, started: Pass) -> Generator[Item, None, None]:
         for parts, real, last in self._rounds(started):
             yield parts[0], real, last
 
-    def _lead(self, started: Pass, channel: Channel) -> Iterator[Item]:
-        rounds = self._rounds(started)
-        last = False
-        while True:
-            try:
-                found = next(rounds, None)
-                encoded = channel.encode(found[0]) if found else []
-            except Exception as error:
-                channel.fail(error)
-                raise
-            if found is None:
-                break
-            parts, real, last = found
-            channel.send(encoded, real, last)
-            yield parts[0], real, last
-        if not last:
-            channel.stop()
+    def _lead(self, started: Pass) -> Generator[Item, None, None]:
+        sender = self._link.sender(self._owners)
+        number = sender.begin()
+        try:
+            rounds = self._rounds(started)
+        except Exception as error:
+            sender.fail(error)
+            raise
+        steps = read_ahead(partial(_hand_out, rounds, sender), self._process.device)
+        self._link.reading = steps
+        try:
+            while True:
+                self._check(sender, number)
+                step = next(steps, None)
+                if step is None:
+                    return
+                yield step
+                if step.last:
+                    return
+        finally:
+            steps.close()
+            if sender.number == number:
+                sender.leave()
 
-    def _follow(self, started: Pass, channel: Channel) -> Iterator[Item]:
+    def _follow(self, started: Pass) -> Generator[Item, None, None]:
+        receiver = self._link.receiver(self._owners)
+        number = receiver.begin()
         if self.generator is None and not started.resumed:
             # Process 0 draws a seed for its workers here: the global generators stay alike.
             torch.empty((), dtype=torch.int64).random_()
-        while (message := channel.receive()) is not None:
+        while True:
+            self._check(receiver, number)
+            message = receiver.receive()
+            if message is None:
+                return
             yield message
             if message.last:
                 return
 
+    def _check(self, end: Sender | Receiver, number: int) -> None:
+        if end.number != number:
+            raise RuntimeError(
+                "Another iteration over this loader began while this one went on, and process 0 hands out "
+                "batches for one at a time. Prepare a second loader, or pass dispatch_batches=False."
+            )
+        if self._process.debug:
+            contract.check("dispatch", None, process=self._process)
+
     def _rounds(self, started: Pass) -> Iterator[tuple[list[Any], tuple[int, ...] | None, bool]]:
-        """Read the steps of a pass: the parts, the padding, and whether it is the last one."""
+        """Start to read the steps of a pass: the parts, the padding, and whether it is the last one."""
         size = self.batch_size if self._shard is None else self._shard.local_batch_size
         size = None if self._unbatched else size
         slice_fn = self.slice_fn
@@ -197,12 +236,16 @@ class DataLoaderDispatcher(PreparedLoader):
         rounds = Rounds(self.num_processes, size, even, self._drop_last, slice_fn)
         if self._shard is None:
             stream = self._stream(started, self._stream_shard())
-            reads = (Read(batch, real[0] if real else None) for real, batch in stream)
-            yield from look_ahead(iter(rounds.of(reads)))
-            return
-        reads = (Read(batch, None) for batch in self._indexed(started))
-        share = self._shard.share
-        for found, last in _with_last(rounds.of(reads), self._shard, share):
+            return look_ahead(
+                iter(rounds.of(Read(batch, real[0] if real else None) for real, batch in stream))
+            )
+        found = rounds.of(Read(batch, None) for batch in self._indexed(started))
+        return self._padded(found, self._shard, self._shard.share)
+
+    def _padded(
+        self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share
+    ) -> Iterator[tuple[list[Any], tuple[int, ...] | None, bool]]:
+        for found, last in _with_last(rounds, shard, share):
             real = self._padding(found, share.real) if last and share.real else found.real
             yield found.parts, real, last
 
@@ -226,6 +269,61 @@ class DataLoaderDispatcher(PreparedLoader):
             return real
         rows = found.real or [0 if part is ABSENT else count_rows(part) for part in found.parts]
         return tuple(size if there else 0 for size, there in zip(rows, real, strict=True))
+
+
+class _Step(NamedTuple):
+    """What process 0 gets of a step by itself; see `Item`."""
+
+    batch: Any
+    real: tuple[int, ...] | None
+    last: bool
+
+
+def _hand_out(
+    rounds: Iterator[tuple[list[Any], tuple[int, ...] | None, bool]], sender: Sender
+) -> _Step | None:
+    """Read one step and send it; runs in a thread."""
+    try:
+        found = next(rounds, None)
+        packets = sender.pack(found[0]) if found else {}
+    except Exception as error:
+        sender.fail(error)
+        raise
+    if found is None:
+        sender.stop()
+        return None
+    parts, real, last = found
+    sender.send(packets, real, last)
+    return _Step(parts[0], real, last)
+
+
+@dataclass
+class _Link:
+    """The way between process 0 and the others, which a loader shares with those made from it by skipping.
+
+    Args:
+        end: This process's end of it.
+        reading: What process 0 reads for the latest pass.
+    """
+
+    end: Sender | Receiver | None = None
+    reading: Generator[_Step, None, None] | None = None
+
+    def sender(self, owners: list[int]) -> Sender:
+        """Return the end of process 0, when nothing is read for an older pass any more."""
+        if self.reading is not None:
+            self.reading.close()
+        line = open_line()
+        if not isinstance(self.end, Sender) or self.end.line is not line:
+            self.end = Sender(line, owners)
+        return self.end
+
+    def receiver(self, owners: list[int]) -> Receiver:
+        """Return the end of another process."""
+        line = open_line()
+        if not isinstance(self.end, Receiver) or self.end.line is not line:
+            self.end = Receiver(line, owners)
+        return self.end
 
 
 class Joined:

@@ -22,6 +22,7 @@ __all__ = [
     "Order",
     "SeedableRandomSampler",
     "draw",
+    "global_states",
     "mix_seed",
     "order_of",
     "sampler_generator",
@@ -118,7 +119,12 @@ class IsolatedRNG:
 
     Args:
         seed: The 64-bit seed.
+
+    Attributes:
+        entered: How often any was entered in this process.
     """
+
+    entered = 0
 
     def __init__(self, seed: int) -> None:
         self._seed: int | None = seed
@@ -126,7 +132,8 @@ class IsolatedRNG:
         self._outside: list[Any] = []
 
     def __enter__(self) -> IsolatedRNG:
-        self._outside = [get() for get, _, _ in _global_rngs()]
+        IsolatedRNG.entered += 1
+        self._outside = global_states()
         if self._seed is not None:
             for _, _, reseed in _global_rngs():
                 reseed(self._seed)
@@ -136,7 +143,7 @@ class IsolatedRNG:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._inside = [get() for get, _, _ in _global_rngs()]
+        self._inside = global_states()
         _set_all(self._outside)
 
 
@@ -235,6 +242,11 @@ def _global_rngs() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callab
             )
         )
     return rngs
+
+
+def global_states() -> list[Any]:
+    """Return the states of the global random generators on the CPU."""
+    return [get() for get, _, _ in _global_rngs()]
 
 
 def _seed_torch(seed: int) -> None:

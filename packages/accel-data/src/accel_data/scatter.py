@@ -1,31 +1,43 @@
-"""Handing batches from process 0 to the others, in one scatter of bytes per step.
+"""Handing batches from process 0 to the others, in one message per process and step.
 
-Each process gets a buffer of the same size: a header, the structure of its batch if it has changed since the
-last one it got, and the bytes of its tensors. When a batch does not fit, the buffers grow first. Leaves that
-are no plain tensors travel inside the structure.
+The messages go through a process group of their own, so that they do not mix with the user's collectives, and
+may be sent by another thread while these run. Each process gets its own part: a header, the structure of its
+batch if that has changed, and the bytes of its tensors. The next message is on its way while a batch is used:
+process 0 does not wait until one has arrived before it sends the next, and the others ask for the next one as
+soon as they have taken one. When a message does not fit, the receivers' buffers grow first.
+
+A pass that is left early leaves messages behind. They carry the number of their pass, and are passed over.
+gloo needs the memory of a message until it has arrived, also if nobody wants it any more.
 """
 
 from __future__ import annotations
 
-import pickle
+import itertools
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 
-from accel_ops import contract
-from accel_ops.tree import TensorInformation, is_tensor_information, recursively_apply
-from accel_state.process import Process
+from accel_data.packet import Packer, Packet, Unpacker, check_alike
 
-__all__ = ["ABSENT", "Channel", "Encoded", "Message"]
+__all__ = ["ABSENT", "Line", "Message", "Receiver", "Sender", "open_line"]
 
 ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
 
-_BATCH, _GROW, _STOP, _ERROR = range(4)
-_FIELDS = 5  # of the header, before the real samples: kind, value, last, bytes of the structure, padded
+_BATCH, _GROW, _STOP, _LEAVE, _ERROR = range(5)
+_FIELDS = 6  # of the header, before the real samples: pass, kind, value, last, bytes of structure, padded
 _PAGE = 4096  # buffers grow to a multiple of this (bytes)
+
+
+_Sent = tuple[Any, torch.Tensor]
+"""Something on the way, and its memory."""
 
 
 class Message(NamedTuple):
@@ -42,181 +54,303 @@ class Message(NamedTuple):
     last: bool
 
 
-class Encoded(NamedTuple):
-    """A batch that is ready to be sent.
+@dataclass(frozen=True)
+class Line:
+    """The process group that messages go through.
 
     Args:
-        structure: The pickled tree with the shapes of its tensors; empty if it is that of the batch before.
-        tensors: Its tensors.
+        group: The group.
+        tags: Gives each loader a number of its own, the same on all processes, which make them in one order.
+        kept: What is still on the way for loaders that are no more.
     """
 
-    structure: bytes
-    tensors: list[torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way."""
-        return len(self.structure) + sum(tensor.nbytes for tensor in self.tensors)
+    group: dist.ProcessGroup
+    tags: itertools.count[int] = field(default_factory=itertools.count)
+    kept: list[_Sent] = field(default_factory=list)
 
 
-class Channel:
-    """The way from process 0 to all processes.
+_lines: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
+
+
+def open_line() -> Line:
+    """Return the line that goes with the present default process group; all processes make it together.
+
+    Raises:
+        RuntimeError: If torch was built without gloo, which moves the messages on any hardware: they hold
+            what lies in the memory of the CPU.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    if default not in _lines:
+        if not dist.is_gloo_available():
+            raise RuntimeError(
+                "Process 0 hands out batches through gloo, without which this torch was built. Install one "
+                "that has it, or pass dispatch_batches=False."
+            )
+        group = dist.new_group(backend="gloo", timeout=_timeout(default), group_desc="accel_data")
+        _lines[default] = Line(group)
+    return _lines[default]
+
+
+class _Slot:
+    """The memory of one step's messages, which are on their way."""
+
+    def __init__(self) -> None:
+        self.sent: list[_Sent] = []
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def pack(self, part: int, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """Put the pieces of a message into one buffer, shape (nbytes,)."""
+        size = sum(map(len, pieces))
+        buffer = self._buffers.get(part)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[part] = torch.empty(size + size // 4, dtype=torch.uint8)
+        return torch.cat(pieces, out=buffer[:size])
+
+    def wait(self) -> None:
+        """Wait until all have got theirs."""
+        sent, self.sent = self.sent, []
+        try:
+            for work, _ in sent:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(_GONE.format("A process", _first_line(error))) from error
+
+
+class Sender:
+    """The side of process 0.
 
     Args:
-        process: The facts of this process.
+        line: Where messages go through.
         owners: For each process of the run, which part of a step it gets (several may get the same one).
     """
 
-    def __init__(self, process: Process, owners: Sequence[int]) -> None:
-        self.process = process
+    def __init__(self, line: Line, owners: Sequence[int]) -> None:
+        self.line = line
         self.owners = list(owners)
         self.num_parts = max(owners) + 1
-        # gloo and MPI move CPU memory; the others that of the device.
-        on_cpu = process.backend is None or any(name in process.backend for name in ("gloo", "mpi"))
-        self.device = torch.device("cpu") if on_cpu else process.device
-        self._sent: list[bytes | None] = [None] * self.num_parts
-        self._structure: Any = None
-        self._resize(8 * (_FIELDS + self.num_parts))
+        self.number = 0
+        self.is_open = False
+        self._tag = next(line.tags)
+        self._packers = {part: Packer() for part in sorted(set(self.owners[1:]))}
+        self._header = struct.Struct(f"{_FIELDS + self.num_parts}q")
+        self._capacity = _PAGE
+        self._slots = [_Slot(), _Slot()]
+        finalize(self, _keep_sent, line, self._slots)
 
-    def encode(self, parts: Sequence[Any]) -> list[Encoded | None]:
-        """Make the batches of one step ready to be sent (process 0).
+    def begin(self) -> int:
+        """Begin a pass.
+
+        Returns:
+            Its number.
+        """
+        if self.is_open:
+            self.leave()
+        self.number += 1
+        self.is_open = True
+        return self.number
+
+    def pack(self, parts: Sequence[Any]) -> dict[int, Packet | None]:
+        """Make the batches of one step ready to be sent.
 
         Args:
             parts: The batch of each part; ABSENT where it has none, so that the loop of its processes ends.
 
         Returns:
-            What `send` takes. A batch that cannot be pickled raises here, while the others can still be told.
-        """
-        return [None if part is ABSENT else self._encode(number, part) for number, part in enumerate(parts)]
+            What `send` takes, for the parts that other processes get.
 
-    def send(self, encoded: Sequence[Encoded | None], real: tuple[int, ...] | None, last: bool) -> None:
-        """Hand out one step (process 0).
+        Raises:
+            TypeError: If a batch cannot be sent, or one differs in structure from another; nothing has been
+                sent then, so that `fail` can tell the others.
+        """
+        there = [part for part in parts if part is not ABSENT]
+        check_alike(there)
+        try:
+            return {
+                number: None if parts[number] is ABSENT else packer.pack(parts[number])
+                for number, packer in self._packers.items()
+            }
+        except Exception:
+            for packer in self._packers.values():
+                packer.forget()
+            raise
+
+    def send(self, packets: dict[int, Packet | None], real: tuple[int, ...] | None, last: bool) -> None:
+        """Hand out one step.
 
         Args:
-            encoded: What `encode` returned.
+            packets: What `pack` returned.
             real: See `Message`.
             last: See `Message`.
+
+        Raises:
+            RuntimeError: If a process is gone.
         """
-        self._grow(max(part.nbytes for part in encoded if part is not None))
-        counts = list(real) if real else [0] * self.num_parts
-        for buffer, part in zip(self._parts, encoded, strict=True):
-            text, tensors = part or Encoded(b"", [])
-            kind = _STOP if part is None else _BATCH
-            self._write(buffer, [kind, 0, last, len(text), real is not None, *counts], text, tensors)
-        self._scatter()
+        slot = self._next_slot()
+        self._grow(max(map(self._size, packets.values()), default=0), slot)
+        counts = real or (0,) * self.num_parts
+        for part, packet in packets.items():
+            kind, (text, tensors) = (_STOP, _EMPTY) if packet is None else (_BATCH, packet)
+            header = self._header.pack(self.number, kind, 0, last, len(text), real is not None, *counts)
+            content = [torch.frombuffer(bytearray(header + text), dtype=torch.uint8), *tensors]
+            self._post(slot, part, slot.pack(part, content))
+        self.is_open = not last
 
     def stop(self) -> None:
-        """Tell the others that there is no batch (process 0)."""
-        self._announce(_STOP)
+        """Tell the others that there is no batch."""
+        self._announce(self._next_slot(), _STOP)
+        self.is_open = False
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that process 0 cannot go on (process 0)."""
+        """Tell the others that process 0 cannot go on."""
         text = f"{type(error).__name__}: {error}".encode()
-        self._grow(len(text))
-        self._announce(_ERROR, text)
+        with suppress(RuntimeError):  # some may be gone
+            slot = self._next_slot()
+            self._grow(self._header.size + len(text), slot)
+            self._announce(slot, _ERROR, text)
+        self.is_open = False
+
+    def leave(self) -> None:
+        """Wait until all have got what they asked for, and tell them if this process left the loop early."""
+        with suppress(RuntimeError):  # some may be gone
+            for slot in self._slots:
+                slot.wait()
+            if self.is_open:
+                self._announce(self._slots[0], _LEAVE)
+        self.is_open = False
+
+    def _size(self, packet: Packet | None) -> int:
+        return self._header.size + (0 if packet is None else packet.nbytes)
+
+    def _grow(self, size: int, slot: _Slot) -> None:
+        if size > self._capacity:
+            self._capacity = -(-max(size, 2 * self._capacity) // _PAGE) * _PAGE
+            self._announce(slot, _GROW, value=self._capacity)
+
+    def _announce(self, slot: _Slot, kind: int, text: bytes = b"", value: int = 0) -> None:
+        header = self._header.pack(self.number, kind, value, 0, len(text), 0, *[0] * self.num_parts)
+        content = torch.frombuffer(bytearray(header + text), dtype=torch.uint8)
+        for part in self._packers:
+            self._post(slot, part, content)
+
+    def _post(self, slot: _Slot, part: int, content: torch.Tensor) -> None:
+        for rank, owner in enumerate(self.owners[1:], 1):
+            if owner == part:
+                try:
+                    work = dist.isend(content, rank, group=self.line.group, tag=self._tag)
+                    slot.sent.append((work, content))
+                except RuntimeError as error:
+                    raise RuntimeError(_GONE.format(f"Process {rank}", _first_line(error))) from error
+
+    def _next_slot(self) -> _Slot:
+        """Return the memory of the step before the last one, once all have got that."""
+        self._slots.reverse()
+        self._slots[0].wait()
+        return self._slots[0]
+
+
+class Receiver:
+    """The side of another process.
+
+    Args:
+        line: Where messages go through.
+        owners: As for `Sender`.
+    """
+
+    def __init__(self, line: Line, owners: Sequence[int]) -> None:
+        self.line = line
+        self.number = 0
+        self._tag = next(line.tags)
+        self._header = struct.Struct(f"{_FIELDS + max(owners) + 1}q")
+        self._unpacker = Unpacker()
+        self._asked: list[_Sent] = []
+        self._resize(_PAGE)
+        finalize(self, line.kept.extend, self._asked)
+
+    def begin(self) -> int:
+        """Begin a pass.
+
+        Returns:
+            Its number.
+        """
+        self.number += 1
+        self._ask()
+        return self.number
 
     def receive(self) -> Message | None:
-        """Get one step (other processes).
+        """Get one step.
 
         Returns:
             This process's batch; None if there is none.
 
         Raises:
-            RuntimeError: If process 0 could not read it.
+            RuntimeError: If process 0 could not read it, has left the loop, or is gone.
         """
-        kind = _GROW
-        while kind == _GROW:
-            self._scatter()
-            kind, value, last, size, padded, *real = (
-                self._buffer[: self._header].cpu().view(torch.int64).tolist()
-            )
+        while True:
+            self._wait()
+            number, kind, value, last, size, padded, *real = self._header.unpack_from(self._view)
+            start = self._header.size
+            text = bytes(self._view[start : start + size])
             if kind == _GROW:
                 self._resize(value)
+            elif kind == _BATCH:
+                self._unpacker.learn(text)  # also from a pass that was left: it is not sent again
+            if number == self.number and kind != _GROW:
+                break
+            self._ask()
         if kind == _STOP:
             return None
-        content = self._buffer[self._header :]
-        text = content[:size].cpu().numpy().tobytes()
+        if kind == _LEAVE:
+            raise RuntimeError(_LEFT)
         if kind == _ERROR:
             raise RuntimeError(
-                f"Process 0, which reads the data for all processes, failed: {text.decode()} (its traceback "
-                "is in the output of process 0)."
+                f"{_READER} failed: {text.decode()} (its traceback is in the output of process 0)."
             )
-        if size:
-            self._structure = pickle.loads(text)
-        return Message(self._decode(content[size:]), tuple(real) if padded else None, bool(last))
+        batch = self._unpacker.unpack(self._buffer[start + size :])
+        if not last:
+            self._ask()
+        return Message(batch, tuple(real) if padded else None, bool(last))
 
-    def _encode(self, number: int, part: Any) -> Encoded:
-        tensors: list[torch.Tensor] = []
+    def _ask(self) -> None:
+        if not self._asked:
+            work = dist.irecv(self._buffer, 0, group=self.line.group, tag=self._tag)
+            self._asked.append((work, self._buffer))
 
-        def note(tensor: torch.Tensor) -> TensorInformation:
-            tensors.append(tensor)
-            return TensorInformation(tensor.shape, tensor.dtype)
-
-        if number not in self.owners[1:]:  # only process 0 itself gets it
-            return Encoded(b"", [])
-        structure = pickle.dumps(recursively_apply(note, part, test_type=_is_plain))
-        if structure == self._sent[number]:
-            return Encoded(b"", tensors)
-        self._sent[number] = structure
-        return Encoded(structure, tensors)
-
-    def _decode(self, content: torch.Tensor) -> Any:
-        position = 0
-
-        def fill(info: TensorInformation) -> torch.Tensor:
-            nonlocal position
-            start, position = position, position + info.shape.numel() * info.dtype.itemsize
-            # A copy: a small tensor that is kept must not keep the whole buffer.
-            return content[start:position].clone().view(info.dtype).view(info.shape)
-
-        return recursively_apply(fill, self._structure, test_type=is_tensor_information)
-
-    def _grow(self, size: int) -> None:
-        needed = self._header + size
-        if needed > self._capacity:
-            capacity = -(-needed // _PAGE) * _PAGE
-            self._announce(_GROW, value=capacity)
-            self._resize(capacity)
-
-    def _announce(self, kind: int, text: bytes = b"", value: int = 0) -> None:
-        for buffer in self._parts:
-            self._write(buffer, [kind, value, 0, len(text), 0, *[0] * self.num_parts], text, [])
-        self._scatter()
-
-    @property
-    def _header(self) -> int:
-        return 8 * (_FIELDS + self.num_parts)
+    def _wait(self) -> None:
+        work, _ = self._asked.pop()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(_GONE.format(_READER, _first_line(error))) from error
 
     def _resize(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._buffer = torch.empty(capacity, dtype=torch.uint8, device=self.device)
-        count = self.num_parts if self.process.is_main else 0
-        self._parts = [torch.empty(capacity, dtype=torch.uint8) for _ in range(count)]
-
-    def _write(
-        self, buffer: torch.Tensor, header: list[int], text: bytes, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        buffer[: self._header].view(torch.int64).copy_(torch.tensor(header))
-        position = self._header
-        pieces = [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
-        for piece in (*pieces, *map(_as_bytes, tensors)):
-            buffer[position : position + len(piece)].copy_(piece)
-            position += len(piece)
-
-    def _scatter(self) -> None:
-        if self.process.debug:
-            contract.check("dispatch", None, process=self.process)
-        if not self.process.is_main:
-            dist.scatter(self._buffer, src=0)
-            return
-        parts = [part.to(self.device) for part in self._parts]
-        dist.scatter(self._buffer, [parts[owner] for owner in self.owners], src=0)
+        self._buffer = torch.empty(capacity, dtype=torch.uint8)
+        self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+_EMPTY = Packet(b"", [])
+_GONE = "{} is gone, so that no more batches can be handed out ({}). See its output for the reason."
+_READER = "Process 0, which reads the data for all processes,"
+_LEFT = (
+    f"{_READER} has left the loop over this loader, but this process wants another batch. All processes must "
+    "leave a loop at the same batch. If process 0 failed, see its output."
+)
 
 
-def _is_plain(leaf: Any) -> bool:
-    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided
-    return plain and not leaf.is_nested and not leaf.is_quantized
+def _keep_sent(line: Line, slots: list[_Slot]) -> None:
+    for slot in slots:
+        line.kept.extend(slot.sent)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _timeout(default: dist.ProcessGroup) -> timedelta | None:
+    """Return how long the user lets processes wait for each other."""
+    for device in default._device_types:  # torch has no public way to ask
+        options = getattr(default._get_backend(device), "options", None)
+        if options is not None:
+            found: timedelta = options._timeout
+            return found
+    return None

@@ -1,0 +1,196 @@
+"""A batch on the way: the bytes of its tensors, and the tree that they go back into.
+
+The tree, in which each tensor stands as its shape and dtype, travels pickled, and only when it differs from
+that of the batch before. Leaves that are no plain tensors travel inside of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_ops.tree import TensorInformation, is_tensor_information, recursively_apply
+from accel_ops.walk import children, find_path, keys
+
+__all__ = ["Packer", "Packet", "Unpacker", "check_alike"]
+
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+
+
+class Packet(NamedTuple):
+    """A batch that is ready to be sent.
+
+    Args:
+        structure: The pickled tree; empty if it is that of the batch before.
+        tensors: The bytes of each tensor, shape (nbytes,), dtype uint8.
+    """
+
+    structure: bytes
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way."""
+        return len(self.structure) + sum(map(len, self.tensors))
+
+
+class Packer:
+    """Makes packets of the batches of one receiver."""
+
+    def __init__(self) -> None:
+        self._sent: bytes | None = None
+
+    def pack(self, batch: Any) -> Packet:
+        """Make a packet.
+
+        Args:
+            batch: The batch.
+
+        Raises:
+            TypeError: If something in it cannot be pickled.
+        """
+        tensors: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> TensorInformation:
+            tensors.append(_as_bytes(tensor))
+            return TensorInformation(tensor.shape, tensor.dtype)
+
+        tree = recursively_apply(note, batch, test_type=_is_plain)
+        try:
+            structure = pickle.dumps(tree)
+        except Exception as error:
+            raise TypeError(_unpicklable(tree, error)) from error
+        if structure == self._sent:
+            return Packet(b"", tensors)
+        self._sent = structure
+        return Packet(structure, tensors)
+
+    def forget(self) -> None:
+        """Send the structure with the next packet: the last one may not have arrived."""
+        self._sent = None
+
+
+class Unpacker:
+    """Makes batches of packets."""
+
+    def __init__(self) -> None:
+        self._tree: Any = None
+        self._again = b""  # the pickled tree, if its leaves cannot be shared by batches
+
+    def learn(self, structure: bytes) -> None:
+        """Take the structure of a packet; an empty one changes nothing."""
+        if structure:
+            self._tree = pickle.loads(structure)
+            self._again = b"" if find_path(self._tree, _is_mutable_leaf) is None else structure
+        elif self._again:
+            self._tree = pickle.loads(self._again)
+
+    def unpack(self, content: torch.Tensor) -> Any:
+        """Make a batch.
+
+        Args:
+            content: The bytes of its tensors, one after another: shape (nbytes,), dtype uint8.
+
+        Returns:
+            The batch, with tensors of its own: a small one that is kept must not keep the whole buffer.
+        """
+        position = 0
+
+        def fill(info: TensorInformation) -> torch.Tensor:
+            nonlocal position
+            start, position = position, position + info.shape.numel() * info.dtype.itemsize
+            return content[start:position].clone().view(info.dtype).view(info.shape)
+
+        return recursively_apply(fill, self._tree, test_type=is_tensor_information)
+
+
+def check_alike(batches: Sequence[Any]) -> None:
+    """Raise unless the batches of one step have containers of the same kind in the same places.
+
+    Shapes, the lengths of lists, and leaves (also None) may differ: what differs is what no code that runs
+    alike on all processes could expect.
+
+    Args:
+        batches: One per process, at least one.
+
+    Raises:
+        TypeError: If they differ.
+    """
+    for rank, batch in enumerate(batches[1:], 1):
+        found = _difference(batches[0], batch, "batch")
+        if found:
+            place, one, other = found
+            raise TypeError(
+                f"The batches of one step differ in their structure: {place} is {one} for process 0, but "
+                f"{other} for process {rank}. Let the collate_fn return the same structure for all batches, "
+                "with None for what is missing, or pass dispatch_batches=False."
+            )
+
+
+def _difference(one: Any, other: Any, place: str) -> tuple[str, str, str] | None:
+    if one is None or other is None:
+        return None
+    inside, others = children(one), children(other)
+    if inside is None and others is None:
+        return None
+    if inside is None or others is None or type(one) is not type(other):
+        return place, _named(one), _named(other)
+    names, other_names = keys(one), keys(other)
+    if not isinstance(one, list) and names != other_names and set(names) != set(other_names):
+        return place, _named(one), _named(other)
+    if names != other_names and isinstance(one, Mapping):
+        others = [other[name] for name in names]
+    attribute = not isinstance(one, (list, tuple, Mapping))
+    for name, child, other_child in zip(names, inside, others, strict=False):
+        if child is other_child or (
+            isinstance(child, torch.Tensor) and isinstance(other_child, torch.Tensor)
+        ):
+            continue
+        found = _difference(child, other_child, f"{place}.{name}" if attribute else f"{place}[{name!r}]")
+        if found:
+            return found
+    return None
+
+
+def _named(part: Any) -> str:
+    kind = f"a {type(part).__name__}"
+    if isinstance(part, torch.Tensor) or children(part) is None:
+        return kind
+    return f"{kind} of {keys(part) if not isinstance(part, (list, tuple)) else len(part)}"
+
+
+def _is_mutable_leaf(node: Any) -> bool:
+    return children(node) is None and not isinstance(node, _IMMUTABLE)
+
+
+def _unpicklable(tree: Any, error: Exception) -> str:
+    found = find_path(tree, _fails_alone, "batch")
+    place, leaf = found or ("batch", tree)
+    return (
+        f"{place} is of type {type(leaf).__name__}, which cannot be pickled to be sent to another process "
+        f"({error}). Leave it out in the collate_fn, or pass dispatch_batches=False."
+    )
+
+
+def _fails_alone(node: Any) -> bool:
+    if children(node) is not None:
+        return False
+    try:
+        pickle.dumps(node)
+    except Exception:
+        return True
+    return False
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _is_plain(leaf: Any) -> bool:
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided
+    return plain and not leaf.is_nested and not leaf.is_quantized
