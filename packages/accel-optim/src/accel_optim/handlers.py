@@ -25,15 +25,20 @@ _WRAPPERS = ("no", "fp16", "bf16")
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Arguments of `torch.autocast`.
+    """Arguments of `torch.autocast`, and whether prepared models return fp32.
 
     Args:
         enabled: Whether autocast is on; False makes a block in full precision.
         cache_enabled: Whether casts of weights are kept within a context; None for torch's own default.
+        convert_outputs_to_fp32: Whether the fp16 and bf16 outputs of a prepared model are converted to fp32.
+            False keeps them in the precision that computed them: half the memory of large logits, and the
+            loss has to be computed in a precision that does (under `accelerator.autocast()`, torch's own
+            losses compute in fp32). Read when a model is prepared; an autocast block converts no outputs.
     """
 
     enabled: bool = True
     cache_enabled: bool | None = None
+    convert_outputs_to_fp32: bool = True
 
 
 @dataclass

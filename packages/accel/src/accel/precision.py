@@ -1,4 +1,4 @@
-"""Mixed precision as a wrapper of one module's forward: autocast inside, fp32 outputs outside."""
+"""Mixed precision as a wrapper of one module's forward: autocast inside, fp32 outputs outside by default."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class Precision:
         """Whether operations run in a lower precision than the parameters."""
         return self.name != PrecisionType.NO.value
 
+    @property
+    def converts_outputs(self) -> bool:
+        """Whether outputs become fp32."""
+        return self.autocast is None or self.autocast.convert_outputs_to_fp32
+
 
 class AutocastForward:
     """A module's forward under autocast; a class, and not a closure, so that the module still pickles."""
@@ -53,7 +58,7 @@ class AutocastForward:
 
 
 def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str) -> None:
-    """Make `model` compute in `precision` and return fp32 outputs; twice is once.
+    """Make `model` compute in `precision` and return fp32 outputs (unless told otherwise); twice is once.
 
     A model that another Accelerator made compute in another precision changes to this one, with a warning.
     """
@@ -72,10 +77,12 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
     if not precision.is_mixed:
         return
     model._original_forward = model.forward  # type: ignore[assignment]
-    model.forward = convert_outputs_to_fp32(AutocastForward(model.forward, precision, device_type))
+    forward = AutocastForward(model.forward, precision, device_type)
+    model.forward = convert_outputs_to_fp32(forward) if precision.converts_outputs else forward
 
 
 def _precision_of(model: torch.nn.Module) -> Precision | None:
     """The precision that `wrap_forward` gave to a model, else None."""
-    wrapper = getattr(vars(model).get("forward"), "model_forward", None)
+    forward = vars(model).get("forward")
+    wrapper = getattr(forward, "model_forward", forward)
     return wrapper.precision if isinstance(wrapper, AutocastForward) else None
