@@ -222,7 +222,7 @@ def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit
             "states in the order in which the loaders were prepared when they were saved."
         )
     stream = None if state["stream"] is None else Place.from_state(state["stream"])
-    cursor = Cursor(*(state[name] for name in place), stream=stream)
+    cursor = Cursor(**{name: state[name] for name in place}, stream=stream)
     _check_place(cursor, limit)
     return cursor
 
