@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from .accumulate import accumulate_row
 from .collectives import gather_rows
 from .imports import help_row, import_rows
 from .launch import launch_many_row, launch_one_row
@@ -24,6 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "step": partial(step_row, 1),
     "step-ddp": partial(step_row, 2),
+    "accumulate": accumulate_row,
     "gather": gather_rows,
     "loader": iterate_rows,
     "shard": shard_rows,
