@@ -430,9 +430,9 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Restore what `save_state` wrote; without a folder, the newest automatically named one."""
-        from accel import checkpointing
+        from accel import resuming
 
-        checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        resuming.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state of a prepared model."""
