@@ -404,3 +404,46 @@ def test_one_skipped_optimizer_of_two_is_a_skipped_step():
 
     assert (first.step_was_skipped, second.step_was_skipped) == (False, True)
     assert accelerator.optimizer_step_was_skipped
+
+
+def test_an_optimizer_with_fp16_parameters_is_refused_under_fp16():
+    parameters = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    with pytest.raises(ValueError, match=r"SGD\.param_groups\[0\]\['params'\]\[1\] is float16.*unscaled"):
+        Accelerator(mixed_precision="fp16").prepare(torch.optim.SGD(parameters))
+    Accelerator(mixed_precision="bf16").prepare(torch.optim.SGD(parameters))
+
+
+def fp16_model() -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model = accelerator.prepare(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    return accelerator, model, optimizer
+
+
+def test_clipping_gradients_that_nobody_unscales_is_refused():
+    accelerator, model, _ = fp16_model()
+    with pytest.raises(ValueError, match=r"4 of the 4 gradients.*no prepared optimizer.*prepare\(\)"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match="no prepared optimizer"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("first", ["torch", "accelerator", "clip"])
+def test_gradients_are_unscaled_once_however_it_is_asked_for(first):
+    accelerator, model, raw = fp16_model()
+    optimizer = accelerator.prepare(raw)
+    if first == "torch":
+        accelerator.scaler.unscale_(raw)
+    elif first == "accelerator":
+        accelerator.unscale_gradients(raw)
+    else:
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    accelerator.unscale_gradients()
+    accelerator.clip_grad_value_(model.parameters(), 1e9)
+
+    assert model[2].bias.grad.item() == pytest.approx(1.0)
+    before = model[2].bias.item()
+    optimizer.step()
+    assert model[2].bias.item() == pytest.approx(before - 0.1)

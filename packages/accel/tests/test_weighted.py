@@ -351,6 +351,33 @@ def test_clipping_sees_the_whole_gradient() -> None:
     torch.testing.assert_close(norm, expected, **CLOSE)
 
 
+def norms(norm_type: float, of: list[list[int]]) -> list[float]:
+    """What clipping returns, and the norm that it leaves, at the end of one window over all of these."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(make_model())
+    for number, count in enumerate(of[accelerator.process_index]):
+        with accelerator.accumulate(model):
+            batch = items(count, 1000 * number + accelerator.process_index)
+            accelerator.backward(loss_of(model, batch), weight=count)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.25, norm_type)
+    after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
+    return [float(norm), float(after)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_is_that_of_the_big_batch_on_every_process(world: Any, size: int, norm_type: float) -> None:
+    counts = [[rank + 1, 3 * rank] for rank in range(size)]
+    seeds = [1000 * number + rank for rank in range(size) for number in (0, 1)]
+    gradients = big_batch([count for row in counts for count in row], seeds)
+    norm = float(torch.nn.utils.get_total_norm(gradients, norm_type))
+    assert norm > 0.25
+
+    for found in world.run(norms, norm_type, counts, size=size):
+        assert found[0] == pytest.approx(norm, rel=1e-10)
+        assert found[1] == pytest.approx(0.25, rel=1e-5)  # torch adds 1e-6 to what it divides by
+
+
 def test_sparse_gradients_are_corrected_too() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     table = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)

@@ -178,9 +178,17 @@ class GradientControl:
     def _unscale_gradients_of(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
         """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self.scaler is not None:
-            wanted = set(map(id, tensors))
-            self.unscale_gradients([item for item in self._optimizers if holds_any(item, wanted)])
+        if self.scaler is not None and self.scaler.is_enabled():
+            wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
+            owners = [item for item in self._optimizers if holds_any(item, wanted)]
+            held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
+            if wanted - held:
+                raise ValueError(
+                    f"{len(wanted - held)} of the {len(wanted)} gradients to clip are multiplied by the loss "
+                    "scale of fp16 training, and no prepared optimizer has their parameters, so that nobody "
+                    "divides them by it. Pass the optimizer to prepare() as well."
+                )
+            self.unscale_gradients(owners)
         return tensors
 
     def clip_grad_norm_(
@@ -189,7 +197,10 @@ class GradientControl:
         """Clip the gradients of `parameters` by their total norm, and return the norm before clipping.
 
         Inside an accumulation window the gradients are not whole yet: the norm is returned and nothing is
-        clipped.
+        clipped. In fp16 the gradients are unscaled first, unless that was done since the last step.
+
+        Raises:
+            ValueError: If fp16 gradients belong to no prepared optimizer.
         """
         if self.sync_gradients:
             parameters = self._unscale_gradients_of(parameters)

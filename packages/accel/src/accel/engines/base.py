@@ -101,6 +101,8 @@ class Engine:
                 _refuse_fp16_parameters(model)
         for optimizer in objects.optimizers:
             has_scaler = self.context.scaler is not None
+            if has_scaler:
+                _refuse_fp16_parameters_of(optimizer)
             refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
     def prepare(self, objects: Prepared) -> Prepared:
@@ -242,13 +244,23 @@ def _refuse_offloaded_training(model: torch.nn.Module, objects: Prepared) -> Non
         )
 
 
+_FP16 = (
+    "is float16, and fp16 training scales the loss: gradients in float16 cannot be unscaled. Keep the "
+    "parameters in float32 (mixed precision casts per operation), or train in bf16 with "
+    "mixed_precision='bf16'."
+)
+
+
 def _refuse_fp16_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype is torch.float16:
-            raise ValueError(
-                f"{type(model).__name__}.{name} is float16, and fp16 training scales the loss: gradients in "
-                f"float16 "
-                "cannot be unscaled. Keep the parameters in float32 (mixed precision casts per operation), "
-                "or train "
-                "in bf16 with mixed_precision='bf16'."
-            )
+            raise ValueError(f"{type(model).__name__}.{name} {_FP16}")
+
+
+def _refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer) -> None:
+    for group, options in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(options["params"]):
+            if parameter.requires_grad and parameter.dtype is torch.float16:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.param_groups[{group}]['params'][{place}] {_FP16}"
+                )
