@@ -164,20 +164,17 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         if len(self._owners) == 1:
-            return noted(self._alone(started))
+            return noted((parts[0], real, last) for parts, real, last in self._rounds(started))
         if not dist.is_initialized():
             raise RuntimeError(
                 f"Process 0 cannot hand out batches to {self._process.world_size} processes: there is no "
                 "process group. Call torch.distributed.init_process_group (or make a PartialState or an "
                 "Accelerator) first, or pass dispatch_batches=False."
             )
-        return noted((self._lead if self._process.is_main else self._follow)(started))
-
-    def _alone(self, started: Pass) -> Generator[Item, None, None]:
-        for parts, real, last in self._rounds(started):
-            yield parts[0], real, last
+        return noted(self._lead(started) if self._process.is_main else self._follow(started))
 
     def _lead(self, started: Pass) -> Generator[Item, None, None]:
+        """Start to read and hand out."""
         sender = self._link.sender(self._owners)
         number = sender.begin()
         try:
@@ -187,6 +184,11 @@ class DataLoaderDispatcher(PreparedLoader):
             raise
         steps = read_ahead(partial(_hand_out, rounds, sender), self._process.device)
         self._link.reading = steps
+        return self._handed_out(steps, sender, number)
+
+    def _handed_out(
+        self, steps: Generator[_Step, None, None], sender: Sender, number: int
+    ) -> Generator[Item, None, None]:
         try:
             while True:
                 self._check(sender, number)
@@ -202,11 +204,15 @@ class DataLoaderDispatcher(PreparedLoader):
                 sender.leave()
 
     def _follow(self, started: Pass) -> Generator[Item, None, None]:
+        """Start to get what is handed out."""
         receiver = self._link.receiver(self._owners)
         number = receiver.begin()
         if self.generator is None and not started.resumed:
             # Process 0 draws a seed for its workers here: the global generators stay alike.
             torch.empty((), dtype=torch.int64).random_()
+        return self._received(receiver, number)
+
+    def _received(self, receiver: Receiver, number: int) -> Generator[Item, None, None]:
         while True:
             self._check(receiver, number)
             message = receiver.receive()

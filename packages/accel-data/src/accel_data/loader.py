@@ -14,7 +14,10 @@ from accel_data.cursor import Pass
 from accel_data.iterable import count_rows
 from accel_data.layout import Share
 from accel_data.mixin import DataLoaderStateMixin
+from accel_data.prefetch import SideStream, copied_ahead
+from accel_ops.random import synchronize_rng_states
 from accel_ops.tree import send_to_device
+from accel_state.enums import RNGType
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +52,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if gradient_state is not None:
             self.gradient_state = gradient_state
         self.device = device
+        self.rng_types: list[str | RNGType] | None = None
         self.skip_batches = check_skip(skip_batches)
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = drop_last_step
@@ -56,13 +60,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._progress.set_epoch(iteration)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        side = None if self.device is None else SideStream.of(self.device, self._non_blocking)
         started = self._start_pass()
         self.begin()
         exhausted = False
         batches: Iterator[Any] = iter(())
         try:
             batches, share = self._read(started)
-            for step, batch in enumerate(batches, 1):
+            taken = batches if side is None else copied_ahead(batches, share, side)
+            for step, batch in enumerate(taken, 1):
                 if step == share.num_batches or share.now is not self.real_samples:
                     last = step == share.num_batches
                     self._mark(batch, share.real if last else share.now, last)
@@ -80,17 +86,25 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         raise NotImplementedError
 
     def _start_pass(self) -> Pass:
-        started = self._progress.start(self.skip_batches, self._step_size, self._limit)
-        self._tell_epoch(started.begin.epoch)
         generator = self.synchronized_generator
-        if generator is not None and started.begin.generator is not None:
-            generator.set_state(started.begin.generator)
+        try:
+            started = self._progress.start(self.skip_batches, self._step_size, self._limit)
+            self._tell_epoch(started.begin.epoch)
+            if generator is not None and started.begin.generator is not None:
+                generator.set_state(started.begin.generator)
+        except Exception:
+            self._synchronize()  # the others wait for this process there
+            raise
         self._synchronize()
         started.generator = None if generator is None else generator.get_state()
         return started
 
     def _synchronize(self) -> None:
         """Make random generators those of process 0."""
+        generator = self.synchronized_generator
+        types = [kind for kind in self.rng_types or () if kind != RNGType.GENERATOR or generator is not None]
+        if types:
+            synchronize_rng_states(types, generator)
 
     def _known_remainder(self) -> int:
         real, total = None if self._shard is None else self._shard.num_real, self.total_batch_size

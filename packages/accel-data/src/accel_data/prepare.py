@@ -138,8 +138,8 @@ def prepare_data_loader(
         dispatcher = _class_for(DataLoaderDispatcher, custom_classes)
         prepared = _dispatcher(dispatcher, dataloader, plan, slice_fn_for_dispatch, common)
     else:
-        common["rng_types"] = types if size > 1 else None
         prepared = _shard(_class_for(DataLoaderShard, custom_classes), dataloader, plan, common)
+    prepared.rng_types = types if size > 1 else None
     if prepared._seed is None:
         prepared._progress.sample_seed = seeding.for_samples()
     return prepared

@@ -10,7 +10,6 @@ import torch
 from accel_data.cursor import Pass
 from accel_data.layout import Share
 from accel_data.loader import PreparedLoader, look_ahead, looked_up, noted
-from accel_ops.random import synchronize_rng_states
 from accel_state.enums import RNGType
 
 if TYPE_CHECKING:
@@ -87,12 +86,6 @@ class DataLoaderShard(PreparedLoader):
         batches = self._open(self, started)
         share = self._shard.share
         return (batches, share) if self._shard.has_length else noted(looked_up(batches, share))
-
-    def _synchronize(self) -> None:
-        generator = self.synchronized_generator
-        types = [kind for kind in self.rng_types or () if kind != RNGType.GENERATOR or generator is not None]
-        if types:
-            synchronize_rng_states(types, generator)
 
 
 class SkipDataLoader(DataLoaderShard):

@@ -89,35 +89,37 @@ def synchronize_rng_states(
             on process 0.
     """
     process = process or current_process()
-    generators, problem = _generators(rng_types, generator)
+    own, setters, problem = _generators(rng_types, generator)
     if process.world_size > 1 and rng_types:
         # Also where there is a problem: the others would wait for this process for ever.
-        own = {kind: get() for kind, (get, _) in generators.items()}
         states, problem_of_0 = broadcast_object_list([own, problem], process=process)
-        for kind in generators.keys() & states.keys():
-            generators[kind][1](states[kind])
+        for kind in setters.keys() & states.keys():
+            setters[kind](states[kind])
         problem = problem or problem_of_0
     if problem is not None:
         raise problem
 
 
 _State = Any  # a uint8 tensor; a number on XLA
-_Generators = dict[RNGType, tuple[Callable[[], _State], Callable[[_State], Any]]]
+_States = dict[RNGType, _State]
+_Setters = dict[RNGType, Callable[[_State], Any]]
 
 
 def _generators(
     rng_types: Sequence[RNGType | str], generator: torch.Generator | None
-) -> tuple[_Generators, ValueError | None]:
-    """Return how each generator is read and written, and what is wrong with the choice."""
-    found: _Generators = {}
+) -> tuple[_States, _Setters, Exception | None]:
+    """Return the state of each generator, how it is set, and what is wrong with the choice."""
+    states: _States = {}
+    setters: _Setters = {}
     try:
         for kind in map(RNGType, rng_types):
             pair = _generator(kind, generator)
             if pair is not None:
-                found[kind] = pair
-    except ValueError as error:
-        return {}, error
-    return found, None
+                get, setters[kind] = pair
+                states[kind] = get()
+    except Exception as error:  # of whatever kind a device's runtime raises
+        return {}, {}, error
+    return states, setters, None
 
 
 def _generator(

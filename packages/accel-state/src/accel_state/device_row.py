@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
@@ -36,6 +37,7 @@ class DeviceRow:
         visible_devices: Variable that restricts the devices which a process sees.
         init_method: The backend's own rendezvous, where there is one.
         single_type: The distributed type of one process.
+        streams: Whether it does the work of several streams side by side, called as `torch.cuda` calls them.
         calls: Functions by name, for what the type's torch module lacks or names otherwise.
     """
 
@@ -51,6 +53,7 @@ class DeviceRow:
     visible_devices: str | None = None
     init_method: str | None = None
     single_type: DistributedType = DistributedType.NO
+    streams: bool = False
     calls: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
     def is_available(self) -> bool:
@@ -99,6 +102,23 @@ class DeviceRow:
     def synchronize(self) -> None:
         """Wait until the device has done all work given to it."""
         self._call("synchronize")
+
+    def new_stream(self, device: torch.device) -> Any:
+        """Return a stream of a device whose work runs beside that of others (only with `streams`)."""
+        return self._call("Stream", device)
+
+    def current_stream(self, device: torch.device) -> Any:
+        """Return the stream of a device that work goes to at present (only with `streams`)."""
+        return self._call("current_stream", device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Let work go to a stream inside of a `with` statement (only with `streams`).
+
+        Args:
+            stream: What `new_stream` returned.
+        """
+        context: AbstractContextManager[Any] = self._call("stream", stream)
+        return context
 
     def empty_cache(self) -> None:
         """Give cached memory back to the device."""

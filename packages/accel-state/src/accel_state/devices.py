@@ -49,6 +49,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 capabilities.is_npu_available,
                 extension="torch_npu",
                 visible_devices="ASCEND_RT_VISIBLE_DEVICES",
+                streams=True,
             ),
             DeviceRow(
                 "mlu",
@@ -59,6 +60,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 capabilities.is_mlu_available,
                 extension="torch_mlu",
                 visible_devices="MLU_VISIBLE_DEVICES",
+                streams=True,
             ),
             DeviceRow(
                 "sdaa",
@@ -69,6 +71,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 capabilities.is_sdaa_available,
                 extension="torch_sdaa",
                 visible_devices="SDAA_VISIBLE_DEVICES",
+                streams=True,
             ),
             DeviceRow(
                 "musa",
@@ -79,6 +82,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 capabilities.is_musa_available,
                 extension="torch_musa",
                 visible_devices="MUSA_VISIBLE_DEVICES",
+                streams=True,
             ),
             # A process opens the next free module by itself, so the device has no index.
             DeviceRow(
@@ -112,6 +116,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 binds_group=True,
                 visible_devices="CUDA_VISIBLE_DEVICES",
                 calls=device_calls.CUDA,
+                streams=True,
             ),
             DeviceRow(
                 "xpu",
@@ -121,6 +126,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 _HALF,
                 capabilities.is_xpu_available,
                 visible_devices="ZE_AFFINITY_MASK",
+                streams=True,
             ),
             DeviceRow(
                 "mps",
