@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
+
 from accel_ckpt.errors import CheckpointError
 from accel_ops.objects import broadcast_object_list, gather_object
 
 if TYPE_CHECKING:
     from accel_state.process import Process
 
-__all__ = ["agree", "from_main", "together"]
+__all__ = ["agree", "collect", "from_main", "together"]
 
 _T = TypeVar("_T")
 
 
-def agree(error: Exception | None, process: Process, task: str) -> None:
+def agree(error: Exception | None, process: Process, task: str, group: Any = None) -> None:
     """Let all processes know whether one of them failed. Every process must call this.
 
     Args:
         error: What went wrong here; None if nothing did.
         process: This process.
         task: What was done, for the message ("writing the checkpoint").
+        group: The process group to speak in, for what goes on in the background; by default that of the run.
 
     Raises:
         Exception: `error`, on the processes that have one.
@@ -30,9 +33,7 @@ def agree(error: Exception | None, process: Process, task: str) -> None:
     """
     reports: list[str | None] = [None]
     if process.world_size > 1:
-        reports = gather_object(
-            [None if error is None else f"{type(error).__name__}: {error}"], process=process
-        )
+        reports = collect(None if error is None else f"{type(error).__name__}: {error}", process, group)
     if error is not None:
         raise error
     failed = [f"process {rank}: {report}" for rank, report in enumerate(reports) if report is not None]
@@ -40,13 +41,32 @@ def agree(error: Exception | None, process: Process, task: str) -> None:
         raise CheckpointError(f"{task} failed on another process. {'; '.join(failed)}")
 
 
-def together(function: Callable[[], _T], process: Process, task: str) -> _T:
+def collect(value: Any, process: Process, group: Any = None) -> list[Any]:
+    """Give every process what each of them has. Every process must call this.
+
+    Args:
+        value: What this one has; it must pickle.
+        process: This process.
+        group: As for `agree`.
+
+    Returns:
+        The values in rank order.
+    """
+    if group is None:
+        return gather_object([value], process=process)
+    values: list[Any] = [None] * process.world_size
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def together(function: Callable[[], _T], process: Process, task: str, group: Any = None) -> _T:
     """Call a function on every process, and agree on how it went.
 
     Args:
         function: What to do here.
         process: This process.
         task: What it is, for the message.
+        group: As for `agree`.
 
     Returns:
         What the function returned here.
@@ -59,17 +79,18 @@ def together(function: Callable[[], _T], process: Process, task: str) -> _T:
         result = function()
     except Exception as caught:
         error = caught
-    agree(error, process, task)
+    agree(error, process, task, group)
     return result
 
 
-def from_main(function: Callable[[], _T], process: Process, task: str) -> _T:
+def from_main(function: Callable[[], _T], process: Process, task: str, group: Any = None) -> _T:
     """Call a function on the first process, and give its result to all.
 
     Args:
         function: What to do there; the result must pickle.
         process: This process.
         task: What it is, for the message.
+        group: As for `agree`.
 
     Returns:
         What the function returned on the first process.
@@ -87,7 +108,10 @@ def from_main(function: Callable[[], _T], process: Process, task: str) -> _T:
         except Exception as caught:
             error = caught
             box = [(None, f"{type(caught).__name__}: {caught}")]
-    broadcast_object_list(box, process=process)
+    if group is None:
+        broadcast_object_list(box, process=process)
+    else:
+        dist.broadcast_object_list(box, 0, group)
     result: _T
     result, report = box[0]
     if error is not None:

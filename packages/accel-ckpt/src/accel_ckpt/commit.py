@@ -18,15 +18,17 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from accel_ckpt import manifest
+from accel_ckpt.digests import FileEntry
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.layout import MANIFEST, role_of
 from accel_ckpt.recovery import discard, flush, move_out, sweep
+from accel_ckpt.writer import Writer
 
 __all__ = ["commit", "new_token", "seal", "staging_path"]
 
@@ -48,24 +50,35 @@ def staging_path(target: Path, token: str) -> Path:
     return target / f".staging-{token}"
 
 
-def seal(staging: Path, facts: Mapping[str, Any]) -> None:
+def seal(
+    staging: Path, facts: Mapping[str, Any], writer: Writer | None = None, known: Iterable[FileEntry] = ()
+) -> None:
     """Flush a finished staging folder to the disk and write its manifest.
 
     Args:
         staging: The folder.
         facts: What to record about the run; JSON values.
+        writer: What has written files of it, and goes on here; by default a new one.
+        known: Files that other processes have written, flushed and described.
 
     Raises:
         OSError: If the disk does not take it.
         CheckpointError: If there is something else than files and folders.
     """
-    paths = [staging / name for name in manifest.files_in(staging)]
-    with ThreadPoolExecutor(1) as disk:
-        flushed = disk.submit(_flush_all, paths)  # while the digests are computed
-        described = manifest.describe(staging, facts)
-        flushed.result()
-    manifest.write(staging, described)
-    for folder in {staging, *(path.parent for path in paths)}:
+    if writer is None:
+        with closing(Writer()) as writer:
+            seal(staging, facts, writer, known)
+        return
+    names = manifest.files_in(staging)
+    # A machine with a disk of its own has other files under these names, or none.
+    elsewhere = {entry.path: entry for entry in known if _is_here(staging, entry)}
+    entries = elsewhere | {entry.path: entry for entry in writer.entries(staging)}
+    for name in names:
+        if name not in entries:  # a hook has written it, or another process with a writer of its own
+            writer.follow(staging / name)
+    entries |= {entry.path: entry for entry in writer.entries(staging)}
+    manifest.write(staging, manifest.Manifest(tuple(entries[name] for name in names), dict(facts)))
+    for folder in {staging, *((staging / name).parent for name in names)}:
         flush(folder)
 
 
@@ -130,6 +143,6 @@ def _strangers(target: Path) -> bool:
     return False
 
 
-def _flush_all(paths: list[Path]) -> None:
-    for path in paths:
-        flush(path)
+def _is_here(staging: Path, entry: FileEntry) -> bool:
+    path = staging / entry.path
+    return path.is_file() and path.stat().st_size == entry.size

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
+from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.layout import role_of
 
-__all__ = ["CHUNK_BYTES", "FileEntry", "describe_files", "kind_of", "plain_file", "verify"]
+__all__ = [
+    "CHUNK_BYTES",
+    "THREADS",
+    "FileEntry",
+    "describe_files",
+    "digest_chunk",
+    "kind_of",
+    "plain_file",
+    "verify",
+]
 
 CHUNK_BYTES = 16 * 2**20
 
-_THREADS = 4
+THREADS = min(4, os.cpu_count() or 1)
+"""How many chunks are digested at once."""
+
+_READ_BYTES = 2**18  # stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,27 @@ def verify(folder: Path, entries: Iterable[FileEntry], chunk_bytes: int = CHUNK_
         )
 
 
+def digest_chunk(path: Path, start: int, chunk_bytes: int) -> str:
+    """Digest one chunk of a file.
+
+    Args:
+        path: The file.
+        start: Where the chunk begins, in bytes.
+        chunk_bytes: How long it is, unless the file ends before.
+
+    Returns:
+        Its sha256, in hexadecimal.
+    """
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_READ_BYTES, chunk_bytes)))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        left = chunk_bytes
+        while left and (count := file.readinto(buffer[: min(left, len(buffer))])):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()
+
+
 def plain_file(folder: Path, name: str) -> Path:
     """Find a file inside a folder without following a link out of it.
 
@@ -118,30 +152,15 @@ def kind_of(mode: int) -> str:
 
 def _digests(paths: Sequence[Path], chunk_bytes: int) -> list[tuple[str, ...]]:
     """Digest the chunks of all files, by several threads also within a file (hashlib frees the lock)."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Crew(THREADS, "accel-digest") as pool:
         pending = [
             [
-                pool.submit(_digest, path, start, chunk_bytes)
+                pool.submit(digest_chunk, path, start, chunk_bytes)
                 for start in range(0, path.stat().st_size, chunk_bytes)
             ]
             for path in paths
         ]
         return [tuple(chunk.result() for chunk in chunks) for chunks in pending]
-
-
-def _starts(path: Path, chunk_bytes: int) -> range:
-    return range(0, path.stat().st_size, chunk_bytes)
-
-
-def _digest(path: Path, start: int, chunk_bytes: int) -> str:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        digest = hashlib.sha256()
-        left = chunk_bytes
-        while left and (data := file.read(left)):
-            digest.update(data)
-            left -= len(data)
-        return digest.hexdigest()
 
 
 def _unreadable(folder: Path, entry: FileEntry) -> str | None:

@@ -4,23 +4,29 @@
         ...  # every process writes its files into staging.path
 
 When the block is left on every process without an error, "my_checkpoint" appears whole. Otherwise every
-process raises and nothing has changed.
+process raises and nothing has changed. With `blocking=False`, what `staging.write` is given is copied, and
+written in the background when the block is left.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_ckpt import commit, recovery
-from accel_ckpt.agree import agree, from_main, together
+from accel_ckpt import background, commit, recovery, tensors
+from accel_ckpt.agree import agree, collect, from_main, together
+from accel_ckpt.digests import FileEntry
+from accel_ckpt.frozen import freeze
+from accel_ckpt.memory import Memory
+from accel_ckpt.progress import Progress
+from accel_ckpt.writer import Writer
 from accel_state.process import Process, current_process
 
-__all__ = ["Staging", "opened_at", "staged"]
+__all__ = ["Staging", "opened_at", "release_memory", "staged"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class Staging:
         owner: Whether this process commits it: the main process, and the local main process of each machine
             whose disk is its own.
         writes_shared: Whether this process writes the files that are the same for all processes.
+        writer: What writes its files.
+        progress: Counts their bytes.
+        memory: Where copies go that are written later; None to write at once.
         facts: What the manifest will say about the run (JSON values); may be added to until the end of the
             block.
     """
@@ -41,10 +50,42 @@ class Staging:
     target: Path
     owner: bool
     writes_shared: bool
+    writer: Writer
+    progress: Progress
+    memory: Memory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    _later: list[Callable[[], None]] = field(default_factory=list)
+    _after: list[Callable[[], None]] = field(default_factory=list)
 
     def __fspath__(self) -> str:
         return str(self.path)
+
+    def write(self, obj: Any, name: str, safe_serialization: bool = False) -> None:
+        """Write an object into a file of the checkpoint, or copy it, to be written later.
+
+        Args:
+            obj: What to write.
+            name: The file's path inside the folder.
+            safe_serialization: Whether to write safetensors.
+
+        Raises:
+            ValueError: If safetensors cannot hold the object; it names the entry.
+        """
+        path = self.path / name
+        if self.memory is not None:
+            frozen = freeze(obj, safe_serialization, self.memory)
+            self._later.append(lambda: frozen(self.writer, path))
+        else:
+            with self.writer.open(path) as file:
+                tensors.write_to(obj, file, safe_serialization)
+
+    def after_commit(self, function: Callable[[], None]) -> None:
+        """Have something done on every process that commits, once the checkpoint is there.
+
+        Args:
+            function: What to do.
+        """
+        self._after.append(function)
 
 
 _OPEN: dict[Path, Staging] = {}
@@ -57,23 +98,28 @@ def opened_at(folder: str | os.PathLike[str]) -> Staging | None:
 
 @contextmanager
 def staged(
-    folder: str | os.PathLike[str], *, save_on_each_node: bool = False, process: Process | None = None
+    folder: str | os.PathLike[str],
+    *,
+    save_on_each_node: bool = False,
+    process: Process | None = None,
+    blocking: bool = True,
 ) -> Iterator[Staging]:
     """Write a checkpoint: the folder appears, or is replaced, as a whole at the end of the block.
 
     Every process must enter and leave. A folder that is the `path` of an open staging folder is that one
-    again, and committed where it was opened.
+    again, and committed where it was opened. A save that still goes on in the background is waited for first.
 
     Args:
         folder: The checkpoint folder.
         save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
         process: This process; by default the current one.
+        blocking: False to write and commit in the background; `background.wait` waits for it.
 
     Yields:
         Where to write.
 
     Raises:
-        Exception: What went wrong here.
+        Exception: What went wrong here, or in the background before.
         CheckpointError: On every other process, with what went wrong elsewhere. The target is as it was
             before.
     """
@@ -81,24 +127,52 @@ def staged(
     if inside is not None:
         yield inside
         return
+    background.wait()
     process = current_process() if process is None else process
-    staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process)
+    group = None if blocking else background.group_for(process)
+    staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking)
     _OPEN[staging.path] = staging
     error: Exception | None = None
+    started = False
     try:
         try:
             yield staging
+            if staging.memory is not None:
+                staging.memory.finish()
         except Exception as caught:
             error = caught
         agree(error, process, "writing the checkpoint")
-        _finish(staging, process)
+        if blocking:
+            _finish(staging, process, None)
+        else:
+            background.start(lambda: _finish_and_close(staging, process, group))
+            started = True
     finally:
         del _OPEN[staging.path]
-        if staging.owner:
-            recovery.discard(staging.path)
+        if not started:
+            _close(staging)
 
 
-def _open(target: Path, each_node: bool, process: Process) -> Staging:
+_memory: Memory | None = None
+
+
+def _memory_for(process: Process) -> Memory:
+    """Return the memory of saves in the background, of which there is one at a time."""
+    global _memory
+    if _memory is None or _memory.device != process.device:
+        _memory = Memory(process)
+    _memory.begin()
+    return _memory
+
+
+def release_memory() -> None:
+    """Give back the memory that is kept for copies of the state; the next save makes it anew."""
+    global _memory
+    background.settle()
+    _memory = None
+
+
+def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> Staging:
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         recovery.finish(target)
@@ -118,17 +192,50 @@ def _open(target: Path, each_node: bool, process: Process) -> Staging:
         return True
 
     owner = together(join, process, "opening the checkpoint folder")
-    return Staging(path, target, owner, process.is_main or (each_node and owner), {"save": token})
+    memory = None if blocking else _memory_for(process)
+    progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
+    writes_shared = process.is_main or (each_node and owner)
+    return Staging(
+        path, target, owner, writes_shared, Writer(progress), progress, memory, facts={"save": token}
+    )
 
 
-def _finish(staging: Staging, process: Process) -> None:
+def _finish(staging: Staging, process: Process, group: Any) -> None:
+    def write() -> list[FileEntry]:
+        for function in staging._later:
+            function()
+        return staging.writer.entries(staging.path)
+
     def seal() -> None:
         if staging.owner:
-            commit.seal(staging.path, {"world_size": process.world_size, **staging.facts})
+            facts = {"world_size": process.world_size, **staging.facts}
+            commit.seal(staging.path, facts, staging.writer, known)
 
     def appear() -> None:
         if staging.owner:
             commit.commit(staging.path, staging.target)
 
-    together(seal, process, "writing the checkpoint")
-    together(appear, process, "committing the checkpoint")
+    def follow_up() -> None:
+        if staging.owner:
+            for function in staging._after:
+                function()
+
+    entries = together(write, process, "writing the checkpoint", group)
+    known = [entry for own in collect(entries, process, group) for entry in own]
+    together(seal, process, "writing the checkpoint", group)
+    together(appear, process, "committing the checkpoint", group)
+    together(follow_up, process, "cleaning up after the checkpoint", group)
+
+
+def _finish_and_close(staging: Staging, process: Process, group: Any) -> None:
+    try:
+        _finish(staging, process, group)
+    finally:
+        _close(staging)
+
+
+def _close(staging: Staging) -> None:
+    staging.writer.close()
+    staging.progress.close()
+    if staging.owner:
+        recovery.discard(staging.path)

@@ -67,20 +67,15 @@ def save_accelerator_state(
     process = current_process() if process is None else process
     with staged(output_dir, save_on_each_node=save_on_each_node, process=process) as staging:
         staging.facts["step"] = step
+        parts: dict[str, Any] = {}
         if staging.writes_shared:
-            for index, state in enumerate(model_states):
-                name = layout.model_file(index, safe_serialization)
-                tensors.write(state, staging.path / name, safe_serialization)
-            for index, optimizer in enumerate(optimizers):
-                tensors.write(optimizer.state_dict(), staging.path / layout.optimizer_file(index))
-            for index, scheduler in enumerate(schedulers):
-                tensors.write(scheduler.state_dict(), staging.path / layout.scheduler_file(index))
-            for index, loader in enumerate(dataloaders):
-                _save_loader(loader, index, staging.path)
-            if scaler is not None:
-                tensors.write(scaler.state_dict(), staging.path / layout.SCALER)
-        states = {"step": step, **get_rng_state(process)}
-        tensors.write(states, staging.path / layout.random_states_file(process_index))
+            names = [layout.model_file(index, safe_serialization) for index in range(len(model_states))]
+            parts |= zip(names, model_states, strict=True)
+            parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
+        parts[layout.random_states_file(process_index)] = {"step": step, **get_rng_state(process)}
+        staging.progress.total = sum(map(_tensor_bytes, parts.values()))
+        for name, part in parts.items():
+            staging.write(part, name, safe_serialization and layout.role_of(name) == "model")
         return str(staging.target)
 
 
@@ -169,7 +164,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
     if staging is None:
         tensors.save(obj.state_dict(), file, save_on_each_node=save_on_each_node)
     elif staging.writes_shared:
-        tensors.write(obj.state_dict(), file)
+        staging.write(obj.state_dict(), layout.custom_file(index))
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: bool = True) -> None:
@@ -196,12 +191,31 @@ def _model_files(index: int) -> tuple[str, str]:
     return layout.model_file(index, True), layout.model_file(index, False)
 
 
-def _save_loader(loader: Any, index: int, folder: Path) -> None:
-    sampler = getattr(loader, "sampler", None)
-    if hasattr(loader, "state_dict"):
-        tensors.write(loader.state_dict(), folder / layout.loader_file(index))
-    elif sampler is not None and hasattr(sampler, "state_dict"):
-        tensors.write(sampler.state_dict(), folder / layout.sampler_file(index))
+def _shared_parts(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    scaler: torch.amp.GradScaler | None,
+) -> dict[str, Any]:
+    """The states that are the same on all processes, apart from weights, by the name of their file."""
+    parts: dict[str, Any] = {layout.optimizer_file(i): item.state_dict() for i, item in enumerate(optimizers)}
+    parts |= {layout.scheduler_file(i): item.state_dict() for i, item in enumerate(schedulers)}
+    for index, loader in enumerate(dataloaders):
+        sampler = getattr(loader, "sampler", None)
+        if hasattr(loader, "state_dict"):
+            parts[layout.loader_file(index)] = loader.state_dict()
+        elif sampler is not None and hasattr(sampler, "state_dict"):
+            parts[layout.sampler_file(index)] = sampler.state_dict()
+    if scaler is not None:
+        parts[layout.SCALER] = scaler.state_dict()
+    return parts
+
+
+def _tensor_bytes(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_tensor_bytes, children))
 
 
 def _load_loader(reading: Reading, loader: Any, index: int) -> None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.safe_file import DTYPES, dump
 from accel_state.process import current_process
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
     "split_tied",
     "tied_groups",
     "write",
+    "write_safe",
+    "write_tensors",
+    "write_to",
 ]
 
 _FORMAT = {"format": "pt"}
@@ -54,7 +58,7 @@ def save(
     if not (process.is_local_main if save_on_each_node else process.is_main):
         return
     if not isinstance(f, str | os.PathLike):
-        _write_open(obj, f, safe_serialization)
+        write_to(obj, f, safe_serialization)
         return
     path = Path(os.path.realpath(f))
     if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
@@ -81,13 +85,50 @@ def write(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = Fal
     Raises:
         ValueError: If safetensors cannot hold the object; it names the entry.
     """
-    if not safe_serialization:
-        torch.save(obj, path)
-        return
-    from safetensors.torch import save_file
+    with open(path, "wb") as file:
+        write_to(obj, file, safe_serialization)
 
-    tensors, tied = split_tied(obj)
-    save_file(tensors, path, metadata={**tied, **_FORMAT})
+
+def write_to(obj: Any, file: IO[bytes], safe_serialization: bool = False) -> None:
+    """Write an object into an open file, as `write`.
+
+    Args:
+        obj: What to write.
+        file: Where to write.
+        safe_serialization: Whether to write safetensors.
+
+    Raises:
+        ValueError: If safetensors cannot hold the object; it names the entry.
+    """
+    if safe_serialization:
+        write_safe(*split_tied(obj), file)
+    else:
+        torch.save(obj, file)
+
+
+def write_safe(tensors: dict[str, torch.Tensor], tied: dict[str, str], file: IO[bytes]) -> None:
+    """Write what `split_tied` returned, as safetensors.
+
+    Args:
+        tensors: The clean state dict.
+        tied: Per left-out name the name under which its tensor is kept.
+        file: Where to write.
+    """
+    dump(tensors, {**tied, **_FORMAT}, file)
+
+
+def write_tensors(
+    tensors: dict[str, torch.Tensor], tied: dict[str, str], path: str | os.PathLike[str]
+) -> None:
+    """Write what `split_tied` returned to a file, as safetensors.
+
+    Args:
+        tensors: The clean state dict.
+        tied: Per left-out name the name under which its tensor is kept.
+        path: Path of the file.
+    """
+    with open(path, "wb") as file:
+        write_safe(tensors, tied, file)
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
@@ -225,17 +266,9 @@ def _checked(name: str, value: Any) -> torch.Tensor:
     if value.layout != torch.strided or value.is_meta:
         kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
         raise ValueError(f"safetensors holds dense tensors alone, and {name!r} is {kind}. {hint}")
+    if value.dtype not in DTYPES:
+        raise ValueError(f"safetensors has no {value.dtype}, which {name!r} is. {hint}")
     return value
-
-
-def _write_open(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
-    if not safe_serialization:
-        torch.save(obj, file)
-        return
-    from safetensors.torch import save as to_bytes
-
-    tensors, tied = split_tied(obj)
-    file.write(to_bytes(tensors, metadata={**tied, **_FORMAT}))
 
 
 def _load_safetensors(path: str | os.PathLike[str], map_location: Any) -> dict[str, torch.Tensor]:

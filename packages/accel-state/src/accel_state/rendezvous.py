@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,16 @@ from accel_state.env import CPUInformation
 from accel_state.settle import settle
 from accel_state.stores import open_store
 
-__all__ = ["backend_for", "barrier", "check_options", "destroy", "has_group", "start", "warn_ignored"]
+__all__ = [
+    "backend_for",
+    "barrier",
+    "before_destroy",
+    "check_options",
+    "destroy",
+    "has_group",
+    "start",
+    "warn_ignored",
+]
 
 # What init_process_group takes, and PartialState hands on.
 _OPTIONS = frozenset(
@@ -217,6 +226,18 @@ def _destroy_at_exit() -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+_before: dict[Callable[[], None], None] = {}
+
+
+def before_destroy(function: Callable[[], None]) -> None:
+    """Have something called before all process groups are destroyed; several times the same counts once.
+
+    Args:
+        function: What to call; it must not raise.
+    """
+    _before[function] = None
+
+
 def destroy(group: Any = None) -> None:
     """Destroy a process group; nothing when there is none.
 
@@ -226,6 +247,9 @@ def destroy(group: Any = None) -> None:
     global _made
     if not has_group():
         return
+    if group is None:
+        for function in _before:
+            function()
     dist.destroy_process_group(group)
     if not dist.is_initialized():
         _made = None

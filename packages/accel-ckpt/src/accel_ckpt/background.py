@@ -1,0 +1,109 @@
+"""The one save that may go on in the background, and the process group that it has for itself."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from accel_state.rendezvous import before_destroy
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["group_for", "in_flight", "settle", "start", "wait"]
+
+
+class _Save:
+    """A save in a thread. The interpreter waits for it before it exits."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="accel-save", daemon=False)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # told by `wait`
+            self.error = error
+        del self._work  # and with it the copies of the state
+
+
+_current: _Save | None = None
+_group: tuple[weakref.ref[Any], Any] | None = None  # the default group, and the one beside it
+
+
+def start(work: Callable[[], None]) -> None:
+    """Do the rest of a save in the background. `wait` has been called before.
+
+    Args:
+        work: What is to be done.
+    """
+    global _current
+    _current = _Save(work)
+    for register in (atexit.unregister, atexit.register):
+        register(_tell_at_exit)
+    before_destroy(settle)
+    _current.thread.start()
+
+
+def in_flight() -> bool:
+    """Tell whether a save goes on in the background."""
+    return _current is not None and _current.thread.is_alive()
+
+
+def settle() -> None:
+    """Wait until no save goes on in the background; an error is kept for `wait`."""
+    if _current is not None and _current.thread is not threading.current_thread():
+        _current.thread.join()
+
+
+def wait() -> None:
+    """Wait until the save in the background, if there is one, is committed.
+
+    Raises:
+        Exception: What went wrong in it, once.
+    """
+    global _current
+    settle()
+    save, _current = _current, None
+    if save is not None and save.error is not None:
+        raise save.error
+
+
+def group_for(process: Process) -> Any:
+    """Return the process group of saves in the background. Every process must call it.
+
+    Its collectives never meet those of the training loop, which go on meanwhile.
+
+    Args:
+        process: This process.
+
+    Returns:
+        The group; None for one process.
+    """
+    global _group
+    if process.world_size == 1:
+        return None
+    default = dist.group.WORLD
+    if _group is None or _group[0]() is not default:
+        _group = (weakref.ref(default), dist.new_group(backend="gloo"))
+    return _group[1]
+
+
+def _tell_at_exit() -> None:
+    """Nobody has waited: what went wrong must not go unseen."""
+    settle()
+    if _current is not None and _current.error is not None:
+        print(
+            "A save that went on in the background has failed; the checkpoint before it is the newest:",
+            file=sys.stderr,
+        )
+        traceback.print_exception(_current.error)

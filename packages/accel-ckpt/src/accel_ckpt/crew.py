@@ -1,0 +1,76 @@
+"""Threads that are all there from the start.
+
+Python refuses new threads once the interpreter is about to exit, and its own executors refuse work then. A
+save that goes on in the background may come to its end just there, so its threads are started with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+__all__ = ["Crew"]
+
+_T = TypeVar("_T")
+_Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class Crew:
+    """A few threads that do what they are given, in its order.
+
+    Args:
+        size: How many threads.
+        name: What they are called.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
+            for number in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Have a function called.
+
+        Args:
+            function: What to call.
+            *args: Its arguments.
+
+        Returns:
+            What it returns, or raises, later.
+        """
+        future: Future[_T] = Future()
+        self._jobs.put((future, function, args))
+        return future
+
+    def close(self) -> None:
+        """Wait until everything is done, and end the threads."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, args = job
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # whoever waits for the result gets it
+                future.set_exception(error)
+            del job, future, function, args  # nothing is held while waiting

@@ -1,0 +1,93 @@
+"""Copies of state in memory, out of which a checkpoint is written while training goes on."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.devices import row
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["Memory"]
+
+_SLAB_BYTES = 2**26
+_ALIGN_BYTES = 64
+
+
+class Memory:
+    """Memory for copies. It is kept from one save to the next, as new memory costs more than the copying.
+
+    For devices other than the CPU it is pinned, so that the device copies into it by itself.
+
+    Args:
+        process: This process.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.device = process.device
+        self._row = row(process.device)
+        self._pinned = process.device.type != "cpu"
+        self._slabs: list[memoryview] = []
+        self._slab = self._used = 0
+
+    @property
+    def size(self) -> int:
+        """How many bytes are held."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def begin(self) -> None:
+        """Use the memory anew; earlier copies are lost."""
+        self._slab = self._used = 0
+
+    def copy(self, data: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor. The copy may not be there before `finish`.
+
+        Args:
+            data: A dense tensor.
+
+        Returns:
+            Its copy, of the same type and shape, contiguous, on the CPU, with a storage of its own.
+        """
+        size = data.numel() * data.element_size()
+        copy = self._take(size).view(data.dtype).view(data.shape)
+        copy.copy_(data.detach(), non_blocking=True)
+        return copy
+
+    def copy_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Copy the bytes of a storage, as `copy`."""
+        return self.copy(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+
+    def finish(self) -> None:
+        """Wait until all copies are there."""
+        if self._pinned:
+            self._row.synchronize()
+
+    def _take(self, size: int) -> torch.Tensor:
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        while self._slab < len(self._slabs):
+            slab = self._slabs[self._slab]
+            if self._used + size <= slab.nbytes:
+                # Not a view: torch.save writes the whole storage of a tensor.
+                taken = torch.frombuffer(slab, dtype=torch.uint8, offset=self._used, count=size)
+                self._used += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+                return taken
+            self._slab, self._used = self._slab + 1, 0
+        self._slabs.append(self._new(max(size, _SLAB_BYTES)))
+        return self._take(size)
+
+    def _new(self, size: int) -> memoryview:
+        if self._pinned:
+            try:
+                pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+                return memoryview(pinned)
+            except (RuntimeError, NotImplementedError):  # devices that share the CPU's memory pin none
+                self._pinned = False
+        pages: Any = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)  # small pages take longer to get than to fill
+        return memoryview(pages)
