@@ -179,6 +179,20 @@ def test_a_group_added_later_trains_and_is_saved(tmp_path):
     assert all(torch.equal(*pair) for pair in zip(weights(second[1]), weights(first[1]), strict=True))
 
 
+def test_a_window_of_three_is_the_plain_loop_bit_for_bit():
+    """loss / 3 and loss * (1 / 3) are not the same number."""
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    plain, other = layer(1).float(), layer(1).float()
+    model = accelerator.prepare(other)
+    for batch in batches(3).float():
+        (plain(batch).square().mean() / 3).backward()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+
+        for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
 def rates(options: dict[str, Any]) -> list[float]:
     accelerator, model = Accelerator(**options), layer(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -102,10 +102,18 @@ class Window:
         return closes
 
     def loss_scale(self) -> float:
-        """Return what a mean loss is multiplied by, so that a window's gradient is their mean.
+        """Return what a mean loss is multiplied by, so that a window's gradient is their mean: 1 / num_steps.
 
-        This is 1 / num_steps. A window that the loader's end closes early is scaled by the same number, as
-        documented for gradient_accumulation_steps.
+        Raises:
+            ValueError: If the window has losses with a weight.
+        """
+        return 1.0 / self.loss_divisor()
+
+    def loss_divisor(self) -> int:
+        """Return what a mean loss is divided by, so that a window's gradient is their mean: num_steps.
+
+        A window that the loader's end closes early is divided by the same number, as documented for
+        gradient_accumulation_steps.
 
         Raises:
             ValueError: If the window has losses with a weight.
@@ -113,7 +121,7 @@ class Window:
         if self._weight is not None and self._is_open:
             raise ValueError(_MIXED)
         self._has_means = True
-        return 1.0 / self.gradient_state.num_steps
+        return self.gradient_state.num_steps
 
     def weigh(self, weight: Any, gradients: Gradients) -> Weight:
         """Count the weight of this micro-batch, and return what its sum of losses is multiplied by.

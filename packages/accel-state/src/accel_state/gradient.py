@@ -72,27 +72,27 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Number of micro-batches that are accumulated before a step."""
-        return self.plugin_kwargs.get("num_steps") or 1
+        return self._window.plugin_kwargs.get("num_steps") or 1
 
     @property
     def adjust_scheduler(self) -> bool:
         """Whether a scheduler's calls inside a window are counted; they never change the learning rate."""
-        return bool(self.plugin_kwargs.get("adjust_scheduler", True))
+        return bool(self._window.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the end of a loader ends the window, also when it is not full."""
-        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+        return bool(self._window.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
         """Whether gradients are synchronised in every micro-batch (less memory in some engines)."""
-        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+        return bool(self._window.plugin_kwargs.get("sync_each_batch", False))
 
     @property
     def step_scheduler_per_process(self) -> bool:
         """Whether schedules move once per process at each optimizer step, or once."""
-        return bool(self.plugin_kwargs.get("step_scheduler_per_process", True))
+        return bool(self._window.plugin_kwargs.get("step_scheduler_per_process", True))
 
     @property
     def sync_gradients(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,8 @@ from accel.prepare import holds_any, prepared_optimizer
 from accel_optim import lomo
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from accel.accelerator import Accelerator
     from accel.engines import Engine
     from accel_optim.weight import Weight
@@ -67,17 +70,9 @@ class GradientControl:
         """Whether the last optimizer step was skipped, because fp16 gradients overflowed."""
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self._optimizers)
 
-    @contextlib.contextmanager
-    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
-        with self.window:
-            if self.window.reduce_gradients:
-                yield
-                return
-            with contextlib.ExitStack() as stack:
-                for model in models:
-                    stack.enter_context(self.engine.no_sync(model))
-                yield
+        return _MicroBatch(self.window, self.engine, models)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward leaves the gradients of `model` on their own process."""
@@ -121,8 +116,8 @@ class GradientControl:
             self._backward_that_steps(loss, **given, **kwargs)
             return
         if weight is None:
-            scale = self.window.loss_scale()
-            self.engine.backward(loss if scale == 1.0 else loss * scale, **kwargs)
+            steps = self.window.loss_divisor()
+            self.engine.backward(loss if steps == 1 else loss / steps, **kwargs)
             return
         precise = torch.promote_types(loss.dtype, torch.float32)
         factor = self.window.weigh(weight, _Gathered(self, precise))
@@ -175,10 +170,14 @@ class GradientControl:
         for item in chosen:
             item.unscale_gradients()
 
-    def _unscale_gradients_of(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    def _unscale_gradients_of(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor
+    ) -> Iterable[torch.Tensor] | torch.Tensor:
         """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
+        if self.scaler is None:
+            return parameters
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self.scaler is not None and self.scaler.is_enabled():
+        if self.scaler.is_enabled():
             wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
             owners = [item for item in self._optimizers if holds_any(item, wanted)]
             held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
@@ -212,6 +211,39 @@ class GradientControl:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
         if self.sync_gradients:
             torch.nn.utils.clip_grad_value_(self._unscale_gradients_of(parameters), clip_value)
+
+
+class _MicroBatch:
+    """The context of `accumulate`; a class, because a generator's context costs more than all else in it."""
+
+    __slots__ = ("engine", "held_back", "models", "window")
+
+    def __init__(self, window: Window, engine: Engine, models: Sequence[torch.nn.Module]) -> None:
+        self.window = window
+        self.engine = engine
+        self.models = models
+        self.held_back: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self.window.__enter__()
+        if self.window.reduce_gradients:
+            return
+        self.held_back = contextlib.ExitStack()
+        try:
+            for model in self.models:
+                self.held_back.enter_context(self.engine.no_sync(model))
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self.held_back is not None:
+                self.held_back.close()
+        finally:
+            self.window.__exit__(kind, error, traceback)
 
 
 @dataclass(frozen=True)
