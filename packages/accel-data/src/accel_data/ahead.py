@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -37,8 +37,13 @@ class RandomUse:
         """Whether something was drawn, or the generators were set to something else for a while."""
         return self._now() != self._before
 
-    def _now(self) -> tuple[int, bytes]:
-        return IsolatedRNG.entered, pickle.dumps(global_states())
+    def _now(self) -> list[int | bytes]:
+        return [IsolatedRNG.entered, *map(_as_bytes, global_states())]
+
+
+def _as_bytes(state: Any) -> bytes:
+    # A pickled tensor does not always have the same bytes.
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[T, None, None]:

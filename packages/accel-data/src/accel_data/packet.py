@@ -187,8 +187,10 @@ def _fails_alone(node: Any) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    return plain.reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    if flat.stride(0) != 1:  # a single element has any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _is_plain(leaf: Any) -> bool:
