@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ __all__ = ["send_to_device"]
 # What every batch is made of is told by its type alone: looking for a method of another object is slow.
 _PLAIN_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 _PLAIN_CONTAINERS = frozenset({list, tuple, dict})
+_NOTHING: frozenset[str] = frozenset()
 
 
 def send_to_device(
@@ -39,7 +40,9 @@ def send_to_device(
         The tree with its tensors on `device`.
     """
     target = torch.device(device) if isinstance(device, str) else device
-    skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
+    if skip_keys is None:
+        return _send(tensor, target, non_blocking, _NOTHING)
+    skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys)
     return _send(tensor, target, non_blocking, skip)
 
 
@@ -53,7 +56,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
     if not plain and callable(getattr(kind, "to", None)) and not _has_any(node, skip):
         return _send_by_method(node, device, non_blocking)
     inside = children(node)
-    if inside is None:
+    if inside is None or (plain and _are_there(inside, device)):
         return node
     if not skip or isinstance(node, (list, tuple)):
         sent = [_send(child, device, non_blocking, skip) for child in inside]
@@ -65,6 +68,17 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
     if all(map(operator.is_, sent, inside)):
         return node
     return rebuild(node, sent)
+
+
+def _are_there(leaves: Sequence[Any], device: torch.device | int) -> bool:
+    """Tell quickly of most batches on the CPU that nothing has to move."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.device != device:
+                return False
+        elif type(leaf) not in _PLAIN_LEAVES:
+            return False
+    return True
 
 
 def _has_any(node: Any, names: frozenset[str]) -> bool:
