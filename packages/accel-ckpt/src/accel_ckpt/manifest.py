@@ -13,12 +13,13 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from accel_ckpt.digests import CHUNK_BYTES, FileEntry, describe_files, kind_of, plain_file
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import MANIFEST
+from accel_ckpt.paths import check_inside
 
 __all__ = ["Manifest", "describe", "files_in", "is_complete", "read", "write"]
 
@@ -125,17 +126,8 @@ def read(folder: Path) -> Manifest | None:
         raw = file.read()
     manifest = _decode(raw, path)
     for entry in manifest.files:
-        _check_inside(entry.path, path)
+        check_inside(entry.path, path)
     return manifest
-
-
-def _check_inside(name: str, manifest: Path) -> None:
-    parts = PurePosixPath(str(name)).parts
-    plain = bool(parts) and PurePosixPath(*parts).as_posix() == name
-    if not plain or name.startswith("/") or ".." in parts or "\\" in name or ":" in name or "\0" in name:
-        raise CorruptCheckpointError(
-            f"{manifest} names the file {name!r}, which is not inside its folder. Do not use it."
-        )
 
 
 def _encode(manifest: Manifest) -> bytes:

@@ -1,0 +1,64 @@
+"""The weights of a model by name: reading one, and putting another tensor in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Slots"]
+
+
+class Slots:
+    """Where the weights of a model are, also those that have several names.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        expected: The names in the model's state dict.
+        buffers: The names of its buffers.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.expected = set(model.state_dict(keep_vars=True))
+        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        groups: dict[int, list[str]] = {}
+        self._names: dict[str, list[str]] = {}
+        for entries in (model.named_parameters, model.named_buffers):
+            for name, value in entries(remove_duplicate=False):
+                self._names[name] = groups.setdefault(id(value), [])
+                self._names[name].append(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def names(self, name: str) -> list[str]:
+        """Return all names of a weight."""
+        return self._names[name]
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return a weight as it is now."""
+        module, leaf = self._find(name)
+        value: Any = getattr(module, leaf)
+        return value  # type: ignore[no-any-return]
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Make a tensor the weight, under all its names; a parameter stays a parameter.
+
+        Args:
+            name: One of its names.
+            value: The tensor.
+        """
+        own = self.get(name)
+        if isinstance(own, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, requires_grad=own.requires_grad)
+        for other in self._names[name]:
+            module, leaf = self._find(other)
+            held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+            held[leaf] = value
+
+    def _find(self, name: str) -> tuple[torch.nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return self.model.get_submodule(path), leaf

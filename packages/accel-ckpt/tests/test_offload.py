@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.loading import load_offloaded_weights
+from accel_ckpt.offload import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    read_offload_index,
+    save_offload_index,
+)
+
+STATE = {
+    "a.w": torch.randn(2, 3),
+    "a.half": torch.randn(3).bfloat16(),
+    "eight": torch.randn(3).to(torch.float8_e4m3fn),
+    "n": torch.tensor(7),
+    "c": torch.randn(2, dtype=torch.complex64),
+    "flag": torch.tensor([True, False]),
+    "none": torch.empty(0, 4),
+    "view": torch.arange(12.0).reshape(3, 4)[1:, ::2],
+}
+
+
+def bits(value: torch.Tensor) -> Any:
+    return value.dtype, value.shape, value.contiguous().flatten().view(torch.uint8).tolist()
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path / "off", STATE)
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "off")
+
+    assert list(loader) == list(STATE)
+    assert len(loader) == len(STATE)
+    for name, value in STATE.items():
+        assert bits(loader[name]) == bits(value), name
+    assert sorted(os.listdir(tmp_path / "off")) == sorted([*(f"{name}.dat" for name in STATE), "index.json"])
+    info = json.loads((tmp_path / "off" / "index.json").read_text())["a.half"]
+    assert info == {"dtype": "bfloat16", "shape": [3]}
+    with pytest.raises(KeyError):
+        loader["b"]
+
+
+def test_what_is_written_to_a_weight_stays_out_of_the_file(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, STATE)
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    loader["a.w"].zero_()
+
+    assert torch.equal(loader["a.w"], STATE["a.w"])
+
+
+def test_an_index_grows(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"a": torch.ones(1)})
+    index = offload_weight(torch.zeros(2), "b", tmp_path, {})
+    assert index is not None
+    save_offload_index(index, tmp_path)
+    assert list(read_offload_index(tmp_path)) == ["a", "b"]
+    assert offload_weight(torch.zeros(2), "c", tmp_path) is None
+    save_offload_index({}, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_in_memory_come_first_and_safetensors_are_read(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": torch.ones(2), "y": torch.zeros(1)}, tmp_path / "w.safetensors")
+    index = {
+        "x": {"safetensors_file": str(tmp_path / "w.safetensors"), "dtype": "float16"},
+        "z": {"safetensors_file": "w.safetensors", "weight_name": "y"},
+        "m": {"dtype": "float32", "shape": [1]},
+    }
+    loader = OffloadedWeightsLoader({"m": torch.full((1,), 5.0)}, tmp_path, index)
+
+    assert list(loader) == ["m", "x", "z"]
+    assert loader["m"].item() == 5
+    assert loader["x"].dtype is torch.float16
+    assert loader["z"].tolist() == [0]
+    with pytest.raises(ValueError, match="state_dict, a save_folder or an index"):
+        OffloadedWeightsLoader()
+
+
+@pytest.mark.parametrize(
+    ("name", "info", "message"),
+    [
+        ("../w", {"dtype": "float32", "shape": [1]}, r"names the file '\.\./w\.dat', which is not inside"),
+        ("/w", {"dtype": "float32", "shape": [1]}, "not inside its folder"),
+        ("a", {"safetensors_file": "../x.safetensors"}, "not inside its folder"),
+        ("a", {"safetensors_file": "/x.safetensors"}, "not inside its folder"),
+    ],
+)
+def test_an_index_cannot_point_outside(tmp_path: Path, name: str, info: dict[str, Any], message: str) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({name: info}))
+    with pytest.raises(CorruptCheckpointError, match=message):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_an_entry_that_is_no_plain_file_is_refused(tmp_path: Path, kind: str) -> None:
+    offload_state_dict(tmp_path / "off", {"a": torch.ones(1)})
+    file = tmp_path / "off" / "a.dat"
+    file.rename(tmp_path / "elsewhere")
+    {
+        "link": lambda: file.symlink_to(tmp_path / "elsewhere"),
+        "pipe": lambda: os.mkfifo(file),
+        "folder": file.mkdir,
+    }[kind]()
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "off")
+    with pytest.raises(CorruptCheckpointError, match=r"a\.dat is a (symbolic link|pipe|folder)"):
+        loader["a"]
+
+
+def test_damaged_files_and_names_are_told(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"a": torch.ones(4)})
+    info = {"dtype": "float32", "shape": [5]}
+    with pytest.raises(CorruptCheckpointError, match=r"has 16 bytes; \[5\] of torch.float32 are 20"):
+        load_offloaded_weight(tmp_path / "a.dat", info)
+    with pytest.raises(CorruptCheckpointError, match="no tensor"):
+        load_offloaded_weight(tmp_path / "a.dat", {"dtype": "save", "shape": [4]})
+    (tmp_path / "index.json").write_text("[1")
+    with pytest.raises(CorruptCheckpointError, match="no index of offloaded weights"):
+        read_offload_index(tmp_path)
+    with pytest.raises(ValueError, match="name of a file, not 'a/b'"):
+        offload_weight(torch.ones(1), "a/b", tmp_path)
+
+
+def test_offloaded_weights_go_back_into_a_model(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    offload_state_dict(tmp_path, {"0.weight": before["0.weight"], "0.bias": before["0.bias"]})
+    with torch.device("meta"):
+        empty = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    empty[1].weight = empty[0].weight
+    load_offloaded_weights(empty, read_offload_index(tmp_path), tmp_path)
+
+    assert torch.equal(empty[0].weight, before["0.weight"])
+    assert empty[1].weight is empty[0].weight
+    assert empty[1].bias.is_meta
+    load_offloaded_weights(empty, {}, tmp_path / "nowhere")
+
+
+def test_parts_and_prefixes() -> None:
+    state: Any = {"a.w": 1, "ab.w": 2, "a": 3, "c.d.e": 4}
+    assert extract_submodules_state_dict(state, ["a", "c.d"]) == {"a.w": 1, "a": 3, "c.d.e": 4}
+    part = PrefixedDataset({"a.w": 1, "a.b": 2, "c": 3}, "a.")
+    assert part["w"] == 1
+    assert list(part) == ["a.w", "a.b"]
+    assert len(part) == 3
