@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel.accelerator import Accelerator
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.loading import load_checkpoint_in_model
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -224,3 +225,51 @@ def test_load_kwargs_reach_registered_objects(tmp_path):
         accelerator.load_state(folder)
     accelerator.load_state(folder, load_kwargs={"weights_only": False})
     assert clock.count == datetime.date(2000, 1, 1)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.b.weight = self.a.weight
+
+
+def save_a_wrapped_model(folder):
+    torch.manual_seed(0)
+    accelerator = Accelerator()
+    model = Tied()
+    accelerator.save_model(accelerator.prepare(model), folder, max_shard_size=400)
+    other = Tied()
+    load_checkpoint_in_model(other, folder, strict=True)
+    return [torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_save_model_writes_what_load_checkpoint_in_model_reads(world, tmp_path, size):
+    results = world.run(save_a_wrapped_model, str(tmp_path / "m"), size=size, timeout_s=100)
+
+    assert results == [[True] * 6] * size
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        *files,
+        "model.safetensors.index.json",
+    ]
+    assert "a.weight" in load_file(tmp_path / "m" / files[0])
+
+
+def fail_to_save_a_model(folder):
+    accelerator = Accelerator()
+    try:
+        accelerator.save_model(accelerator.prepare(torch.nn.Linear(1, 1)), folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_save_model_fails_on_all_or_on_none(world, tmp_path):
+    (tmp_path / "file").touch()
+    first, second = world.run(fail_to_save_a_model, str(tmp_path / "file"), size=2, timeout_s=100)
+
+    assert first.startswith("FileExistsError")
+    assert second.startswith(
+        "CheckpointError: saving the model failed on another process. process 0: FileExists"
+    )

@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
     from accel_ckpt.errors import CheckpointError as CheckpointError
     from accel_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+    from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel_ckpt.loading import load_offloaded_weights as load_offloaded_weights
+    from accel_ckpt.loading import load_state_dict as load_state_dict
+    from accel_ckpt.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from accel_ckpt.offload import PrefixedDataset as PrefixedDataset
+    from accel_ckpt.offload import extract_submodules_state_dict as extract_submodules_state_dict
+    from accel_ckpt.offload import load_offloaded_weight as load_offloaded_weight
+    from accel_ckpt.offload import offload_state_dict as offload_state_dict
+    from accel_ckpt.offload import offload_weight as offload_weight
+    from accel_ckpt.offload import save_offload_index as save_offload_index
     from accel_ckpt.staging import Staging as Staging
     from accel_ckpt.staging import staged as staged
     from accel_ckpt.state import load_accelerator_state as load_accelerator_state
@@ -24,10 +34,22 @@ if TYPE_CHECKING:
     from accel_ckpt.tensors import id_tensor_storage as id_tensor_storage
     from accel_ckpt.tensors import load as load
     from accel_ckpt.tensors import save as save
+    from accel_ckpt.weights import convert_file_size_to_int as convert_file_size_to_int
+    from accel_ckpt.weights import save_weights as save_weights
 
 _NAMES = {
     "accel_ckpt.config": ("ProjectConfiguration",),
     "accel_ckpt.errors": ("CheckpointError", "CorruptCheckpointError"),
+    "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
+    "accel_ckpt.offload": (
+        "OffloadedWeightsLoader",
+        "PrefixedDataset",
+        "extract_submodules_state_dict",
+        "load_offloaded_weight",
+        "offload_state_dict",
+        "offload_weight",
+        "save_offload_index",
+    ),
     "accel_ckpt.staging": ("Staging", "staged"),
     "accel_ckpt.state": (
         "load_accelerator_state",
@@ -36,6 +58,7 @@ _NAMES = {
         "save_custom_state",
     ),
     "accel_ckpt.tensors": ("clean_state_dict_for_safetensors", "id_tensor_storage", "load", "save"),
+    "accel_ckpt.weights": ("convert_file_size_to_int", "save_weights"),
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES)

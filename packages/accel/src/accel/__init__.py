@@ -12,6 +12,7 @@ from accel_state.lazy import attach
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
+    from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_data.prepare import skip_first_batches as skip_first_batches
     from accel_launch.notebook import debug_launcher as debug_launcher
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "accel.accelerator": ("Accelerator",),
+    "accel_ckpt.loading": ("load_checkpoint_in_model",),
     "accel_data.config": ("DataLoaderConfiguration",),
     "accel_data.prepare": ("skip_first_batches",),
     "accel_launch.notebook": ("debug_launcher", "notebook_launcher"),

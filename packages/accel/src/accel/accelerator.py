@@ -438,7 +438,17 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         """The full state of a prepared model."""
         return self.engine.state_dict(model, unwrap)
 
-    save_model = not_yet("Accelerator.save_model")
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
+        from accel import checkpointing
+
+        checkpointing.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects (with state_dict and load_state_dict) along with the state."""

@@ -9,20 +9,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_ckpt import layout, rotation, tensors
-from accel_ckpt.agree import from_main
+from accel_ckpt.agree import from_main, together
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
+from accel_ckpt.weights import save_weights
 
 if TYPE_CHECKING:
+    import torch
+
     from accel.accelerator import Accelerator
 
-__all__ = ["register", "save", "save_state"]
+__all__ = ["register", "save", "save_model", "save_state"]
 
 
 def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
     """Write one object, once per job or once per machine."""
     each_node = accelerator.project_configuration.save_on_each_node
     tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+) -> None:
+    """Write a model's weights into a folder, once per job or once per machine; every process calls it."""
+    process = accelerator.process
+    each_node = accelerator.project_configuration.save_on_each_node
+    state = accelerator.get_state_dict(model)
+
+    def write() -> None:
+        if process.is_local_main if each_node else process.is_main:
+            save_weights(state, folder, max_shard_size, safe_serialization)
+
+    together(write, process, "saving the model")
 
 
 def register(accelerator: Accelerator, objects: Sequence[Any]) -> None:

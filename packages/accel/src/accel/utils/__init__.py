@@ -9,10 +9,21 @@ from accel_state.lazy import attach
 if TYPE_CHECKING:
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
+    from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel_ckpt.loading import load_offloaded_weights as load_offloaded_weights
+    from accel_ckpt.loading import load_state_dict as load_state_dict
+    from accel_ckpt.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from accel_ckpt.offload import PrefixedDataset as PrefixedDataset
+    from accel_ckpt.offload import extract_submodules_state_dict as extract_submodules_state_dict
+    from accel_ckpt.offload import load_offloaded_weight as load_offloaded_weight
+    from accel_ckpt.offload import offload_state_dict as offload_state_dict
+    from accel_ckpt.offload import offload_weight as offload_weight
+    from accel_ckpt.offload import save_offload_index as save_offload_index
     from accel_ckpt.tensors import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
     from accel_ckpt.tensors import id_tensor_storage as id_tensor_storage
     from accel_ckpt.tensors import load as load
     from accel_ckpt.tensors import save as save
+    from accel_ckpt.weights import convert_file_size_to_int as convert_file_size_to_int
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_launch.config.write import write_basic_config as write_basic_config
     from accel_launch.notebook import PrepareForLaunch as PrepareForLaunch
@@ -161,7 +172,18 @@ if TYPE_CHECKING:
 _NAMES = {
     "accel.utils.tqdm": ("tqdm", "tqdm"),
     "accel_ckpt.config": ("ProjectConfiguration",),
+    "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
+    "accel_ckpt.offload": (
+        "OffloadedWeightsLoader",
+        "PrefixedDataset",
+        "extract_submodules_state_dict",
+        "load_offloaded_weight",
+        "offload_state_dict",
+        "offload_weight",
+        "save_offload_index",
+    ),
     "accel_ckpt.tensors": ("clean_state_dict_for_safetensors", "id_tensor_storage", "load", "save"),
+    "accel_ckpt.weights": ("convert_file_size_to_int",),
     "accel_data.config": ("DataLoaderConfiguration",),
     "accel_launch.config.write": ("write_basic_config",),
     "accel_launch.notebook": ("PrepareForLaunch",),
@@ -303,6 +325,8 @@ _SUBMODULES = (
     "imports",
     "memory",
     "missing",
+    "modeling",
+    "offload",
     "operations",
     "other",
     "random",
