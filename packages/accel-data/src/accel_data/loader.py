@@ -60,7 +60,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._progress.set_epoch(iteration)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        side = None if self.device is None else SideStream.of(self.device, self._non_blocking)
+        device, non_blocking = self.device, self._non_blocking
+        side = None if device is None else SideStream.of(device, non_blocking)
         started = self._start_pass()
         self.begin()
         exhausted = False
@@ -73,7 +74,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     last = step == share.num_batches
                     self._mark(batch, share.real if last else share.now, last)
                 started.steps = step
-                yield batch if self.device is None else self._to_device(batch)
+                yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
         finally:
             if isinstance(batches, Generator):  # what reads ahead ends now
@@ -122,10 +123,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._shard is not None and not self._unbatched:
             return self._shard.padded_rows(real)
         return self.batch_size or count_rows(batch)
-
-    def _to_device(self, batch: Any) -> Any:
-        assert self.device is not None
-        return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
 
 def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
