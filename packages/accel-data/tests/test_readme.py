@@ -4,14 +4,16 @@ import re
 import socket
 from pathlib import Path
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset
 
+import accel_data
 from accel_data import prepare_data_loader
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-EXAMPLE = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
+EXAMPLE, AUGMENTED = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_example_runs_alone(fresh_state, capsys):
@@ -34,6 +36,30 @@ def test_the_example_runs_on_two_processes(world):
 
     for printed in world.run(run_example, size=2, init=False, env=address):
         assert "epoch 2: loss 0.000, 32 samples per step" in printed
+
+
+def test_the_augmented_dataset_gives_the_same_on_any_number_of_processes(fresh_state):
+    names = {
+        "Dataset": Dataset,
+        "accel_data": accel_data,
+        "torch": torch,
+        "load": lambda index: (torch.zeros(2), index),
+        "transform": lambda image: image + torch.rand(2),
+    }
+    exec(compile(AUGMENTED, "README.md", "exec"), names)
+    names["Images"].__len__ = lambda self: 6
+
+    def images(processes):
+        found = {}
+        for rank in range(processes):
+            loader = DataLoader(names["Images"](), 2, shuffle=True)
+            place = {"num_processes": processes, "process_index": rank, "data_seed": 1}
+            for batch, labels in prepare_data_loader(loader, **place):
+                found.update(zip(labels.tolist(), batch.tolist(), strict=True))
+        return found
+
+    assert images(1) == images(2) == images(3)
+    assert len({tuple(image) for image in images(1).values()}) == 6
 
 
 def test_the_table_of_shares_is_the_real_one(fresh_state):
