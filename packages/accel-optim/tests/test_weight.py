@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -122,6 +123,41 @@ def test_both_kinds_of_losses_are_refused_in_one_window_only() -> None:
     window.reset()
     assert window.weigh(4, gathered) == 2 / 16
     assert window.loss_scale() == 0.5  # outside of micro-batches each loss is a window
+
+
+@pytest.mark.parametrize("saved", range(7))
+def test_a_window_continues_from_its_state_bit_for_bit(saved: int) -> None:
+    weights = (3.0, 0.7, 1.9, 0.3, 2.2, 5.1, 0.9)
+
+    def run(window: Window, gradient: float, part: range) -> tuple[list[float], float]:
+        factors = []
+        for number in part:
+            if number % 3 == 0:
+                gradient = 0.0
+            gathered = Gathered(gradient=gradient)
+            with window:
+                factors.append(window.weigh(weights[number], gathered))
+                gradient = gathered.gradient + factors[-1]
+        return factors, gradient
+
+    whole, expected = run(make(3), 0.0, range(7))
+    first, second = make(3), make(3)
+    before, gradient = run(first, 0.0, range(saved))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert (second.step, second.gradient_state.sync_gradients) == (saved % 3, saved % 3 == 0)
+    after, gradient = run(second, gradient, range(saved, 7))
+
+    assert before + after == whole
+    assert gradient == expected
+
+
+def test_means_and_sums_are_told_apart_after_loading() -> None:
+    first, second, gathered = make(3), make(3), Gathered()
+    with first:
+        first.loss_divisor()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="with and without a weight"), second:
+        second.weigh(1, gathered)
 
 
 def test_a_step_from_a_checkpoint_opens_a_window_without_weight() -> None:

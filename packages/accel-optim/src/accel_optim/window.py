@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from accel_optim.weight import Weight, WindowWeight, positive, ratio
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
     from accel_optim.weight import Gradients
@@ -164,6 +165,31 @@ class Window:
         self._before = (0, True, False)
         self._forget_losses()
         self.gradient_state._set_sync_gradients(True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues the open window, beside its gradients; plain numbers, of this process."""
+        own = self._weight if self._step > 0 else None
+        gathered = None if own is None else float(own.gathered) + float(own.current or 0.0)
+        return {
+            "step": self._step,
+            "has_means": self._step > 0 and self._has_means,
+            "gathered": gathered,
+            "norm": None if own is None or own.norm is None else float(own.norm),
+            "estimate": None if self._estimate is None else float(self._estimate),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a window whose gradients are there again, at the micro-batch after the last one.
+
+        Args:
+            state: What `state_dict` returned on this process.
+        """
+        self.step = state["step"]
+        self._has_means = state["has_means"]
+        self._estimate = state["estimate"]
+        if state["gathered"] is not None:
+            self._weight = WindowWeight()
+            self._weight.gathered, self._weight.norm = state["gathered"], state["norm"]
 
     def __enter__(self) -> Window:
         if self._depth == 0:
