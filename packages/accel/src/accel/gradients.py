@@ -226,7 +226,7 @@ class _MicroBatch:
 
     def __enter__(self) -> None:
         self.window.__enter__()
-        if self.window.reduce_gradients:
+        if self.window.reduce_gradients or not self.engine.holds_gradients_back:
             return
         self.held_back = contextlib.ExitStack()
         try:

@@ -155,6 +155,11 @@ class Engine:
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return inner
 
+    @property
+    def holds_gradients_back(self) -> bool:
+        """Whether `no_sync` does something; where it does not, nobody enters it."""
+        return False
+
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context in which backward leaves the gradients of `model` unsynchronised."""
         return contextlib.nullcontext()

@@ -55,6 +55,11 @@ class DDPEngine(Engine):
             self.context.ddp.register_comm_hook(wrapped)
         return wrapped
 
+    @property
+    def holds_gradients_back(self) -> bool:
+        """DDP reduces in backward, unless it is told not to."""
+        return True
+
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """DDP's own no_sync; a model that is not wrapped has nothing to hold back.
 
