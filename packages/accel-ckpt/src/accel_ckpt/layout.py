@@ -8,6 +8,7 @@ needed.
     sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
+    gradients_<rank>.safetensors                   gradients of an open accumulation window, if there is one
     custom_checkpoint_<i>.pkl                      registered objects
     accel_manifest.json                            what the folder holds, with a digest per file
 
@@ -25,6 +26,7 @@ __all__ = [
     "SCALER",
     "checkpoint_dir",
     "custom_file",
+    "gradients_file",
     "iteration_of",
     "loader_file",
     "model_file",
@@ -48,6 +50,7 @@ _ROLES = {
     "sampler": r"sampler(_\d+)?\.bin",
     "scaler": r"scaler\.pt",
     "random": r"random_states_\d+\.pkl",
+    "gradients": r"gradients_\d+\.safetensors",
     "custom": r"custom_checkpoint_\d+\.pkl",
 }
 
@@ -95,6 +98,11 @@ def random_states_file(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
+def gradients_file(rank: int) -> str:
+    """Return the name of a rank's gradients of an open accumulation window."""
+    return f"gradients_{rank}.safetensors"
+
+
 def custom_file(index: int) -> str:
     """Return the name of a registered object's state."""
     return f"custom_checkpoint_{index}.pkl"
@@ -107,8 +115,8 @@ def role_of(name: str) -> str:
         name: The file's path inside the folder.
 
     Returns:
-        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random" or "custom"; "other" for a
-        file that something else has put there.
+        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients" or "custom";
+        "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")
 

@@ -55,7 +55,7 @@ class Staging:
     memory: Memory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
-    _after: list[Callable[[], None]] = field(default_factory=list)
+    _after: list[Callable[[], object]] = field(default_factory=list)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -79,7 +79,7 @@ class Staging:
             with self.writer.open(path) as file:
                 tensors.write_to(obj, file, safe_serialization)
 
-    def after_commit(self, function: Callable[[], None]) -> None:
+    def after_commit(self, function: Callable[[], object]) -> None:
         """Have something done on every process that commits, once the checkpoint is there.
 
         Args:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from accel_ckpt import layout, recovery, tensors
+from accel_ckpt import background, layout, recovery, tensors
 from accel_ckpt.agree import together
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.gradients import set_gradients
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.rng import get_rng_state, set_rng_state
 from accel_ckpt.staging import opened_at, staged
@@ -34,6 +36,7 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
     *,
+    gradients: dict[str, torch.Tensor] | None = None,
     process: Process | None = None,
 ) -> str:
     """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
@@ -54,6 +57,7 @@ def save_accelerator_state(
         scaler: The loss scaler of fp16 training.
         save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
         safe_serialization: Whether weights are safetensors, or torch files.
+        gradients: What `get_gradients` returned here, in the middle of an accumulation window.
         process: This process; by default the current one.
 
     Returns:
@@ -73,9 +77,13 @@ def save_accelerator_state(
             parts |= zip(names, model_states, strict=True)
             parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
         parts[layout.random_states_file(process_index)] = {"step": step, **get_rng_state(process)}
+        if gradients is not None:
+            staging.facts["open_window"] = True
+            parts[layout.gradients_file(process_index)] = gradients
         staging.progress.total = sum(map(_tensor_bytes, parts.values()))
         for name, part in parts.items():
-            staging.write(part, name, safe_serialization and layout.role_of(name) == "model")
+            role = layout.role_of(name)
+            staging.write(part, name, role == "gradients" or (role == "model" and safe_serialization))
         return str(staging.target)
 
 
@@ -125,6 +133,7 @@ def load_accelerator_state(
         CheckpointError: If a file for a given object is not there, or another process has failed.
     """
     process = current_process() if process is None else process
+    background.wait()
     reading = open_checkpoint(Path(input_dir), process, map_location, dict(load_kwargs or {}), verify)
 
     def load() -> dict[str, Any]:
@@ -144,6 +153,7 @@ def load_accelerator_state(
         if scaler is not None:
             _load_scaler(reading, scaler)
         result = _load_random(reading, process_index, process)
+        _load_gradients(reading, models, process_index)
         reading.tell(process)
         return result
 
@@ -254,6 +264,18 @@ def _load_scaler(reading: Reading, scaler: torch.amp.GradScaler) -> None:
         scaler.load_state_dict(state)
     elif scaler.is_enabled():
         reading.notes.append(f"the loss scale starts anew, because there is none in {layout.SCALER}")
+
+
+def _load_gradients(reading: Reading, models: Sequence[torch.nn.Module], process_index: int) -> None:
+    gradients = reading.load(layout.gradients_file(process_index))
+    if gradients is not None:
+        set_gradients(models, gradients)
+    elif models and reading.facts.get("open_window"):
+        raise CheckpointError(
+            f"{reading.folder} was saved in the middle of an accumulation window, by "
+            f"{reading.facts.get('world_size')} processes: no {layout.gradients_file(process_index)}. "
+            "Load it on as many processes as saved it, or a checkpoint that was saved at a window's end."
+        )
 
 
 def _load_random(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel import configuration, metrics, tracking
+from accel.agreement import Agreement
 from accel.configuration import UNSET
 from accel.engines import EngineContext, choose_engine
 from accel.gradients import GradientControl
@@ -41,6 +43,7 @@ from accel_state.gradient import GradientState
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
+    from accel.preemption import Preemption
     from accel.tracking import GeneralTracker
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
@@ -154,6 +157,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[GeneralTracker] = []
         self.flag_tensor: torch.Tensor | None = None
+        self._triggers = Agreement(self.process)
+        self._preemption: Preemption | None = None
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -398,9 +403,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
 
     def check_trigger(self) -> bool:
         """Whether any process raised its flag since the last check, which all of them make together."""
-        flag = self.flag_tensor if self.flag_tensor is not None else torch.zeros((), device=self.device)
-        self.flag_tensor = None
-        return bool(collectives.reduce(flag, "sum", process=self.process).item() >= 1)
+        raised, self.flag_tensor = self.flag_tensor is not None, None
+        return self._triggers.ask("check_trigger", raised)
 
     # Files (the checkpoint code is imported by the first of them)
 
@@ -418,10 +422,48 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Write everything that `load_state` needs to go on from here; returns the folder."""
+        """Write everything that `load_state` needs to go on from here; returns the folder.
+
+        With `blocking=False` the state is copied, and written and committed in the background while training
+        goes on. One such save is in flight at most: the next call waits for it, and raises what went wrong in
+        it, as do `wait_for_save`, `load_state` and `end_training`.
+        """
         from accel import checkpointing
 
         return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background, if there is one, is committed; raise what went wrong."""
+        from accel import checkpointing
+
+        checkpointing.wait_for_save()
+
+    def save_on_preemption(
+        self,
+        output_dir: str | None = None,
+        *,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        exit_code: int = 75,
+    ) -> None:
+        """Save and exit if any process was told to end. Call it on every process, at the end of each step.
+
+        The first call takes the signals. A signal to any process makes all of them save, commit and exit in
+        the same step: at one of the next two calls at which no accumulation window is open. `load_state` then
+        goes on exactly there.
+
+        Args:
+            output_dir: The folder of the checkpoint; not needed with automatic naming.
+            signals: Names of the signals.
+            exit_code: How the processes end. The default, 75, asks to be started again (EX_TEMPFAIL).
+
+        Raises:
+            SystemExit: With `exit_code`, when the checkpoint is committed.
+            ValueError: If there is no folder to save to.
+            RuntimeError: If this is not the main thread.
+        """
+        from accel.preemption import save_on_preemption
+
+        save_on_preemption(self, output_dir, signals, exit_code)
 
     def load_state(
         self,
@@ -492,9 +534,12 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         session.log(self.trackers, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish the trackers and leave the process group; call it last."""
-        try:
+        """Wait for the save in the background, finish the trackers, leave the process group; call it last."""
+        with contextlib.ExitStack() as ending:  # from the last to the first, whatever one of them raises
+            ending.callback(self.state.destroy_process_group)
+            if "accel_ckpt.background" in sys.modules:
+                ending.callback(self.wait_for_save)
+            if self._preemption is not None:
+                ending.callback(self._preemption.stop)
             while self.trackers:
-                self.trackers.pop().finish()
-        finally:
-            self.state.destroy_process_group()
+                ending.callback(self.trackers.pop(0).finish)

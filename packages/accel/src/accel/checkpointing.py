@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_ckpt import layout, rotation, tensors
+from accel_ckpt import background, layout, rotation, tensors
 from accel_ckpt.agree import from_main, together
+from accel_ckpt.gradients import get_gradients
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from accel.accelerator import Accelerator
 
-__all__ = ["register", "save", "save_model", "save_state"]
+__all__ = ["register", "save", "save_model", "save_state", "wait_for_save"]
 
 
 def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
@@ -70,22 +71,34 @@ def register(accelerator: Accelerator, objects: Sequence[Any]) -> None:
 
 
 def save_state(
-    accelerator: Accelerator, output_dir: str | None, safe_serialization: bool, **options: Any
+    accelerator: Accelerator,
+    output_dir: str | None,
+    safe_serialization: bool,
+    blocking: bool = True,
+    **options: Any,
 ) -> str:
     """Write a checkpoint, which appears as a whole or not at all; every process calls it.
+
+    In the middle of an accumulation window the gradients so far are saved too, so that the window goes on
+    where it was.
 
     Args:
         accelerator: Whose prepared and registered objects are saved.
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
+        blocking: False to copy the state, and write and commit it in the background.
         **options: Options for an engine's own saving; with replicas there is none.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: If there is no folder to write to, or its automatic name is taken.
+        ValueError: If there is no folder to write to, its automatic name is taken, or the accumulation window
+            that is open has losses with a weight.
+        Exception: What went wrong here or, for the save before, in the background.
     """
+    background.wait()
+    _check_window(accelerator)
     if options:
         warnings.warn(
             f"save_state ignores {', '.join(options)}: the {accelerator.engine.name} engine saves without "
@@ -95,7 +108,8 @@ def save_state(
     config = accelerator.project_configuration
     folder = _new_folder(accelerator, output_dir)
     process = accelerator.process
-    with staged(folder, save_on_each_node=config.save_on_each_node, process=process) as staging:
+    each_node = config.save_on_each_node
+    with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
         for hook in accelerator._save_state_hooks.values():
             hook(accelerator._models, weights, str(staging.path))
@@ -108,18 +122,33 @@ def save_state(
             process.rank,
             accelerator.step,
             accelerator.scaler,
-            config.save_on_each_node,
+            each_node,
             safe_serialization,
+            gradients=get_gradients(accelerator._models) if accelerator.step else None,
             process=process,
         )
         for index, item in enumerate(accelerator._custom_objects):
-            save_custom_state(item, staging.path, index, config.save_on_each_node)
+            save_custom_state(item, staging.path, index, each_node)
+        if config.automatic_checkpoint_naming:
+            limit = config.total_limit
+            staging.after_commit(lambda: rotation.prune(folder.parent, limit))
     if config.automatic_checkpoint_naming:
         config.iteration += 1
-        from_main(
-            lambda: len(rotation.prune(folder.parent, config.total_limit)), process, "pruning checkpoints"
-        )
     return str(staging.target)
+
+
+def wait_for_save() -> None:
+    """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
+    background.wait()
+
+
+def _check_window(accelerator: Accelerator) -> None:
+    if accelerator.step and accelerator.window.is_weighted:
+        raise ValueError(
+            f"save_state in the middle of an accumulation window ({accelerator.step} of "
+            f"{accelerator.gradient_accumulation_steps} micro-batches) whose losses have a weight: it could "
+            "not be resumed exactly. Save where accelerator.sync_gradients is True."
+        )
 
 
 def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:

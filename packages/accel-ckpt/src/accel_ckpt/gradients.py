@@ -1,0 +1,78 @@
+"""The gradients of an accumulation window that is open when a checkpoint is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel_ckpt.errors import CheckpointError
+from accel_ops.modules import extract_model_from_parallel
+
+__all__ = ["get_gradients", "set_gradients"]
+
+
+def get_gradients(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Read the gradients that this process has gathered.
+
+    Args:
+        models: The models, prepared or not.
+
+    Returns:
+        Gradients by "<index of the model>.<name of the parameter>"; the tensors themselves.
+
+    Raises:
+        ValueError: If a gradient is sharded or sparse; it names the parameter.
+    """
+    found = {}
+    for name, parameter in _parameters(models).items():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
+            raise ValueError(
+                f"The gradient of {name} is a {type(gradient).__name__} of layout {gradient.layout}, which "
+                "cannot be saved in the middle of an accumulation window. Save where accelerator."
+                "sync_gradients is True, after the optimizer's step."
+            )
+        found[name] = gradient
+    return found
+
+
+def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any]) -> None:
+    """Give parameters the gradients that were read before; other parameters have none.
+
+    Args:
+        models: The models, prepared or not.
+        gradients: What `get_gradients` returned.
+
+    Raises:
+        CheckpointError: If they are of other parameters than these models have.
+    """
+    parameters = _parameters(models)
+    strange = sorted(
+        name
+        for name, value in gradients.items()
+        if name not in parameters or parameters[name].shape != value.shape
+    )
+    if strange:
+        raise CheckpointError(
+            f"The checkpoint has gradients of an open accumulation window for {', '.join(strange)}, which "
+            "the models here do not have in this shape. Load into the models that were saved, in the same "
+            "order."
+        )
+    for name, parameter in parameters.items():
+        if name in gradients:
+            saved = gradients[name].to(device=parameter.device, dtype=parameter.dtype)
+            parameter.grad = saved.clone()
+        else:
+            parameter.grad = None
+
+
+def _parameters(models: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    return {
+        f"{index}.{name}": parameter
+        for index, model in enumerate(models)
+        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
+    }
