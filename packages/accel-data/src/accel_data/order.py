@@ -106,7 +106,8 @@ class SeedableRandomSampler(RandomSampler):
         return draw(self, torch.Generator().manual_seed(mix_seed(self.initial_seed, self.epoch)))
 
     def __iter__(self) -> Iterator[int]:
-        for piece in self.order().split(_PIECE):  # as Python's integers it takes ten times the memory
+        # As Python's integers the whole order would take ten times the memory.
+        for piece in torch.split(self.order(), _PIECE):
             yield from piece.tolist()
         self.set_epoch(self.epoch + 1)
 
