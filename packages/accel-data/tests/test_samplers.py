@@ -251,7 +251,7 @@ def test_the_padding_of_a_distributed_sampler_is_known(length, size, processes, 
     kept, passed_over = [], []
     for rank in range(processes):
         sampler = DistributedSampler(range(length), processes, rank, shuffle=shuffle)
-        shard = PresplitBatchSampler(BatchSampler(sampler, size, drop_last), sampler)
+        shard = PresplitBatchSampler(BatchSampler(sampler, size, drop_last), sampler, (rank, processes))
         batches = list(shard)
         if shard.share.real is not None:
             batches[-1] = batches[-1][: shard.share.real[rank]]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from accel_data.cursor import Pass, Progress, from_state, to_state
-from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard
+from accel_data.cursor import Kind, Pass, Progress, from_state, to_state
+from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
 from accel_data.order import SeedableRandomSampler
 from accel_data.place import Mark, Trail
-from accel_data.samplers import BatchSamplerShard, SkipBatchSampler
+from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.seeds import keyed, pass_key
 from accel_state.imports import require
 
@@ -70,6 +70,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._base = loader_class(use_stateful_dataloader)
         self._reads: DataLoader[Any] | None = None
         self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
+        self._progress.part = part_of(dataset if self._shard is None else self._shard)
 
     @property
     def iteration(self) -> int:
@@ -95,6 +96,9 @@ class DataLoaderAdapter(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Length of the dataset, all processes together."""
+        shard = self._shard
+        if isinstance(shard, PresplitBatchSampler) and shard.lengths is not None:
+            return sum(shard.lengths)
         return len(self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset)  # type: ignore[arg-type]
 
     def get_sampler(self) -> Any:
@@ -131,7 +135,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         generator = self.synchronized_generator
         state = None if generator is None else generator.get_state()
         cursor = self._progress.cursor(self._step_size, state)
-        return to_state(cursor, self._seed, self._length, self._sample_seed)
+        return to_state(cursor, self._kind, self._sample_seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a place: the next iteration has the rest of its epoch, on any number of processes.
@@ -142,9 +146,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         Raises:
             ValueError: If it is not the state of a loader like this one over a dataset like this one.
         """
-        seed = self._seed
-        cursor = from_state(state_dict, seed is not None, self._length, self._limit)
-        if seed is not None:
+        cursor = from_state(state_dict, self._kind)
+        if self._seed is not None:
             self._seed = int(state_dict["seed"])
         self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
@@ -163,20 +166,19 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Places in the global order that one step of all processes takes."""
         if self._shard is not None:
             return self._shard.step_size
-        shard = self._stream_shard()
-        return shard.share * shard.num_processes
+        return self._stream_shard().step_size
 
     @property
     def _limit(self) -> int | None:
         return None if self._shard is None else self._shard.num_samples
 
     @property
-    def _length(self) -> int | None:
-        return (
-            self.total_dataset_length
-            if self._shard is not None and hasattr(self.dataset, "__len__")
-            else None
-        )
+    def _kind(self) -> Kind:
+        is_stream, part = self._shard is None, self._progress.part
+        is_known = not is_stream and hasattr(self.dataset, "__len__")
+        if part is not None and getattr(self._shard, "lengths", None) is None:
+            is_known = False  # this part's length is not that of the others
+        return Kind(self._seed, self.total_dataset_length if is_known else None, self._limit, is_stream, part)
 
     @property
     def _seed(self) -> int | None:
@@ -261,9 +263,11 @@ class DataLoaderAdapter(DataLoader[Any]):
             shard.counts_rows = self.batch_size is None
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
             self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
-        self._reads.dataset.seek(begin.epoch, begin.consumed, place is not None)  # type: ignore[attr-defined]
+        parts = begin.part[1] if begin.part else 1
+        start = begin.consumed // parts
+        self._reads.dataset.seek(begin.epoch, start, place is not None)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
-        over = begin.consumed // (shard.share * shard.num_processes) if place is None else 0
+        over = 0 if place else start // (shard.share * shard.num_processes)
         return handed_on(self._open(self._reads, started), started, over)
 
     def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:
@@ -271,6 +275,16 @@ class DataLoaderAdapter(DataLoader[Any]):
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
         return keyed(loader, lambda: opened(lambda: iterate(loader), started), key)
+
+
+def part_of(shard: Any) -> tuple[int, int] | None:
+    """Return (index, number) of the process that data was divided for before; None if that tells nothing.
+
+    What a DistributedSampler deals out is counted like any other order.
+    """
+    if isinstance(shard, PresplitStream) or (isinstance(shard, PresplitBatchSampler) and not shard.deals):
+        return shard.part
+    return None
 
 
 def handed_on(

@@ -14,7 +14,7 @@ import torch
 
 from accel_data.place import Place, Trail
 
-__all__ = ["Cursor", "Pass", "Progress", "from_state", "to_state"]
+__all__ = ["Cursor", "Kind", "Pass", "Progress", "from_state", "to_state"]
 
 _VERSION = 1
 
@@ -32,6 +32,8 @@ class Cursor:
         generator: State of the user's generator when the epoch began.
         stream: The place in a dataset that can only be read from the front; None for others, and where it is
             not known, so that `consumed` samples are passed over.
+        part: (index, number) of the process whose samples these are, where they were divided before they were
+            given to the loader, so that another number of processes cannot go on; None where they were not.
     """
 
     epoch: int = 0
@@ -40,6 +42,7 @@ class Cursor:
     step_size: int = 1
     generator: torch.Tensor | None = None
     stream: Place | None = None
+    part: tuple[int, int] | None = None
 
     def after(self, num_batches: int) -> int:
         """Return how many samples the epoch's first `num_batches` batches hold, counted as that run did."""
@@ -85,11 +88,13 @@ class Progress:
 
     Attributes:
         sample_seed: What the seeds of single samples are made of, where the order has no seed.
+        part: See `Cursor`.
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
         self.sample_seed = torch.initial_seed() >> 1  # fits into a signed 64-bit integer
+        self.part: tuple[int, int] | None = None
         self._begun = False
         self._resume: Cursor | None = None
         self._latest: Pass | None = None
@@ -126,8 +131,10 @@ class Progress:
         consumed, batches = place.consumed, place.batches
         if skip_batches:
             consumed, batches = place.after(skip_batches), skip_batches
-        stream = place.stream and place.stream.moved(consumed - place.consumed, consumed)
-        begin = Cursor(self.epoch, consumed, batches, step_size, place.generator, stream)
+        parts = self.part[1] if self.part else 1
+        distance = (consumed - place.consumed) // parts
+        stream = place.stream and place.stream.moved(distance, consumed // parts)
+        begin = Cursor(self.epoch, consumed, batches, step_size, place.generator, stream, self.part)
         self._latest = Pass(begin, limit, resumed=resumed is not None and resumed.batches > 0)
         return self._latest
 
@@ -154,7 +161,7 @@ class Progress:
         if self._resume is not None:
             return self._resume
         if self._latest is None:
-            return Cursor(self.epoch, step_size=step_size, generator=generator)
+            return Cursor(self.epoch, step_size=step_size, generator=generator, part=self.part)
         return self._latest.cursor()
 
     def resume(self, cursor: Cursor) -> None:
@@ -163,33 +170,54 @@ class Progress:
         self._resume = cursor
 
 
-def to_state(cursor: Cursor, seed: int | None, length: int | None, sample_seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a loader, which the state of another one must fit.
+
+    Args:
+        seed: Seed of its order; None where there is none.
+        length: Length of its dataset; None if not known.
+        limit: Length of its global order; None if not known.
+        is_stream: Whether its dataset can only be read from the front.
+        part: See `Cursor`.
+    """
+
+    seed: int | None
+    length: int | None
+    limit: int | None = None
+    is_stream: bool = False
+    part: tuple[int, int] | None = None
+
+
+def to_state(cursor: Cursor, kind: Kind, sample_seed: int) -> dict[str, Any]:
     """Return the state dict of a loader.
 
     Args:
         cursor: Its place.
-        seed: Seed of its order; None where there is none.
-        length: Length of its dataset; None if not known.
+        kind: What is known of it.
         sample_seed: What the seeds of single samples are made of.
 
     Returns:
         A dict of numbers, None and one tensor, which torch.save and weights-only loading take, and the states
         of a dataset that has some of its own.
     """
-    seeds = {"seed": seed, "sample_seed": sample_seed}
+    known = {"seed": kind.seed, "sample_seed": sample_seed, "length": kind.length}
     stream = None if cursor.stream is None else cursor.stream.to_state()
     place = {**asdict(replace(cursor, stream=None)), "stream": stream}
-    return {"version": _VERSION, **seeds, "length": length, **place}
+    return {"version": _VERSION, **known, "is_stream": kind.is_stream, **place}
 
 
-def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit: int | None) -> Cursor:
+_PLACE = ("epoch", "consumed", "batches", "step_size", "generator")
+_EXPECTED = {"version", "seed", "sample_seed", "length", "is_stream", *_PLACE, "stream", "part"}
+_FIX = "Load the states in the order in which the loaders were prepared when they were saved."
+
+
+def from_state(state: Mapping[str, Any], kind: Kind) -> Cursor:
     """Read and check the state dict of a loader.
 
     Args:
         state: What `to_state` returned, maybe in another run.
-        seeded: Whether the loader's order has a seed.
-        length: Length of the loader's dataset; None if not known.
-        limit: Length of its global order; None if not known.
+        kind: What is known of the loader that gets it.
 
     Returns:
         The place.
@@ -198,33 +226,52 @@ def from_state(state: Mapping[str, Any], seeded: bool, length: int | None, limit
         ValueError: If it is not a state of a loader, or that of another loader or dataset, or its place does
             not exist.
     """
-    place = ("epoch", "consumed", "batches", "step_size", "generator")
-    expected = {"version", "seed", "sample_seed", "length", *place, "stream"}
-    if not isinstance(state, Mapping) or not expected <= set(state):
+    if not isinstance(state, Mapping) or not set(state) >= _EXPECTED:
         seen = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
-            f"This is not the state of a prepared loader: it has {seen}, but {sorted(expected)} are needed. "
+            f"This is not the state of a prepared loader: it has {seen}, but {sorted(_EXPECTED)} are needed. "
             "Pass what the loader's state_dict() returned."
         )
     if state["version"] != _VERSION:
         raise ValueError(
             f"Loader state of version {state['version']!r}, but this version reads only {_VERSION}."
         )
-    if length is not None and state["length"] is not None and state["length"] != length:
+    _check_fits(state, kind)
+    stream = None if state["stream"] is None else Place.from_state(state["stream"])
+    if stream is not None and state["part"] is not None and tuple(state["part"]) != kind.part:
+        stream = stream.without_states()  # another process has counted samples of its own
+    cursor = Cursor(**{name: state[name] for name in _PLACE}, stream=stream, part=kind.part)
+    _check_place(cursor, kind.limit)
+    return cursor
+
+
+def _check_fits(state: Mapping[str, Any], kind: Kind) -> None:
+    if bool(state["is_stream"]) != kind.is_stream:
+        kinds = {True: "a stream (an iterable dataset)", False: "a dataset that is read by index"}
         raise ValueError(
-            f"The state is that of a loader over {state['length']} samples, but this dataset has {length}. "
-            "Load the states in the order in which the loaders were prepared when they were saved."
+            f"The state is that of a loader over {kinds[not kind.is_stream]}, but this is "
+            f"{kinds[kind.is_stream]}. {_FIX}"
         )
-    if (state["seed"] is not None) != seeded:
+    if kind.length is not None and state["length"] is not None and state["length"] != kind.length:
+        raise ValueError(
+            f"The state is that of a loader over {state['length']} samples, but this dataset has "
+            f"{kind.length}. {_FIX}"
+        )
+    shuffled = kind.seed is not None
+    if (state["seed"] is not None) != shuffled:
         kinds = {True: "a shuffled", False: "an unshuffled"}
         raise ValueError(
-            f"The state is that of {kinds[not seeded]} loader, but this is {kinds[seeded]} one. Load the "
-            "states in the order in which the loaders were prepared when they were saved."
+            f"The state is that of {kinds[not shuffled]} loader, but this is {kinds[shuffled]} one. {_FIX}"
         )
-    stream = None if state["stream"] is None else Place.from_state(state["stream"])
-    cursor = Cursor(**{name: state[name] for name in place}, stream=stream)
-    _check_place(cursor, limit)
-    return cursor
+    saved, here = (part and int(part[1]) for part in (state["part"], kind.part))
+    if saved != here:
+        ways = [f"divided over {count} processes" if count else "whole" for count in (saved, here)]
+        raise ValueError(
+            f"The state is that of a loader whose data was {ways[0]} before it was prepared, but here it is "
+            f"{ways[1]}, so it is not known which samples have been seen. Go on with as many processes as "
+            "before; or give the loader the whole dataset from the beginning of a run, and it will go on on "
+            "any number."
+        )
 
 
 def _check_place(cursor: Cursor, limit: int | None) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "BlockReader",
     "CollateBlock",
     "IterableDatasetShard",
+    "PresplitStream",
     "count_rows",
 ]
 
@@ -104,6 +105,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Length of the dataset, all processes together."""
         return len(self.dataset)  # type: ignore[arg-type]
 
+    @property
+    def step_size(self) -> int:
+        """Samples of one step of all processes."""
+        return self.share * self.num_processes
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the dataset.
 
@@ -168,6 +174,30 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def _layout(self) -> Layout:
         return Layout(self.share, self.num_processes, self.drop_last, self.even_batches)
+
+
+class PresplitStream(IterableDatasetShard):
+    """An iterable dataset that gives the samples of this process already.
+
+    How many samples the others have is not known: nothing is padded.
+
+    Args:
+        dataset: The dataset.
+        batch_size: Samples in a batch.
+        drop_last: Drop the last batch if it is incomplete.
+        part: (index, number) of the process that these samples are for.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset[Any], batch_size: int, drop_last: bool, part: tuple[int, int]
+    ) -> None:
+        super().__init__(dataset, batch_size, drop_last, even_batches=False)
+        self.part = part
+
+    @property
+    def step_size(self) -> int:
+        """Samples of one step of all processes."""
+        return self.share * self.part[1]
 
 
 class BlockReader(IterableDataset[Any]):

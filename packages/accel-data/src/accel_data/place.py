@@ -62,6 +62,10 @@ class Place:
             return Place(self.chunk, self.chunk, 0, parts, position)
         return replace(self, ahead=self.ahead + distance)
 
+    def without_states(self) -> Place:
+        """Return this place for a dataset that has other samples, of which as many have been read."""
+        return replace(self, parts=tuple(Part(part.read) for part in self.parts))
+
     def to_state(self) -> dict[str, Any]:
         """Return what goes into a state dict: numbers, and the dataset's own states."""
         parts = [

@@ -15,8 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, loader_class, settings
 from accel_data.agree import Seeding, agreed_order
 from accel_data.checks import check_loader, check_place, check_rng_types, check_seed, check_single, check_skip
+from accel_data.detect import Split, split_everywhere
 from accel_data.dispatch import DataLoaderDispatcher
-from accel_data.iterable import IterableDatasetShard
+from accel_data.iterable import IterableDatasetShard, PresplitStream
 from accel_data.mesh import data_ranks
 from accel_data.order import sampler_generator
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
@@ -115,11 +116,11 @@ def prepare_data_loader(
     size, rank = _place(num_processes, process_index, torch_device_mesh)
     seeding = Seeding(use_seedable_sampler, data_seed, size > 1, gradient_state)
     plan = Plan(size, rank, split_batches, even_batches, seeding)
+    split = split_everywhere(dataloader, rank, size, compare=not dispatch_batches)
     if dispatch_batches is None:
-        dataset = dataloader.dataset
-        dispatch_batches = isinstance(dataset, IterableDataset) and not isinstance(
-            dataset, IterableDatasetShard
-        )
+        dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
+    if split is not None:
+        _check_split_fits(split, plan, dispatch_batches)
     if slice_fn_for_dispatch is not None and not dispatch_batches:
         warnings.warn("slice_fn_for_dispatch is ignored without dispatch_batches=True.", stacklevel=2)
     if put_on_device and device is None:
@@ -138,7 +139,8 @@ def prepare_data_loader(
         dispatcher = _class_for(DataLoaderDispatcher, custom_classes)
         prepared = _dispatcher(dispatcher, dataloader, plan, slice_fn_for_dispatch, common)
     else:
-        prepared = _shard(_class_for(DataLoaderShard, custom_classes), dataloader, plan, common)
+        shard = _class_for(DataLoaderShard, custom_classes)
+        prepared = _shard(shard, dataloader, plan, split, common)
     prepared.rng_types = types if size > 1 else None
     if prepared._seed is None:
         prepared._progress.sample_seed = seeding.for_samples()
@@ -182,42 +184,54 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def _shard(
-    cls: type[DataLoaderShard], dataloader: DataLoader[Any], plan: Plan, common: dict[str, Any]
+    cls: type[DataLoaderShard],
+    dataloader: DataLoader[Any],
+    plan: Plan,
+    split: Split | None,
+    common: dict[str, Any],
 ) -> DataLoaderShard:
     """Make the loader that reads its own share."""
-    size, rank = plan.num_processes, plan.process_index
-    even = plan.even_batches and size > 1
     dataset = dataloader.dataset
     if isinstance(dataset, IterableDataset):
-        batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
-        if not isinstance(dataset, IterableDatasetShard):
-            split = plan.split_batches and batch_size is not None
-            dataset = IterableDatasetShard(
-                dataset, batch_size or 1, drop_last, size, rank, split, even_batches=even
-            )
-        else:
-            _check_place_is(dataset, plan)
-        share = None if batch_size is None else dataset.share
-        generator = getattr(dataset.dataset, "generator", None)
+        stream = _stream(dataset, dataloader, plan, split)
+        share = None if dataloader.batch_size is None else stream.share
+        generator = getattr(stream.dataset, "generator", None)
         common["synchronized_generator"] = generator if isinstance(generator, torch.Generator) else None
-        return cls(dataset, batch_size=share, drop_last=drop_last, **common)
+        return cls(stream, batch_size=share, drop_last=dataloader.drop_last, **common)
     iterated, single = _iterated(dataloader)
-    splitter = _splitter(iterated)
-    if splitter is not None:
-        _check_splitter(splitter, plan)
-        shard: BatchSamplerShard = PresplitBatchSampler(iterated, splitter)
-    elif isinstance(iterated, BatchSamplerShard):
-        _check_place_is(iterated, plan)
+    shard: BatchSamplerShard
+    if isinstance(iterated, BatchSamplerShard):
         shard = iterated
+    elif split is not None and not split.of_dataset:
+        shard = PresplitBatchSampler(iterated, split.holder, (split.rank, split.size))
     else:
-        if single:
-            check_single(dataloader.sampler, size, plan.even_batches)
+        if single and split is None:
+            check_single(dataloader.sampler, plan.num_processes, plan.even_batches)
         seeded, seed = plan.seeding.seeded(iterated)
         common["synchronized_generator"] = sampler_generator(seeded)
-        shard = BatchSamplerShard(seeded, size, rank, plan.split_batches and not single, plan.even_batches)
+        if split is not None:
+            shard = PresplitBatchSampler(seeded, split.holder, (split.rank, split.size), split.lengths)
+        else:
+            place = plan.num_processes, plan.process_index
+            shard = BatchSamplerShard(seeded, *place, plan.split_batches and not single, plan.even_batches)
+            shard.agreed = agreed_order if plan.num_processes > 1 else None
         shard.seed = seed
-        shard.agreed = agreed_order if size > 1 else None
     return cls(dataset, **_sampling(dataloader, shard, single), **common)
+
+
+def _stream(
+    dataset: IterableDataset[Any], dataloader: DataLoader[Any], plan: Plan, split: Split | None
+) -> IterableDatasetShard:
+    """Return what gives this process its samples of an iterable dataset."""
+    if isinstance(dataset, IterableDatasetShard):
+        return dataset
+    batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
+    if split is not None:
+        return PresplitStream(dataset, batch_size or 1, drop_last, (split.rank, split.size))
+    even = plan.even_batches and plan.num_processes > 1
+    pieces = plan.split_batches and batch_size is not None
+    place = plan.num_processes, plan.process_index
+    return IterableDatasetShard(dataset, batch_size or 1, drop_last, *place, pieces, even_batches=even)
 
 
 def _dispatcher(
@@ -232,10 +246,8 @@ def _dispatcher(
     common["num_processes"] = plan.num_processes
     dataset = dataloader.dataset
     if isinstance(dataset, IterableDataset):
-        _refuse_shared_out(dataset)
         return cls(dataset, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **common)
     iterated, single = _iterated(dataloader)
-    _refuse_shared_out(_splitter(iterated) or iterated)
     seeded, seed = plan.seeding.seeded(iterated)
     sampling = _sampling(dataloader, seeded.sampler if single else seeded, False)
     loader = cls(dataset, **sampling, **common)
@@ -290,47 +302,20 @@ def _place(num_processes: int | None, process_index: int | None, mesh: DeviceMes
     return place
 
 
-def _splitter(batch_sampler: Any) -> Any:
-    """Return the `DistributedSampler`, or one like it, that a batch sampler has or is; else None."""
-    for candidate in (batch_sampler, getattr(batch_sampler, "sampler", None)):
-        if all(isinstance(getattr(candidate, name, None), int) for name in ("num_replicas", "rank")):
-            return candidate
-    return None
-
-
-def _check_splitter(splitter: Any, plan: Plan) -> None:
-    here = plan.process_index, plan.num_processes
-    if (splitter.rank, splitter.num_replicas) != here:
+def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
+    """Refuse or tell what cannot be done with data that is shared out already."""
+    name = type(split.holder).__name__
+    if dispatch_batches:
         raise ValueError(
-            f"The loader shares its data out already: its {type(splitter).__name__} is for process "
-            f"{splitter.rank} of {splitter.num_replicas}, but this is process {here[0]} of {here[1]}. Leave "
-            "that sampler out (with shuffle=True if it shuffles): the prepared loader shares out by itself. "
-            f"Or make it with num_replicas={here[1]}, rank={here[0]}."
+            f"The loader shares its data out already, by its {name}, so with dispatch_batches=True process 0 "
+            "would hand out its own share only. Leave it out, or pass dispatch_batches=False."
         )
-    if plan.split_batches and plan.num_processes > 1:
+    ours = isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
+    if plan.split_batches and plan.num_processes > 1 and not ours:
         warnings.warn(
-            f"split_batches=True is ignored: the {type(splitter).__name__} has shared the data out already, "
-            "and the loader's batch size is that of one process.",
-            stacklevel=4,
-        )
-
-
-def _check_place_is(shard: BatchSamplerShard | IterableDatasetShard, plan: Plan) -> None:
-    if (shard.process_index, shard.num_processes) != (plan.process_index, plan.num_processes):
-        raise ValueError(
-            f"The loader shares its data out already: its {type(shard).__name__} is for process "
-            f"{shard.process_index} of {shard.num_processes}, but this is process {plan.process_index} of "
-            f"{plan.num_processes}. Give the loader what is inside of it: the prepared loader shares out by "
-            "itself."
-        )
-
-
-def _refuse_shared_out(part: Any) -> None:
-    if isinstance(part, (BatchSamplerShard, IterableDatasetShard)) or hasattr(part, "num_replicas"):
-        raise ValueError(
-            f"The loader shares its data out already, by its {type(part).__name__}, so with "
-            "dispatch_batches=True process 0 would hand out its own share only. Leave it out, or pass "
-            "dispatch_batches=False."
+            f"split_batches=True is ignored: the {name} has shared the data out already, and the loader's "
+            "batch size is that of one process.",
+            stacklevel=3,
         )
 
 

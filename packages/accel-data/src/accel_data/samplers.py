@@ -242,36 +242,51 @@ class PresplitBatchSampler(BatchSamplerShard):
 
     Args:
         batch_sampler: The batch sampler.
-        splitter: It, or the sampler inside, with `num_replicas`: a `DistributedSampler` or one like it.
+        splitter: What shares out: it, the sampler inside (a `DistributedSampler` or one like it), or the
+            dataset.
+        part: (index, number) of the process that this share is for.
+        lengths: Length of the dataset of each process, if that is what is shared out and they are known.
     """
 
-    def __init__(self, batch_sampler: Any, splitter: Any) -> None:
-        super().__init__(batch_sampler)
+    def __init__(
+        self,
+        batch_sampler: Any,
+        splitter: Any,
+        part: tuple[int, int],
+        lengths: tuple[int, ...] | None = None,
+    ) -> None:
+        # Nothing is known of the batches of the others, unless all samples are dealt out in turn.
+        deals = isinstance(splitter, DistributedSampler)
+        super().__init__(batch_sampler, even_batches=deals)
         self.splitter = splitter
+        self.deals = deals
+        self.part = part
+        self.num_parts = part[1]
+        self.lengths = lengths
 
     @property
     def step_size(self) -> int:
         """Places in the global order that one step of all processes takes."""
-        return (self.batch_size or 1) * int(self.splitter.num_replicas)
+        return (self.batch_size or 1) * self.num_parts
 
     @property
     def num_samples(self) -> int | None:
         """Length of the global order in samples, padding included; None where only walking tells."""
-        return self.splitter.total_size if isinstance(self.splitter, DistributedSampler) else None
+        return int(self.splitter.total_size) if self.deals else None
 
     @property
     def num_real(self) -> int | None:
         """Samples in the global order that are no padding; None where only walking tells."""
-        if not isinstance(self.splitter, DistributedSampler):
+        if not self.deals:
             return None
-        return min(self.splitter.total_size, len(self.splitter.dataset))  # type: ignore[arg-type]
+        return min(int(self.splitter.total_size), len(self.splitter.dataset))
 
     def padded_rows(self, real: tuple[int, ...]) -> int:
         """Return how many indices, padding included, each process has in a padded batch."""
         return max(real)
 
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
-        first = start // int(self.splitter.num_replicas)
+        first = start // self.num_parts
         real = self._real_in_last(first)
         for batch in super()._batches(share, first):
             share.real = real
@@ -279,9 +294,11 @@ class PresplitBatchSampler(BatchSamplerShard):
 
     def _real_in_last(self, first: int) -> tuple[int, ...] | None:
         # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
-        if self.num_samples is None or self.num_real is None or not self._flat:
+        if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
             return None
-        processes = int(self.splitter.num_replicas)
+        if not self._flat:
+            return None
+        processes = self.num_parts
         short = (len(self.splitter) - first) % self.batch_size
         unpadded = processes - (self.num_samples - self.num_real)
         if unpadded == processes or (short and self.drop_last):

@@ -1,0 +1,238 @@
+"""What shares data out already, and whether all processes have been given the same loader.
+
+A sampler, batch sampler or dataset that knows a rank and a number of processes gives one process its share. A
+map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from accel_data.iterable import IterableDatasetShard
+from accel_ops.objects import gather_object
+from accel_state.process import current_process
+
+__all__ = ["Split", "find_split", "split_everywhere"]
+
+_PAIRS = (
+    ("rank", "num_replicas"),
+    ("rank", "world_size"),
+    ("process_index", "num_processes"),
+    ("dp_rank", "dp_world_size"),
+)
+"""Attributes that name the process and the number of processes that something shares data out for."""
+
+_SAMPLERS = ("batch_sampler", "sampler")
+_DATASETS = ("dataset", "_data")
+_DEPTH = 5  # of wrappers that are looked into
+_ROWS = 1024  # compared where two processes have different rows
+
+
+class Split(NamedTuple):
+    """Something that gives one process its share.
+
+    Args:
+        rank: The process.
+        size: Number of processes.
+        holder: The sampler, batch sampler or dataset.
+        of_dataset: Whether the dataset is shared out, rather than the order in which it is read.
+        lengths: Length of the dataset on each process; None where not known.
+    """
+
+    rank: int
+    size: int
+    holder: Any
+    of_dataset: bool
+    lengths: tuple[int, ...] | None = None
+
+
+class _Facts(NamedTuple):
+    """What one process says of its loader."""
+
+    place: tuple[int, int]
+    split: tuple[int, int, str, bool] | None
+    length: int | None
+    batch_size: int | None
+    rows: bytes | None  # tells this dataset from others of its length
+
+
+def find_split(dataloader: DataLoader[Any]) -> Split | None:
+    """Return what shares the data of a loader out already; None if nothing says that it does.
+
+    Args:
+        dataloader: A loader that is not prepared.
+    """
+    samplers = [getattr(dataloader, name, None) for name in _SAMPLERS]
+    for part in _inside(samplers, _SAMPLERS):
+        if place := _place_of(part):
+            return Split(*place, part, False)
+    for part in _inside([dataloader.dataset], _DATASETS):
+        # Hugging Face's streams have an attribute with the place.
+        place = _place_of(part) or _place_of(getattr(part, "_distributed", None))
+        if place and (place[1] > 1 or isinstance(part, IterableDatasetShard)):
+            return Split(*place, part, True)
+    return None
+
+
+def split_everywhere(dataloader: DataLoader[Any], rank: int, size: int, compare: bool) -> Split | None:
+    """Find what shares the data out already, and make sure that it does so for the processes that run.
+
+    Where several processes run they compare what they have been given, so that all of them raise.
+
+    Args:
+        dataloader: A loader that is not prepared.
+        rank: Index of this process among those that share the data out.
+        size: Their number.
+        compare: Whether all of them read, and so must have the same data.
+
+    Returns:
+        What shares the data out; None if nothing does.
+
+    Raises:
+        ValueError: If it does so for other processes, or the processes have different data.
+    """
+    split = find_split(dataloader)
+    if size == 1 or not dist.is_initialized() or current_process().world_size != size:
+        _check_places([_facts(dataloader, split, (rank, size), compare=False)])
+        return split
+    everyone: list[_Facts] = gather_object([_facts(dataloader, split, (rank, size), compare)])
+    _check_places(everyone)
+    if split is None:
+        split = _found_by_comparing(dataloader, (rank, size), everyone)
+    lengths = tuple(facts.length for facts in sorted(everyone, key=_by_place) if facts.length is not None)
+    if split is None or not split.of_dataset or len(lengths) < size:
+        return split
+    return split._replace(lengths=lengths)
+
+
+def _inside(found: list[Any], links: Sequence[str]) -> Iterator[Any]:
+    """Yield things and what they wrap, from the outside."""
+    for _ in range(_DEPTH):
+        found = [part for part in found if part is not None]
+        yield from found
+        found = [_attribute(part, name) for part in found for name in links]
+
+
+def _attribute(part: Any, name: str) -> Any:
+    inner = getattr(part, name, None)
+    return None if callable(inner) or inner is part else inner
+
+
+def _place_of(part: Any) -> tuple[int, int] | None:
+    for names in _PAIRS:
+        rank, size = (getattr(part, name, None) for name in names)
+        if type(rank) is int and type(size) is int:
+            return rank, size
+    return None
+
+
+def _by_place(facts: _Facts) -> tuple[int, int]:
+    return facts.place
+
+
+def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, int], compare: bool) -> _Facts:
+    found = split and (split.rank, split.size, type(split.holder).__name__, split.of_dataset)
+    dataset: Any = dataloader.dataset
+    if not compare or isinstance(dataset, IterableDataset):
+        return _Facts(place, found, None, None, None)
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    rows = None
+    if isinstance(dataset, Subset):
+        rows = _digest(array("q", map(int, dataset.indices)).tobytes())
+    elif length and _is_hugging_face(dataset):
+        rows = b"".join(_digests(dataset, sorted({0, length // 2, length - 1})))
+    batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
+    return _Facts(place, found, length, batch_size, rows)
+
+
+def _check_places(everyone: Sequence[_Facts]) -> None:
+    """Raise if something shares data out for other processes than these, or only on some of them."""
+    found = [facts for facts in everyone if facts.split is not None]
+    for facts in found:
+        assert facts.split is not None
+        rank, size, name, of_dataset = facts.split
+        if (rank, size) != facts.place:
+            here = facts.place
+            fix = "the whole dataset" if of_dataset else "a loader without that (shuffle=True if it shuffles)"
+            raise ValueError(
+                f"The loader shares its data out already: its {name} is for process {rank} of {size}, but "
+                f"this is process {here[0]} of {here[1]}. Pass {fix}: the prepared loader shares out by "
+                f"itself. Or make the {name} for this process (num_replicas={here[1]}, rank={here[0]})."
+            )
+    if found and len(found) < len(everyone):
+        without = [facts.place[0] for facts in everyone if facts.split is None]
+        raise ValueError(
+            f"The loader of process {found[0].place[0]} shares its data out already, but those of the "
+            f"processes {without} do not. {_SAME}"
+        )
+
+
+def _found_by_comparing(
+    dataloader: DataLoader[Any], place: tuple[int, int], everyone: Sequence[_Facts]
+) -> Split | None:
+    """Raise if processes have different data, unless each of them has its share of one dataset."""
+    if len({facts.batch_size for facts in everyone}) > 1:
+        raise ValueError(
+            f"The processes have different batch sizes: {_each(everyone, 'batch_size')}. {_SAME}"
+        )
+    if len({(facts.length, facts.rows) for facts in everyone}) == 1:
+        return None
+    dataset = dataloader.dataset
+    if _is_hugging_face(dataset) and _are_shares(dataset, everyone):
+        return Split(*place, dataset, True)
+    raise ValueError(
+        f"The processes have different data in their {type(dataset).__name__} (lengths: "
+        f"{_each(everyone, 'length')}), so that samples would be lost and others repeated. Give every "
+        "process the whole dataset, in one order: the prepared loader shares out by itself. Pass a seed to "
+        "what shuffles or splits it at random. A part that you made for one process must say so, by "
+        "attributes `rank` and `num_replicas` of the sampler or dataset."
+    )
+
+
+_SAME = "Make the same loader on every process."
+
+
+def _each(everyone: Sequence[_Facts], name: str) -> str:
+    return ", ".join(f"{getattr(facts, name)} on process {facts.place[0]}" for facts in everyone)
+
+
+def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
+    """Whether the datasets of the processes are what split_dataset_by_node makes of one; all must ask.
+
+    Their lengths must be those of its shares, and of many rows none may be on two processes. (Rows that are
+    twice on one process tell nothing.)
+    """
+    lengths = [facts.length or 0 for facts in sorted(everyone, key=_by_place)]
+    total, count = sum(lengths), len(lengths)
+    if lengths != [total // count + (rank < total % count) for rank in range(count)]:
+        return False
+    length = len(dataset)
+    rows = sorted({length * i // _ROWS for i in range(_ROWS)}) if length else []
+    seen: list[list[bytes]] = gather_object([_digests(dataset, rows)])
+    unique = [{row for row, times in Counter(some).items() if times == 1} for some in seen]
+    return any(unique) and sum(map(len, unique)) == len(set().union(*unique))
+
+
+def _is_hugging_face(dataset: Any) -> bool:
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.Dataset)
+
+
+def _digests(dataset: Any, rows: list[int]) -> list[bytes]:
+    """Return a digest for each of some rows as they are stored, before any formatting or transform."""
+    if not rows:
+        return []
+    return [_digest(pickle.dumps(row)) for row in dataset.with_format("arrow")[rows].to_pylist()]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
