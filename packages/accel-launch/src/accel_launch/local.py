@@ -30,6 +30,7 @@ __all__ = ["run_local"]
 _FAILURE_GRACE_S = 5.0
 _REQUEST_GRACE_S = 30.0
 _LEFTOVER_GRACE_S = 2.0
+_SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
 _SETTLE_S = 2.0
 _ABANDON_S = 3.0
 
@@ -209,7 +210,8 @@ class _Run:
             self._report(culprit)
             return _exit_code(culprit.worker.returncode or 0)
         if self.asked is not None and any(member.worker.returncode for member in self.members):
-            return 128 + self.asked
+            saved = all(member.worker.returncode == _SAVED for member in self.members)
+            return _SAVED if saved else 128 + self.asked
         return 0
 
     def _culprit(self) -> _Member:
@@ -250,7 +252,8 @@ def run_local(plan: Plan) -> int:
         plan: What to start.
 
     Returns:
-        0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run.
+        0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run. 75
+        where the run was asked to end and every worker ended with 75: they have saved, and can be resumed.
 
     Raises:
         LaunchError: If the port is in use.
