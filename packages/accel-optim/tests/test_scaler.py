@@ -338,6 +338,16 @@ def test_options_reach_torch() -> None:
     assert copy.copy(scaler)._device == "cpu"
 
 
+def test_the_scaler_is_that_of_the_devices_type() -> None:
+    from accel_state.process import current_process
+
+    here = current_process().device.type
+    scaler = get_grad_scaler()
+
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.ones((), device=here)).item() == 65536.0
+
+
 def test_fsdp_gets_the_scaler_that_agrees_over_shards() -> None:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

@@ -180,7 +180,6 @@ def test_a_group_added_later_trains_and_is_saved(tmp_path):
 
 
 def test_a_window_of_three_is_the_plain_loop_bit_for_bit():
-    """loss / 3 and loss * (1 / 3) are not the same number."""
     accelerator = Accelerator(gradient_accumulation_steps=3)
     plain, other = layer(1).float(), layer(1).float()
     model = accelerator.prepare(other)
@@ -191,6 +190,27 @@ def test_a_window_of_three_is_the_plain_loop_bit_for_bit():
 
         for a, b in zip(plain.parameters(), other.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_the_end_of_a_loader_closes_a_window_if_it_is_to(tail):
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=tail)
+    accelerator, model = Accelerator(gradient_accumulation_plugin=plugin), layer(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(10, 3, dtype=torch.float64), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    steps: list[list[int]] = [[], []]
+    for epoch in range(2):
+        for index, batch in enumerate(loader):  # five micro-batches
+            with accelerator.accumulate(model):
+                before = weights(model)
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if not torch.equal(weights(model)[0], before[0]):
+                steps[epoch].append(index)
+
+    assert steps == ([[3, 4], [3, 4]] if tail else [[3], [2]])
 
 
 def rates(options: dict[str, Any]) -> list[float]:

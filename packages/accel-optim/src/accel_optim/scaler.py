@@ -19,6 +19,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_state.enums import DistributedType
+from accel_state.process import current_process
 
 if TYPE_CHECKING:
     from accel_optim.optimizer import AcceleratedOptimizer
@@ -29,14 +30,15 @@ _SHARING: WeakKeyDictionary[GradScaler, WeakSet[AcceleratedOptimizer]] = WeakKey
 
 
 def get_grad_scaler(
-    distributed_type: DistributedType | str | None = None, *, device_type: str = "cuda", **kwargs: Any
+    distributed_type: DistributedType | str | None = None, *, device_type: str | None = None, **kwargs: Any
 ) -> GradScaler:
     """Make the gradient scaler that a way of training needs.
 
     Args:
         distributed_type: How the processes work together. FSDP needs a scaler that agrees over the shards,
             XLA has its own; every other type takes torch's.
-        device_type: Type of the device that the losses are on ("cuda", "cpu", "xpu" ...).
+        device_type: Type of the device that the losses are on ("cuda", "cpu", "xpu" ...); by default that of
+            this process.
         **kwargs: Options of `torch.amp.GradScaler`: init_scale, growth_factor, backoff_factor,
             growth_interval, enabled. See `GradScalerKwargs`.
 
@@ -53,6 +55,8 @@ def get_grad_scaler(
 
         scaler: GradScaler = require("torch_xla.amp", "xla", "accel-optim").GradScaler(**kwargs)
         return scaler
+    if device_type is None:
+        device_type = current_process().device.type
     if kind == DistributedType.FSDP:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
