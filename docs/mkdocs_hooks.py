@@ -1,9 +1,11 @@
-"""Lets the pages stand beside mkdocs.yml, in docs/ itself, and show files of the repository.
+"""Lets the pages stand beside mkdocs.yml, in docs/ itself, show files of the repository, and what they print.
 
 mkdocs refuses a docs_dir that holds its own configuration file, but only while it validates that file.
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,28 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Put the text of a file in the place of a line `# all of path/from/the/root`."""
-    return re.sub(
+    """Put the text of a file in the place of a line `# all of path/from/the/root`.
+
+    A line `# output of path/from/the/root on N processes` becomes what the file prints, run on so many.
+    """
+    shown = re.sub(
         r"^# all of (\S+)$",
         lambda match: (ROOT / match[1]).read_text().rstrip(),
         markdown,
         flags=re.MULTILINE,
     )
+    return re.sub(
+        r"^# output of (\S+) on (\d+) process(?:es)?$",
+        lambda match: _output(match[1], match[2]),
+        shown,
+        flags=re.MULTILINE,
+    )
+
+
+def _output(path: str, processes: str) -> str:
+    launch = "from accel_launch.cli import launch_main; launch_main()"
+    command = [sys.executable, "-c", launch, "--cpu", "--num_processes", processes, str(ROOT / path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{path} failed on {processes} processes:\n{done.stderr}")
+    return done.stdout.rstrip()

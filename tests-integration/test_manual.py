@@ -1,0 +1,26 @@
+"""The worked examples of the manual, which its build runs too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+DOCS = Path(__file__).parents[1] / "docs"
+GRADIENTS = """
+gradient of                                  window of 4   tail of 2
+all items of the window at once                   2.3000      3.0000
+backward(losses.sum(), weight=len(losses))        2.3000      3.0000
+backward(losses.mean(), weight=1)                 2.7500      4.0000
+backward(losses.mean())                           2.7500      2.0000
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_numbers_that_the_page_on_gradients_explains(launched, processes):
+    run = launched(DOCS / "worked_gradients.py", num_processes=processes, timeout_s=120)
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == GRADIENTS.strip()
