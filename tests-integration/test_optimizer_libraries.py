@@ -388,6 +388,7 @@ def ada_lomo(model: torch.nn.Module) -> Any:
     return library("lomo_optim").AdaLomo(model, lr=0.01)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="AdaLomo puts its state on CUDA, wherever the model is"
 )
