@@ -44,12 +44,11 @@ def test_the_structure_goes_once():
 
 def test_batches_share_no_memory():
     packer, unpacker = Packer(), Unpacker()
-    make = lambda: {
-        "x": torch.zeros(2),
-        "array": numpy.zeros(2),
-        "list": [1],
-        "sparse": torch.eye(2).to_sparse(),
-    }  # noqa: E731
+
+    def make():
+        sparse = torch.eye(2).to_sparse()
+        return {"x": torch.zeros(2), "array": numpy.zeros(2), "list": [1], "sparse": sparse}
+
     first, _ = over(packer, unpacker, make())
     first["x"] += 1
     first["array"] += 1

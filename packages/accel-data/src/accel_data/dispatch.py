@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,12 @@ from accel_data.checks import check_divides
 from accel_data.cursor import Pass
 from accel_data.iterable import IterableDatasetShard, count_rows
 from accel_data.layout import Layout, Share
+from accel_data.link import Link, Parts, Step, hand_out
 from accel_data.loader import Item, PreparedLoader, look_ahead, noted
 from accel_data.mesh import data_ranks
 from accel_data.rounds import Read, Round, Rounds
 from accel_data.samplers import AllShards, BatchSamplerShard
-from accel_data.scatter import ABSENT, Receiver, Sender, open_line
+from accel_data.scatter import ABSENT, Receiver, Sender
 from accel_ops import contract
 from accel_ops.tree import slice_tensors
 from accel_state.process import Process, current_process
@@ -93,7 +93,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.even_batches = even_batches and self.num_processes > 1
-        self._link = _Link()
+        self._link = Link()
         super().__init__(
             dataset,
             device=device,
@@ -182,12 +182,12 @@ class DataLoaderDispatcher(PreparedLoader):
         except Exception as error:
             sender.fail(error)
             raise
-        steps = read_ahead(partial(_hand_out, rounds, sender), self._process.device)
+        steps = read_ahead(partial(hand_out, rounds, sender, self.num_workers), self._process.device)
         self._link.reading = steps
         return self._handed_out(steps, sender, number)
 
     def _handed_out(
-        self, steps: Generator[_Step, None, None], sender: Sender, number: int
+        self, steps: Generator[Step, None, None], sender: Sender, number: int
     ) -> Generator[Item, None, None]:
         try:
             while True:
@@ -231,7 +231,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if self._process.debug:
             contract.check("dispatch", None, process=self._process)
 
-    def _rounds(self, started: Pass) -> Iterator[tuple[list[Any], tuple[int, ...] | None, bool]]:
+    def _rounds(self, started: Pass) -> Iterator[Parts]:
         """Start to read the steps of a pass: the parts, the padding, and whether it is the last one."""
         size = self.batch_size if self._shard is None else self._shard.local_batch_size
         size = None if self._unbatched else size
@@ -248,9 +248,7 @@ class DataLoaderDispatcher(PreparedLoader):
         found = rounds.of(Read(batch, None) for batch in self._indexed(started))
         return self._padded(found, self._shard, self._shard.share)
 
-    def _padded(
-        self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share
-    ) -> Iterator[tuple[list[Any], tuple[int, ...] | None, bool]]:
+    def _padded(self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share) -> Iterator[Parts]:
         for found, last in _with_last(rounds, shard, share):
             real = self._padding(found, share.real) if last and share.real else found.real
             yield found.parts, real, last
@@ -275,61 +273,6 @@ class DataLoaderDispatcher(PreparedLoader):
             return real
         rows = found.real or [0 if part is ABSENT else count_rows(part) for part in found.parts]
         return tuple(size if there else 0 for size, there in zip(rows, real, strict=True))
-
-
-class _Step(NamedTuple):
-    """What process 0 gets of a step by itself; see `Item`."""
-
-    batch: Any
-    real: tuple[int, ...] | None
-    last: bool
-
-
-def _hand_out(
-    rounds: Iterator[tuple[list[Any], tuple[int, ...] | None, bool]], sender: Sender
-) -> _Step | None:
-    """Read one step and send it; runs in a thread."""
-    try:
-        found = next(rounds, None)
-        packets = sender.pack(found[0]) if found else {}
-    except Exception as error:
-        sender.fail(error)
-        raise
-    if found is None:
-        sender.stop()
-        return None
-    parts, real, last = found
-    sender.send(packets, real, last)
-    return _Step(parts[0], real, last)
-
-
-@dataclass
-class _Link:
-    """The way between process 0 and the others, which a loader shares with those made from it by skipping.
-
-    Args:
-        end: This process's end of it.
-        reading: What process 0 reads for the latest pass.
-    """
-
-    end: Sender | Receiver | None = None
-    reading: Generator[_Step, None, None] | None = None
-
-    def sender(self, owners: list[int]) -> Sender:
-        """Return the end of process 0, when nothing is read for an older pass any more."""
-        if self.reading is not None:
-            self.reading.close()
-        line = open_line()
-        if not isinstance(self.end, Sender) or self.end.line is not line:
-            self.end = Sender(line, owners)
-        return self.end
-
-    def receiver(self, owners: list[int]) -> Receiver:
-        """Return the end of another process."""
-        line = open_line()
-        if not isinstance(self.end, Receiver) or self.end.line is not line:
-            self.end = Receiver(line, owners)
-        return self.end
 
 
 class Joined:

@@ -239,7 +239,7 @@ class Sender:
                 try:
                     work = dist.isend(content, rank, group=self.line.group, tag=self._tag)
                     slot.sent.append((work, content))
-                except RuntimeError as error:
+                except (RuntimeError, ValueError) as error:  # the latter if the group has been destroyed
                     raise RuntimeError(_GONE.format(f"Process {rank}", _first_line(error))) from error
 
     def _next_slot(self) -> _Slot:

@@ -1,0 +1,106 @@
+"""What process 0 does with each step that it has read, and the way to the others that a loader keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.data._utils import signal_handling
+
+from accel_data.scatter import Receiver, Sender, open_line
+
+__all__ = ["Link", "Parts", "Step", "hand_out"]
+
+Parts = tuple[list[Any], tuple[int, ...] | None, bool]
+"""The batches of all processes in one step, the padding in them, and whether it is the last step."""
+
+_DEATH_S = 1.0  # how long it may take until it is known that a worker has ended
+
+
+class Step(NamedTuple):
+    """What process 0 gets of a step by itself.
+
+    Args:
+        batch: The batch.
+        real: How many samples of each process are real; None if none is padded.
+        last: Whether this is the last step.
+    """
+
+    batch: Any
+    real: tuple[int, ...] | None
+    last: bool
+
+
+def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Step | None:
+    """Read one step and send it. Whatever fails, the others are told.
+
+    Args:
+        rounds: What is read.
+        sender: Sends.
+        num_workers: Number of worker processes that read.
+
+    Returns:
+        The step; None if there is none.
+    """
+    try:
+        found = next(rounds, None)
+        packets = sender.pack(found[0]) if found else {}
+    except Exception as raised:
+        error = _explained(raised, num_workers)
+        sender.fail(error)
+        raise error from (None if error is raised else raised)
+    if found is None:
+        sender.stop()
+        return None
+    parts, real, last = found
+    sender.send(packets, real, last)
+    return Step(parts[0], real, last)
+
+
+@dataclass
+class Link:
+    """The way between process 0 and the others, which a loader shares with those made from it by skipping.
+
+    Args:
+        end: This process's end of it.
+        reading: What process 0 reads for the latest pass.
+    """
+
+    end: Sender | Receiver | None = None
+    reading: Generator[Step, None, None] | None = None
+
+    def sender(self, owners: list[int]) -> Sender:
+        """Return the end of process 0, when nothing is read for an older pass any more."""
+        if self.reading is not None:
+            self.reading.close()
+        line = open_line()
+        if not isinstance(self.end, Sender) or self.end.line is not line:
+            self.end = Sender(line, owners)
+        return self.end
+
+    def receiver(self, owners: list[int]) -> Receiver:
+        """Return the end of another process."""
+        line = open_line()
+        if not isinstance(self.end, Receiver) or self.end.line is not line:
+            self.end = Receiver(line, owners)
+        return self.end
+
+
+def _explained(error: Exception, num_workers: int) -> Exception:
+    """Say that a worker has died, if that is why its batch did not come."""
+    lost = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
+    if not num_workers or not lost or "DataLoader worker" in str(error):
+        return error
+    until = time.monotonic() + _DEATH_S
+    while time.monotonic() < until:
+        try:  # torch knows more, unless it has told the main thread already, whom a signal tells
+            signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
+        except RuntimeError as death:
+            return death
+        time.sleep(0.01)
+    return RuntimeError(
+        f"A DataLoader worker exited unexpectedly ({type(error).__name__}: {error}). It may have run out of "
+        "memory. With num_workers=0 an error is seen where it happens."
+    )

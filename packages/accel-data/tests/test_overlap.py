@@ -1,0 +1,389 @@
+"""What dispatched loaders do while batches are used, when loops are left, and when something fails."""
+
+import os
+import signal
+import threading
+import time
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accel_data import prepare_data_loader, sample_rng, skip_first_batches
+from accel_state.process import current_process
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def dispatched(loader, **kwargs):
+    return prepare_data_loader(loader, dispatch_batches=True, **kwargs)
+
+
+class Counted(Dataset):
+    """Numbers; counts how many have been read in this process."""
+
+    def __init__(self, length=24, act=lambda index: None):
+        self.length = length
+        self.act = act
+        self.reads = 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.act(index)
+        self.reads += 1
+        return index
+
+
+class CountedStream(IterableDataset):
+    def __init__(self, length=24):
+        self.length = length
+        self.reads = 0
+
+    def __iter__(self):
+        for index in range(self.length):
+            self.reads += 1
+            yield index
+
+
+def reaches(data, reads):
+    until = time.monotonic() + 10
+    while data.reads < reads and time.monotonic() < until:
+        time.sleep(0.001)
+    return data.reads >= reads
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("accel-data")]
+
+
+def reads_while_used(stream):
+    data = CountedStream() if stream else Counted()
+    step = 2 * current_process().world_size
+    further = step if stream else 0  # to see which step is the last one
+    for number, _ in enumerate(dispatched(DataLoader(data, 2)), 1):
+        if current_process().is_main:
+            assert reaches(data, min((number + 1) * step + further, 24))
+            time.sleep(0.005)
+            assert data.reads <= (number + 1) * step + further
+    assert data.reads == (24 if current_process().is_main else 0)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_next_batch_is_read_while_one_is_used(world, stream):
+    world.run(reads_while_used, stream, size=2, timeout_s=20)
+
+
+def sends_while_used():
+    batches = iter(dispatched(DataLoader(range(36), 2)))
+    seen = [next(batches).tolist()]
+    if current_process().is_main:
+        dist.barrier()  # the others come here with their next batch in hand
+        seen.append(next(batches).tolist())
+    else:
+        seen.append(next(batches).tolist())
+        dist.barrier()
+    return seen
+
+
+def test_the_next_batch_arrives_while_process_0_uses_its_own(world):
+    results = world.run(sends_while_used, size=3, timeout_s=20)
+
+    assert results == [[[2 * rank, 2 * rank + 1], [2 * rank + 6, 2 * rank + 7]] for rank in range(3)]
+
+
+def beside_collectives():
+    total, rank = 0, current_process().rank
+    for batch in dispatched(DataLoader(range(600), 2)):
+        summed = batch.clone()
+        dist.all_reduce(summed)
+        gathered = [torch.empty_like(batch) for _ in range(3)]
+        dist.all_gather(gathered, batch)
+        assert torch.equal(summed, sum(gathered))
+        assert torch.equal(gathered[rank], batch)
+        total += summed.sum().item()
+    return total
+
+
+def test_the_users_collectives_do_not_mix_with_it(world):
+    assert world.run(beside_collectives, size=3, timeout_s=25) == [sum(range(600))] * 3
+
+
+def nested():
+    inner = dispatched(DataLoader(range(100, 112), 2))
+    outer = dispatched(DataLoader(range(12), 2))
+    return [
+        (first.tolist(), [second.tolist() for second in islice(inner, 1 + number)])
+        for number, first in enumerate(outer)
+    ]
+
+
+def test_loaders_may_be_nested(world):
+    first, second = world.run(nested, size=2, timeout_s=20)
+
+    assert [outer for outer, _ in first] == [[0, 1], [4, 5], [8, 9]]
+    assert [outer for outer, _ in second] == [[2, 3], [6, 7], [10, 11]]
+    assert [inner for _, inner in second][1] == [[102, 103], [106, 107]]
+
+
+def two_at_once():
+    loader = dispatched(DataLoader(range(24), 2))
+    first, second = iter(loader), iter(loader)
+    seen = [next(first).tolist(), next(second).tolist()]
+    with pytest.raises(RuntimeError, match=r"Another iteration over this loader began .* Prepare a second"):
+        next(first)
+    seen.append(next(second).tolist())
+    second.close()
+    dist.barrier()
+    assert threads() == []
+    return seen
+
+
+def test_a_second_iteration_over_one_loader_ends_the_first(world):
+    results = world.run(two_at_once, size=2, timeout_s=20)
+
+    assert results == [[[0, 1], [0, 1], [4, 5]], [[2, 3], [2, 3], [6, 7]]]
+
+
+def widths(samples):
+    return {"x": torch.tensor([[sample] * (1 + max(samples) // 3) for sample in samples])}
+
+
+def left_early(kind, workers):
+    """Leave loops at all places, over loaders that live on and ones that do not."""
+    make = {
+        "map": lambda: DataLoader(range(24), 2, collate_fn=widths, num_workers=workers),
+        "shuffled": lambda: DataLoader(range(24), 2, True, collate_fn=widths, num_workers=workers),
+        "stream": lambda: DataLoader(CountedStream(), 2, collate_fn=widths, num_workers=workers),
+    }[kind]
+    whole = [batch["x"][:, 0].tolist() for batch in dispatched(make(), data_seed=1)]
+    kept = dispatched(make(), data_seed=1)
+    for stop in range(1, len(whole) + 1) if not workers else (1, 3):
+        for loader in (kept, dispatched(make(), data_seed=1)):
+            loader.set_epoch(0)
+            seen = [batch["x"][:, 0].tolist() for batch in islice(loader, stop)]
+            assert seen == whole[:stop]
+            assert threads() == []
+            rest = dispatched(make(), data_seed=1)
+            state = loader.state_dict()
+            if stop < len(whole):
+                assert state["consumed"] == 2 * current_process().world_size * stop
+                rest.load_state_dict(state)
+                seen += [batch["x"][:, 0].tolist() for batch in rest]
+                assert seen == whole
+            skipped = skip_first_batches(loader, 1)
+            skipped.set_epoch(0)
+            assert next(iter(skipped))["x"][:, 0].tolist() == whole[1]
+
+
+@pytest.mark.parametrize("kind", ["map", "shuffled", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_may_be_left_anywhere(world, kind, workers):
+    world.run(left_early, kind, workers, size=2, timeout_s=60)
+
+
+def fails_in_the_loop(who):
+    rank, caught = current_process().rank, None
+    loader = dispatched(DataLoader(range(24), 2))
+    try:
+        for number, _ in enumerate(loader):
+            if number == 1 and rank in who:
+                raise ArithmeticError(rank)
+    except (ArithmeticError, RuntimeError) as error:
+        caught = error  # its traceback keeps the loop's frame, and with it the generator
+    text = f"{type(caught).__name__}: {caught}"
+    kept = [batch.tolist() for batch in loader] if len(who) > 1 else None
+    del caught
+    return text, kept
+
+
+def test_an_error_in_the_loop_of_all(world):
+    first, second = world.run(fails_in_the_loop, [0, 1], size=2, timeout_s=20)
+
+    assert first[0] == "ArithmeticError: 0"
+    assert second[0] == "ArithmeticError: 1"
+    assert first[1][0] == [0, 1]
+    assert second[1][-1] == [22, 23]
+
+
+def test_process_0_leaving_the_loop_alone_reaches_the_others(world):
+    results = world.run(leaves_alone, size=3, timeout_s=20)
+
+    assert results[0] == 1
+    assert "has left the loop over this loader" in results[1]
+    assert results[1] == results[2]
+
+
+def leaves_alone():
+    loader = dispatched(DataLoader(range(24), 2))
+    if current_process().is_main:
+        return len(list(islice(loader, 1)))
+    with pytest.raises(RuntimeError, match="must leave a loop at the same batch") as caught:
+        list(loader)
+    return str(caught.value)
+
+
+def process_is_gone(gone):
+    loader = dispatched(DataLoader(range(600), 2))
+    batches = iter(loader)
+    next(batches)
+    if current_process().rank == gone:
+        time.sleep(0.1)  # what it reads ahead has been sent
+        dist.destroy_process_group()  # what the end of a process does to its connections
+        return None
+    with pytest.raises(RuntimeError, match=r"rocess.* is gone, so that no more batches") as caught:
+        list(batches)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_process_that_is_gone_is_noticed(world, gone):
+    world.run(process_is_gone, gone, size=2, timeout_s=20)
+
+
+def augmented(draw):
+    torch.manual_seed(7)
+    data = Counted(12, act=draw)
+    drawn = []
+    loader = dispatched(DataLoader(data, 2))
+    for number, _ in enumerate(loader, 1):
+        if current_process().is_main:
+            time.sleep(0.005)
+            assert data.reads == 2 * current_process().world_size * number  # each in its turn
+        drawn.append(torch.rand(1).item())
+    return drawn
+
+
+def draw(index):
+    torch.rand(1)
+
+
+def draw_apart(index):
+    with sample_rng(index):
+        torch.rand(1)
+
+
+def test_reading_that_draws_stays_in_turn(world):
+    one, _ = world.run(draws_plainly, size=2, timeout_s=20)
+    torch.manual_seed(7)
+    torch.empty((), dtype=torch.int64).random_()  # the seed of the workers
+    expected = []
+    for _ in range(3):
+        torch.rand(4)
+        expected.append(torch.rand(1).item())
+
+    assert one == expected
+
+
+def draws_plainly():
+    return augmented(draw)
+
+
+def draws_apart():
+    return augmented(draw_apart)
+
+
+def test_reading_with_generators_apart_stays_in_turn(world):
+    one, other = world.run(draws_apart, size=2, timeout_s=20)
+
+    assert one == other
+
+
+def die(index):
+    if index == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_late(index):
+    if index == 9:
+        raise OSError("disk is gone")
+
+
+def collate_by_rank(samples):
+    return {"x": torch.tensor(samples)} if samples[0] % 4 else torch.tensor(samples)
+
+
+def collate_late_by_rank(samples):
+    return {"x": torch.tensor(samples)} | ({"y": 1} if samples[0] == 10 else {})
+
+
+def collate_late_unpicklable(samples):
+    return [lambda: 0] if samples[0] == 10 else torch.tensor(samples)
+
+
+BAD = {
+    "worker dies": lambda: DataLoader(Counted(24, die), 2, num_workers=1),
+    "late": lambda: DataLoader(Counted(24, fail_late), 2),
+    "late in a worker": lambda: DataLoader(Counted(24, fail_late), 2, num_workers=1),
+    "structure": lambda: DataLoader(range(24), 2, collate_fn=collate_by_rank),
+    "late structure": lambda: DataLoader(range(24), 2, collate_fn=collate_late_by_rank),
+    "unpicklable": lambda: DataLoader(range(24), 2, collate_fn=collate_late_unpicklable),
+    "sampler": lambda: DataLoader(range(24), 2, sampler=(1 // (9 - index) for index in range(24))),
+}
+TEXTS = {
+    "worker dies": r"DataLoader worker.* (killed by signal|exited unexpectedly)",
+    "late": "disk is gone",
+    "late in a worker": "disk is gone",
+    "structure": "batch is a Tensor for process 0, but a dict of",
+    "late structure": r"batch is a dict of \['x'\] for process 0, but a dict of \['x', 'y'\] for process 1",
+    "unpicklable": r"(batch\[0\] is of type function|batch is a Tensor for process 0, but a list)",
+    "sampler": "division",
+}
+
+
+def bad_input(kind):
+    loader = dispatched(BAD[kind]())
+    with pytest.raises(Exception, match=TEXTS[kind]) as caught:
+        list(loader)
+    if not current_process().is_main:
+        assert "Process 0, which reads the data for all processes, failed: " in str(caught.value)
+    dist.barrier()  # the processes still understand each other
+    assert threads() == []
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_an_error_of_process_0_ends_the_loop_of_all(world, kind):
+    world.run(bad_input, kind, size=2, timeout_s=30)
+
+
+def changing(samples):
+    number = samples[0] // 4  # the step
+    return [torch.tensor(samples), {"x": torch.tensor(samples)}, (samples, None), {"y": samples}][number % 4]
+
+
+def changes():
+    return list(dispatched(DataLoader(range(24), 2, collate_fn=changing)))
+
+
+def test_structures_may_change_from_step_to_step(world):
+    _, seen = world.run(changes, size=2, timeout_s=20)
+
+    assert seen[0].tolist() == [2, 3]
+    assert seen[1]["x"].tolist() == [6, 7]
+    assert seen[2:4] == [([10, 11], None), {"y": [14, 15]}]
+    assert seen[5]["x"].tolist() == [22, 23]
+
+
+class BadEpochs(Counted):
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    def set_epoch(self, epoch):
+        if current_process().rank == self.bad:
+            raise OSError(f"no epoch {epoch}")
+
+
+def cannot_start():
+    loader = dispatched(DataLoader(BadEpochs(0), 2))
+    with pytest.raises((OSError, RuntimeError), match="no epoch 0"):
+        list(loader)
+    dist.barrier()
+
+
+def test_an_epoch_that_process_0_cannot_start(world):
+    world.run(cannot_start, size=2, timeout_s=20)
