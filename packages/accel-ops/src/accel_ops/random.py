@@ -87,12 +87,13 @@ def synchronize_rng_states(
     Raises:
         ValueError: If a type is unknown, or "generator" comes without one; on every process, if that is so
             on process 0.
+        RuntimeError: If the generators of process 0 could not be read.
     """
     process = process or current_process()
     own, setters, problem = _generators(rng_types, generator)
     if process.world_size > 1 and rng_types:
         # Also where there is a problem: the others would wait for this process for ever.
-        states, problem_of_0 = broadcast_object_list([own, problem], process=process)
+        states, problem_of_0 = broadcast_object_list([own, _told(problem)], process=process)
         for kind in setters.keys() & states.keys():
             setters[kind](states[kind])
         problem = problem or problem_of_0
@@ -120,6 +121,14 @@ def _generators(
     except Exception as error:  # of whatever kind a device's runtime raises
         return {}, {}, error
     return states, setters, None
+
+
+def _told(problem: Exception | None) -> Exception | None:
+    """Return what is wrong as an exception that can be sent to other processes."""
+    if problem is None or type(problem) is ValueError:
+        return problem
+    text = f"{type(problem).__name__}: {problem}"
+    return RuntimeError(f"The random generators of process 0 could not be read ({text}).")
 
 
 def _generator(
