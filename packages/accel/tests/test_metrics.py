@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections import namedtuple
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from accel.accelerator import Accelerator
+from accel.metrics import gather_for_metrics
 from accel_data.config import DataLoaderConfiguration
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -99,6 +104,15 @@ def test_outside_of_a_loop_nothing_is_dropped(world):
     assert world.run(outside_a_loop) == [[0, 1], [0, 1]]
 
 
+def maybe_told(loader, told: bool):
+    """Begin to iterate a loader, which tells that it may be uneven where it cannot know."""
+    batches = iter(loader)
+    if told:
+        with pytest.warns(UserWarning, match="may give some processes fewer batches"):
+            yield next(batches)
+    yield from batches
+
+
 def uneven(kind: str, count: int) -> tuple[list, list]:
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=kind == "dispatch")
@@ -106,7 +120,7 @@ def uneven(kind: str, count: int) -> tuple[list, list]:
     dataset = Stream(count) if kind == "iterable" else Numbers(count)
     loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
     seen, pairs = [], []
-    for batch in loader:
+    for batch in maybe_told(loader, kind == "iterable"):
         result = accelerator.gather_for_metrics({"x": batch, "pair": (batch.repeat(2), batch.float().mean())})
         seen += result["x"].tolist()
         pairs += result["pair"][0].tolist()
@@ -139,3 +153,142 @@ def test_padding_is_dropped_from_tuples_arrays_and_structures_of_lists(world):
         assert names == ["0", "1", "2", "3", "4"]
         assert numbers == [0, 1, 2, 3, 4]
         assert both == [[0, 1], ["0", "1"], [2, 3], ["2", "3"], [4], ["4"], [], []]
+
+
+class Part(IterableDataset):
+    """The samples of one process, every size-th."""
+
+    def __init__(self, count: int, rank: int, size: int) -> None:
+        self.count = count
+        self.rank, self.world_size = rank, size
+
+    def __iter__(self):
+        return iter(range(self.rank, self.count, self.world_size))
+
+
+@dataclass
+class Output:
+    index: torch.Tensor
+    name: list
+
+
+Pair = namedtuple("Pair", ["index", "twice"])
+
+
+def make_loader(case: dict, accelerator: Accelerator) -> DataLoader:
+    count, rank, size = case["count"], accelerator.process_index, accelerator.num_processes
+    options = {
+        "batch_size": case["batch_size"],
+        "drop_last": case["drop_last"],
+        "num_workers": case["workers"],
+    }
+    if case["kind"] == "sampler":
+        sampler = DistributedSampler(range(count), size, rank, shuffle=False)
+        return DataLoader(Numbers(count), sampler=sampler, **options)
+    if case["kind"] == "part":
+        return DataLoader(Part(count, rank, size) if size > 1 else Stream(count), **options)
+    if "stream" in case["kind"]:
+        return DataLoader(Stream(count), **options)
+    return DataLoader(Numbers(count), **options)
+
+
+def collected(case: dict) -> list[list[int]]:
+    """Iterate a loader; return what is gathered of tensors, of structures, and of objects."""
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=case["split"], dispatch_batches="dispatched" in case["kind"]
+        )
+    )
+    tensors, nested, fields, objects = [], [], [], []
+    for batch in accelerator.prepare(make_loader(case, accelerator)):
+        gather = accelerator.gather_for_metrics
+        tensors += gather(batch).tolist()
+        inner = gather({"x": [batch, (batch.float() / 2,)], "pair": Pair(batch, 2 * batch)})
+        assert (inner["x"][1][0] * 2).tolist() == inner["x"][0].tolist() == inner["pair"].index.tolist()
+        nested += (inner["pair"].twice // 2).tolist()
+        for output in gather(Output(batch, [str(int(i)) for i in batch])):
+            assert [int(name) for name in output.name] == output.index.tolist()
+            fields += output.index.tolist()
+        objects += [int(text) for text in gather([str(int(index)) for index in batch])]
+    return [tensors, nested, fields, objects]
+
+
+def collected_all(cases: list[dict]) -> list[list[list[int]]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "split_batches=True is ignored")
+        warnings.filterwarnings("ignore", "This loader may give some processes fewer batches")
+        return [collected(case) for case in cases]
+
+
+def expected_samples(case: dict, size: int) -> tuple[list[int], list[int]]:
+    """Return the samples, all and in order, and the order in which a part that was dealt out comes."""
+    count, batch_size, dealt = case["count"], case["batch_size"], case["kind"] in ("sampler", "part")
+    group = batch_size if case["split"] and not dealt else batch_size * size
+    kept = count - count % group if case["drop_last"] else count
+    if dealt:
+        steps = range(0, kept, group)
+        order = [i for s in steps for r in range(size) for i in range(s + r, min(s + group, kept), size)]
+        return list(range(kept)), order
+    return list(range(kept)), list(range(kept))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_sample_comes_once_in_the_global_order_from_any_loader(world, size):
+    draw = random.Random(size)
+    kinds = ["map", "stream", "dispatched map", "dispatched stream", "sampler", "part"]
+    cases = []
+    for kind in kinds:
+        for _ in range(6):
+            split = draw.random() < 0.4
+            cases.append(
+                {
+                    "kind": kind,
+                    "split": split,
+                    "batch_size": draw.randint(1, 4) * (size if split else 1),
+                    "count": draw.randint(1, 30),
+                    "drop_last": draw.random() < 0.25 and kind not in ("sampler", "part"),
+                    "workers": 0,
+                }
+            )
+            if kind == "part":  # every process must have as many batches: nothing can be padded
+                cases[-1]["count"] = size * cases[-1]["batch_size"] * draw.randint(0, 3) + size
+        cases.append({**cases[-1], "workers": 2})
+    for result in world.run(collected_all, cases, size=size, timeout_s=100):
+        for case, (tensors, nested, fields, objects) in zip(cases, result, strict=True):
+            everything, order = expected_samples(case, size)
+            assert tensors == order, case
+            assert nested == fields == objects == tensors, case
+            assert sorted(tensors) == everything, case
+
+
+class Padded:
+    """What a loader says of a batch of 2 samples on one process, of which one is real."""
+
+    real_samples, batch_rows = (1,), 2
+
+
+def cut(data, **options):
+    return gather_for_metrics(data, loader=Padded(), process=Accelerator().process, shard=(0, 1), **options)
+
+
+def test_a_list_of_two_in_a_batch_of_two():
+    one, two = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 2])
+
+    def lists(data):
+        return [value.tolist() if hasattr(value, "tolist") else value for value in data]
+
+    # Tensors have a row per sample, in lists too.
+    assert lists(cut([one, two])) == [[[1.0, 2.0]], [1]]
+    # Entries that differ in kind cannot be samples.
+    assert lists(cut([one, ["a", "b"]])) == [[[1.0, 2.0]], ["a"]]
+    assert lists(cut([one, two], use_gather_object=True)) == [[[1.0, 2.0]], [1]]
+    assert lists(cut([[1, 2], ["a", "b"]])) == [[1], ["a"]]
+    assert lists(cut((["c", "d"], ["a", "b"]))) == [["c"], ["a"]]
+    # Entries with other numbers of rows are samples.
+    assert cut([["c", "d"], ["a"]]) == [["c", "d"]]
+    assert cut(["c", "d"]) == ["c"]
+    # Where both could be meant it is told what is done.
+    for data in ([["c", "d"], ["a", "b"]], [two.numpy(), two.numpy()]):
+        with pytest.warns(UserWarning, match="taken for one entry per sample.*pass a tuple or a dict"):
+            (first,) = cut(data)
+        assert list(first) == list(data[0])

@@ -110,6 +110,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Samples of one step of all processes."""
         return self.share * self.num_processes
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every process gets as many batches, whatever the data."""
+        return self.even_batches or self.drop_last
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the dataset.
 
@@ -198,6 +203,11 @@ class PresplitStream(IterableDatasetShard):
     def step_size(self) -> int:
         """Samples of one step of all processes."""
         return self.share * self.part[1]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every process gets as many batches: not known."""
+        return False
 
 
 class BlockReader(IterableDataset[Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,12 @@ Item = tuple[Any, Real, bool]
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """What loaders that read by themselves and those that get their batches from process 0 have in common."""
+    """What loaders that read by themselves and those that get their batches from process 0 have in common.
+
+    Attributes:
+        tell_uneven: Called when a pass begins in which some processes get fewer batches than others, or may
+            do so: with the number of batches of each process, or None where that is not known.
+    """
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.gradient_state = gradient_state
         self.device = device
         self.rng_types: list[str | RNGType] | None = None
+        self.tell_uneven: Callable[[tuple[int, ...] | None], None] | None = None
         self.skip_batches = check_skip(skip_batches)
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = drop_last_step
@@ -68,6 +74,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         batches: Iterator[Any] = iter(())
         try:
             batches, share = self._read(started)
+            if self.tell_uneven is not None:
+                self._tell_uneven(self.tell_uneven)
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
                 if step == share.num_batches or share.now is not self.real_samples:
@@ -81,6 +89,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 batches.close()
             self._progress.finish(started, exhausted)
             self.end()
+
+    def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None]) -> None:
+        shard = self._stream_shard() if self._shard is None else self._shard
+        if not shard.is_even:
+            counts = None if self._shard is None else self._shard.batches_of_each
+            if counts is None or len(set(counts)) > 1:
+                tell(counts)
 
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         """Return the batches of a pass, and what will be known of them."""

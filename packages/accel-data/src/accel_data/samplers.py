@@ -104,6 +104,27 @@ class BatchSamplerShard(BatchSampler):
         """Samples in the global order that are no padding; None where only walking tells."""
         return self.num_samples
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every process gets as many batches, whatever the data."""
+        return self.even_batches or (self.drop_last and (self._flat or not self.split_batches))
+
+    @property
+    def batches_of_each(self) -> tuple[int, ...] | None:
+        """Number of batches of each process in the pass that has begun; None where only walking tells."""
+        if not self.has_length:
+            return None
+        if self._flat:
+            layout, total = self._layout(self.start), len(self.sampler)
+        elif self.split_batches:
+            return None
+        else:
+            even = self.even_batches and self.batch_size is not None
+            first = self.start // (self.batch_size or 1)
+            layout = Layout(1, self.num_processes, self.drop_last, even, first)
+            total = self.total_length
+        return tuple(layout.num_batches(total, rank) for rank in range(self.num_processes))
+
     def padded_rows(self, real: tuple[int, ...]) -> int:
         """Return how many indices, padding included, each process has in a padded batch."""
         assert self.local_batch_size is not None
@@ -280,6 +301,19 @@ class PresplitBatchSampler(BatchSamplerShard):
         if not self.deals:
             return None
         return min(int(self.splitter.total_size), len(self.splitter.dataset))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every process gets as many batches, whatever the data."""
+        return self.deals
+
+    @property
+    def batches_of_each(self) -> tuple[int, ...] | None:
+        """Number of batches of each process in an epoch; None where it is not known."""
+        if self.lengths is None or not self._flat:
+            return None
+        size = self.batch_size
+        return tuple(length // size if self.drop_last else -(-length // size) for length in self.lengths)
 
     def padded_rows(self, real: tuple[int, ...]) -> int:
         """Return how many indices, padding included, each process has in a padded batch."""

@@ -11,7 +11,7 @@ import torch
 from accel_ops.collectives import gather
 from accel_ops.objects import gather_object
 from accel_ops.padding import pad_across_processes
-from accel_ops.walk import flatten, recursively_apply
+from accel_ops.walk import children, flatten, is_namedtuple, rebuild, recursively_apply
 
 if TYPE_CHECKING:
     from accel_state.process import Process
@@ -106,22 +106,37 @@ def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torc
 
 
 def _cut_objects(data: Any, count: int, rows: int) -> Any:
-    """Cut what has one entry per sample (lists, tuples, tensors, arrays) to the real samples.
-
-    A tuple whose entries all have one entry per sample themselves, as `(predictions, labels)`, is a
-    structure, also where the batch has as many samples as it has entries.
-    """
+    """Cut what has one entry per sample (lists, tuples, tensors, arrays) to the real samples."""
     shape = getattr(data, "shape", None)
     if shape is not None:
         return data[:count] if len(shape) > 0 and shape[0] == rows else data
-    if isinstance(data, dict):
-        return type(data)((key, _cut_objects(value, count, rows)) for key, value in data.items())
-    if not isinstance(data, list | tuple) or hasattr(data, "_fields"):
-        return data
-    is_structure = isinstance(data, tuple) and all(_has_rows(value, rows) for value in data)
-    if len(data) == rows and not is_structure:
+    is_list = isinstance(data, list | tuple) and not is_namedtuple(data)
+    if is_list and len(data) == rows and not _is_structure(data, rows):
         return data[:count]
-    return type(data)(_cut_objects(value, count, rows) for value in data)
+    values = children(data)
+    return data if values is None else rebuild(data, [_cut_objects(value, count, rows) for value in values])
+
+
+def _is_structure(data: Sequence[Any], rows: int) -> bool:
+    """Whether the entries of a list or tuple of `rows` entries are not samples, but hold one row per sample.
+
+    So it is where each of them has `rows` rows, in a tuple, as `(predictions, labels)`, or in a list of
+    things that differ in kind. A list of things that are alike is taken for one entry per sample, as
+    gathering objects makes one list of all entries; it is told, as it may be meant otherwise.
+    """
+    if not all(_has_rows(value, rows) for value in data):
+        return False
+    if isinstance(data, tuple) or len({_kind(value) for value in data}) > 1:
+        return True
+    if rows > 1:
+        warnings.warn(
+            f"gather_for_metrics got a list of {rows} entries with {rows} rows each, from a padded batch of "
+            f"{rows} samples: it is taken for one entry per sample. If each entry has a row per sample, as "
+            "in [predictions, labels], pass a tuple or a dict.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return False
 
 
 def _has_rows(value: Any, rows: int) -> bool:
@@ -129,3 +144,10 @@ def _has_rows(value: Any, rows: int) -> bool:
     if shape is not None:
         return len(shape) > 0 and bool(shape[0] == rows)
     return isinstance(value, list | tuple) and len(value) == rows
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    """Return what samples of one batch have in common: type, shape but for the rows, and dtype."""
+    shape = getattr(value, "shape", None)
+    inner = type(value[0]) if shape is None and len(value) else None
+    return type(value), None if shape is None else tuple(shape[1:]), getattr(value, "dtype", None), inner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.engines.base import Prepared
+from accel.uneven import warn_of_uneven
 from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -178,6 +180,8 @@ def prepare_loader(
         # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
         prepared = copy.copy(prepared)
         prepared.gradient_state = accelerator.gradient_state
+    if accelerator.use_distributed:
+        prepared.tell_uneven = partial(warn_of_uneven, ref(accelerator))
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
     if prepared is not loader:

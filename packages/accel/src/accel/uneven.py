@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weakref import ReferenceType
+
     from accel.accelerator import Accelerator
 
-__all__ = ["join_uneven_inputs"]
+__all__ = ["join_uneven_inputs", "warn_of_uneven"]
 
 
 @contextlib.contextmanager
@@ -35,6 +37,32 @@ def join_uneven_inputs(
         return
     with _even_batches(accelerator, even_batches), engine.join(joinables):
         yield
+
+
+def warn_of_uneven(owner: ReferenceType[Accelerator], counts: tuple[int, ...] | None) -> None:
+    """Tell that the processes that run out of batches will leave the others waiting, unless they are joined.
+
+    Args:
+        owner: The Accelerator whose loader is iterated.
+        counts: Batches of each process; None if they are not known.
+    """
+    accelerator = owner()
+    if accelerator is None or getattr(accelerator.engine, "_is_joining", False):
+        return
+    if counts is None:
+        seen = "This loader may give some processes fewer batches than others (it does not pad)"
+    else:
+        seen = f"This loader gives {max(counts)} batches to process {counts.index(max(counts))}, but only "
+        seen += f"{min(counts)} to process {counts.index(min(counts))}"
+    joins = accelerator.engine.joins_uneven_inputs
+    way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joins else ""
+    warnings.warn(
+        f"{seen}: one that is out of data takes no part in backward, gather or gather_for_metrics, which "
+        f"wait for all processes. To train on it {way}pass even_batches=True (the default) with the whole "
+        "dataset, or drop_last=True.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 @contextlib.contextmanager
