@@ -6,7 +6,6 @@ import pytest
 
 from accel_launch.config import load_config_from_file
 from accel_launch.config.command import main
-from accel_launch.errors import NotAvailableError
 
 
 def test_default_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,8 +27,3 @@ def test_update_rewrites_old_forms_once(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert main(["update", "--config_file", str(path)]) == 0
     assert "up to date" in capsys.readouterr().out
-
-
-def test_the_questionnaire_says_that_it_is_not_there() -> None:
-    with pytest.raises(NotAvailableError, match="accel config default"):
-        main([])

@@ -24,6 +24,18 @@ def load(values: dict[str, Any]) -> LaunchConfig:
             {"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}},
             "use fsdp_backward_prefetch",
         ),
+        (
+            {"fp8_config": {"amax_history_length": 8, "amax_compute_algorithm": "max"}},
+            {"fp8_config": {"fp8_amax_history_len": 8, "fp8_amax_compute_algo": "max"}},
+            "use fp8_amax",
+        ),
+        ({"distributed_type": "MPS", "use_mps_device": True}, {"distributed_type": "NO"}, "use NO|no effect"),
+        (
+            {"distributed_type": "TP", "tp_config": {"tp_size": 4}},
+            {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 4}},
+            "parallelism_config_tp_size|MULTI_GPU",
+        ),
+        ({"gpu_ids": [0, 1]}, {"gpu_ids": "0,1"}, "use text such as 0,1"),
         ({"use_xpu": True}, {}, "no effect"),
         ({"ipex_config": {"ipex": True}}, {}, "IPEX is part of torch"),
     ],

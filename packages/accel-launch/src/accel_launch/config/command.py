@@ -5,20 +5,31 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
-from accel_launch.config.file import load_config_from_file
+from accel_launch.config.file import LaunchConfig, load_config_from_file
 from accel_launch.config.paths import config_path
 from accel_launch.config.write import write_basic_config
-from accel_launch.errors import LaunchError, NotAvailableError
+from accel_launch.errors import LaunchError
+from accel_launch.machine import Machine
+from accel_state import env
 
 __all__ = ["main"]
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Write or update the config file of `accel launch`.")
-    commands = parser.add_subparsers(dest="command", metavar="{default,update}")
+    parser = argparse.ArgumentParser(
+        prog, description="Write the config file of `accel launch`: answer questions, or name a command."
+    )
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--config_file", "--config-file", help=f"The file; {config_path()} by default.")
+    for place in (parser, where):
+        place.add_argument(
+            "--config_file",
+            "--config-file",
+            default=argparse.SUPPRESS,  # a subparser's default would hide what stands before the command
+            help=f"The file; {config_path()} by default.",
+        )
+    commands = parser.add_subparsers(dest="command", metavar="{default,update}")
     default = commands.add_parser(
         "default", parents=[where], help="Write a config for this machine: all its GPUs, or one process."
     )
@@ -41,7 +52,7 @@ def main(argv: Sequence[str], prog: str = "accel config") -> int:
     Returns:
         The exit code.
     """
-    args = _parser(prog).parse_args(list(argv))
+    args = _parser(prog).parse_args(list(argv), argparse.Namespace(config_file=None))
     if args.command == "default":
         written = write_basic_config(args.mixed_precision, args.config_file)
         if not written:
@@ -50,10 +61,26 @@ def main(argv: Sequence[str], prog: str = "accel config") -> int:
         return 0
     if args.command == "update":
         return _update(args.config_file)
-    raise NotAvailableError(
-        f"the questionnaire is not there yet. `{prog} default` writes a config for this machine to "
-        f"{config_path()}; edit it, or give `accel launch` flags."
-    )
+    return _ask(args.config_file)
+
+
+def _ask(config_file: str | None) -> int:
+    """Put the questions, show the file and write it."""
+    from accel_launch.config.prompt import open_prompt
+    from accel_launch.config.questionnaire import answers_of, ask_all
+
+    path = Path(config_file).expanduser() if config_file is not None else config_path()
+    before = answers_of(load_config_from_file(path)) if path.is_file() else {}
+    prompt = open_prompt()
+    print(f"Questions for {path}{', whose values are the defaults' if before else ''}. {prompt.hint}\n")
+    gpus = len(Machine.detect().visible_gpus(env.raw("CUDA_VISIBLE_DEVICES")))
+    values = ask_all(prompt, gpus, before)
+    if values is None:
+        print("Nothing was written.")
+        return 1
+    LaunchConfig.from_values(values, path).write(path)
+    print(f"Wrote {path}.")
+    return 0
 
 
 def _update(config_file: str | None) -> int:

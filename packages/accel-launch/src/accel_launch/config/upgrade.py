@@ -13,9 +13,14 @@ __all__ = ["upgrade"]
 _OBSOLETE = {
     "use_xpu": "the device is found by itself",
     "ipex_config": "IPEX is part of torch",
-    "tp_config": "use parallelism_config with parallelism_config_tp_size",
+    "use_mps_device": "the device is found by itself",
 }
-_RENAMED = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+_RENAMED = {
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+    "amax_history_length": "fp8_amax_history_len",
+    "amax_compute_algorithm": "fp8_amax_compute_algo",
+}
+_KINDS = {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU"}
 
 
 def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -37,9 +42,21 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
     for key in [key for key in values if key in SETTINGS and SETTINGS[key].group == "dynamo"]:
         _note(where, f"{key} at the top level", "it belongs in dynamo_config")
         values["dynamo_config"] = {**(values.get("dynamo_config") or {}), key: values.pop(key)}
-    if str(values.get("distributed_type")).upper() == "TPU":
-        _note(where, "distributed_type: TPU", "use XLA")
-        values["distributed_type"] = "XLA"
+    kind = str(values.get("distributed_type")).upper()
+    if kind in _KINDS:
+        _note(where, f"distributed_type: {kind}", f"use {_KINDS[kind]}")
+        values["distributed_type"] = _KINDS[kind]
+    if values.get("tp_config"):
+        _note(where, "tp_config", "use parallelism_config with parallelism_config_tp_size")
+        size = values["tp_config"].get("tp_size", 1)
+        values["parallelism_config"] = {
+            "parallelism_config_tp_size": size,
+            **(values.get("parallelism_config") or {}),
+        }
+    values.pop("tp_config", None)
+    if isinstance(values.get("gpu_ids"), list):
+        _note(where, f"gpu_ids: {values['gpu_ids']}", "use text such as 0,1")
+        values["gpu_ids"] = ",".join(map(str, values["gpu_ids"]))
     for old, reason in _OBSOLETE.items():
         if values.pop(old, None):
             _note(where, old, f"it has no effect any more: {reason}")

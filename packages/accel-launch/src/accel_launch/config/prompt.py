@@ -1,0 +1,266 @@
+"""Ask one question: with arrow keys in a terminal, or line by line where there is none.
+
+Both ways have the same two verbs, `choose` and `text`. Each returns the answer, or raises `Back` to return to
+the question before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from accel_launch.errors import LaunchError
+from accel_state import env
+
+__all__ = ["Back", "LinePrompt", "Prompt", "TerminalPrompt", "open_prompt"]
+
+_KEYS = {
+    b"\x1b[A": "up",
+    b"\x1bOA": "up",
+    b"\x10": "up",
+    b"\x1b[B": "down",
+    b"\x1bOB": "down",
+    b"\x0e": "down",
+    b"\x1b[D": "back",
+    b"\x1bOD": "back",
+    b"\x1b": "back",
+    b"\r": "enter",
+    b"\n": "enter",
+    b"\x7f": "erase",
+    b"\b": "erase",
+    b"\x15": "clear",
+    b"\x03": "interrupt",
+    b"\x04": "end",
+}
+
+
+class Back(Exception):
+    """The user wants the question before this one."""
+
+
+class Prompt(Protocol):
+    """How questions are put."""
+
+    hint: str
+
+    def choose(self, title: str, labels: Sequence[str], default: int) -> int:
+        """Let the user choose one of several labels; returns its index."""
+
+    def text(self, title: str, default: str, check: Callable[[str], Any]) -> str:
+        """Let the user write a line; `check` raises ValueError for one that is not allowed."""
+
+
+def open_prompt() -> Prompt:
+    """Return the prompt that fits standard input and output."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty() and env.raw("TERM") not in (None, "", "dumb")
+    return TerminalPrompt() if terminal else LinePrompt()
+
+
+class LinePrompt:
+    """Questions as plain lines: for pipes, dumb terminals and screen readers."""
+
+    hint = "An empty line takes the default in brackets; `back` returns to the question before."
+
+    def choose(self, title: str, labels: Sequence[str], default: int) -> int:
+        """Show numbered labels and read a number or a label.
+
+        Args:
+            title: The question.
+            labels: What can be chosen.
+            default: Index of the default.
+
+        Raises:
+            Back: If the user wants the question before.
+        """
+        print(title)
+        for number, label in enumerate(labels, 1):
+            print(f"  {number}. {label}")
+        numbers = {str(number): index for index, number in enumerate(range(1, len(labels) + 1))}
+        words = {label.lower(): index for index, label in enumerate(labels)}
+        words |= {label.split(":")[0].lower(): index for index, label in enumerate(labels)}
+        while True:
+            line = self._line(f"[{default + 1}]: ")
+            if not line:
+                return default
+            index = numbers.get(line, words.get(line.lower()))
+            if index is not None:
+                return index
+            print(f"{line!r} is not one of them; give a number from 1 to {len(labels)}.")
+
+    def text(self, title: str, default: str, check: Callable[[str], Any]) -> str:
+        """Read a line.
+
+        Args:
+            title: The question.
+            default: What an empty line stands for.
+            check: Raises ValueError for an answer that is not allowed.
+
+        Raises:
+            Back: If the user wants the question before.
+        """
+        while True:
+            line = self._line(f"{title} [{default}]: ") or default
+            try:
+                check(line)
+            except ValueError as error:
+                print(error)
+            else:
+                return line
+
+    def _line(self, prompt: str) -> str:
+        print(prompt, end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print()
+            raise LaunchError("The input ended before the last question; nothing was written.")
+        if line.strip().lower() == "back":
+            raise Back
+        return line.strip()
+
+
+class TerminalPrompt:
+    """Questions with a highlighted choice, moved with the arrow keys."""
+
+    hint = "Up and down choose, Enter accepts, left or Esc returns to the question before, Ctrl-C leaves."
+
+    def choose(self, title: str, labels: Sequence[str], default: int) -> int:
+        """Show the labels with one highlighted and move it with the keys (digits choose at once).
+
+        Args:
+            title: The question.
+            labels: What can be chosen.
+            default: Index highlighted at first.
+
+        Raises:
+            Back: If the user wants the question before.
+            KeyboardInterrupt: If the user wants to leave.
+        """
+        index = default
+        with _raw_terminal():
+            self._show(title, labels, index, default)
+            while True:
+                key = _key()
+                if key == "enter":
+                    self._replace(len(labels) + 1, f"{title} {_bold(labels[index])}")
+                    return index
+                if key in ("up", "down"):
+                    index = (index + (1 if key == "down" else -1)) % len(labels)
+                elif key.isdecimal() and 1 <= int(key) <= len(labels):
+                    index = int(key) - 1
+                else:
+                    self._leave(key, len(labels) + 1)
+                    continue
+                _write(f"\x1b[{len(labels) + 1}A")
+                self._show(title, labels, index, default)
+
+    def text(self, title: str, default: str, check: Callable[[str], Any]) -> str:
+        """Read a line; the default is shown until something is typed.
+
+        Args:
+            title: The question.
+            default: What an empty line stands for.
+            check: Raises ValueError for an answer that is not allowed.
+
+        Raises:
+            Back: If the user wants the question before.
+            KeyboardInterrupt: If the user wants to leave.
+        """
+        typed, note = "", ""
+        with _raw_terminal():
+            while True:
+                shown = typed or f"\x1b[2m{default}\x1b[22m"
+                _write(f"\r\x1b[J{title} {shown}{f'   {note}' if note else ''}")
+                key = _key()
+                note = ""
+                if key == "erase":
+                    typed = typed[:-1]
+                elif key == "clear":
+                    typed = ""
+                elif key == "enter":
+                    try:
+                        check(typed or default)
+                    except ValueError as error:
+                        note = f"\x1b[31m{error}\x1b[39m"
+                        continue
+                    _write(f"\r\x1b[J{title} {_bold(typed or default)}\r\n")
+                    return typed or default
+                elif len(key) == 1 and key.isprintable():
+                    typed += key
+                else:
+                    self._leave(key, 0)
+
+    def _show(self, title: str, labels: Sequence[str], index: int, default: int) -> None:
+        lines = [title]
+        for number, label in enumerate(labels):
+            mark = "> " if number == index else "  "
+            text = label + ("  (default)" if number == default else "")
+            lines.append(mark + (_bold(text) if number == index else text))
+        _write("".join(f"\r\x1b[J{line}\r\n" for line in lines))
+
+    def _replace(self, lines: int, text: str) -> None:
+        _write((f"\x1b[{lines}A" if lines else "") + f"\r\x1b[J{text}\r\n")
+
+    def _leave(self, key: str, lines: int) -> None:
+        """Act on the keys that end a question without an answer; ignore any other."""
+        if key == "back":
+            _write((f"\x1b[{lines}A" if lines else "") + "\r\x1b[J")
+            raise Back
+        if key in ("interrupt", "end"):
+            _write("\r\n")
+            raise KeyboardInterrupt
+
+
+def _bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[22m"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _raw_terminal() -> Iterator[None]:
+    """Read keys one by one, unechoed; the terminal is as before afterwards, whatever happens."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setraw(descriptor, termios.TCSADRAIN)  # keeps what was typed ahead
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _key() -> str:
+    """Wait for a key: its name, or the character that it writes."""
+    descriptor = sys.stdin.fileno()
+    data = os.read(descriptor, 1)
+    if not data:
+        return "end"
+    if data == b"\x1b":
+        # An arrow key sends three bytes at once; Esc alone sends one.
+        while len(data) < 3 and _more(descriptor):
+            data += os.read(descriptor, 1)
+    while data[0] >= 0xC0 and len(data) < 4 and not _decodes(data):
+        data += os.read(descriptor, 1)
+    return _KEYS.get(data) or data.decode("utf-8", "replace")
+
+
+def _more(descriptor: int) -> bool:
+    import select
+
+    return bool(select.select([descriptor], [], [], 0.05)[0])
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch.config import load_config_from_file
+
+UP, DOWN, LEFT, ESC, ENTER, CTRL_C, CTRL_U = "\x1b[A", "\x1b[B", "\x1b[D", "\x1b", "\r", "\x03", "\x15"
+Start = Callable[..., Any]
+
+
+class Keyboard:
+    """A terminal with `accel config` in it: types keys and reads the screen."""
+
+    def __init__(self, start: Start, *arguments: str, **env: str) -> None:
+        self.ours, self._theirs = pty.openpty()
+        self.before = termios.tcgetattr(self._theirs)
+        self.run = start(
+            "config",
+            *arguments,
+            env={"TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", **env},
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+        )
+        self.text = ""
+
+    def see(self, words: str, timeout_s: float = 20) -> None:
+        """Wait for words to appear behind those seen last."""
+        until = time.monotonic() + timeout_s
+        while words not in self.text:
+            if time.monotonic() > until or not self._read(0.1):
+                pytest.fail(f"did not see {words!r} in:\n{self.text}")
+        self.text = self.text.split(words, 1)[1]
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            os.write(self.ours, key.encode())
+
+    def answer(self, words: str, *keys: str) -> None:
+        """Wait for a question and answer it."""
+        self.see(words)
+        self.press(*keys)
+
+    def _read(self, timeout_s: float) -> bool:
+        if select.select([self.ours], [], [], timeout_s)[0]:
+            try:
+                self.text += os.read(self.ours, 4096).decode()
+            except OSError:  # the other side is closed
+                return False
+        return True
+
+    def finish(self) -> int:
+        code: int = self.run.process.wait(20)
+        assert termios.tcgetattr(self._theirs) == self.before  # echo and line mode are back
+        return code
+
+    def close(self) -> None:
+        os.close(self.ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def keyboard(start: Start) -> Iterator[Callable[..., Keyboard]]:
+    opened: list[Keyboard] = []
+
+    def open_keyboard(*arguments: str, **env: str) -> Keyboard:
+        opened.append(Keyboard(start, *arguments, **env))
+        return opened[-1]
+
+    yield open_keyboard
+    for terminal in opened:
+        terminal.close()
+
+
+def test_enter_alone_writes_the_defaults(keyboard: Callable[..., Keyboard], tmp_path: Path) -> None:
+    terminal = keyboard()
+    terminal.see("Up and down choose")
+    for question in ("Where do you train?", "How many processes", "Mixed precision?", "torch.compile?"):
+        terminal.answer(question, ENTER)
+    terminal.see("num_processes: 1")
+    terminal.answer("Write it?", ENTER)
+    terminal.see("Wrote")
+
+    assert terminal.finish() == 0
+    assert load_config_from_file(tmp_path / "hf/accelerate/default_config.yaml").to_dict() == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO",
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": 1,
+        "use_cpu": False,
+    }
+
+
+def test_arrows_choose_digits_jump_text_is_edited_and_checked(
+    keyboard: Callable[..., Keyboard], tmp_path: Path
+) -> None:
+    terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
+    terminal.answer("Where do you train?", DOWN, UP, ENTER)
+    terminal.answer("How many processes", "x", ENTER)
+    terminal.see("'x' is not allowed; allowed: an integer, at least 1.")
+    terminal.press("\x7f", "7", CTRL_U, "2", ENTER)
+    terminal.answer("How is the model spread?", ENTER)
+    terminal.answer("Mixed precision?", "2")
+    terminal.answer("> \x1b[1mbf16", ENTER)
+    terminal.answer("torch.compile?", UP, UP, ENTER)
+    terminal.answer("Which mode", ENTER)
+    terminal.answer("Check every collective", DOWN, ENTER)
+    terminal.answer("Write it?", ENTER)
+
+    assert terminal.finish() == 0
+    config = load_config_from_file(tmp_path / "c.yaml")
+    assert (config.num_processes, config.mixed_precision, config.debug) == (2, "bf16", True)
+    assert (config.distributed_type, config.settings["dynamo_backend"]) == ("MULTI_CPU", "INDUCTOR")
+
+
+@pytest.mark.parametrize("key", [LEFT, ESC])
+def test_back_returns_to_the_question_before(
+    keyboard: Callable[..., Keyboard], tmp_path: Path, key: str
+) -> None:
+    terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
+    terminal.answer("Where do you train?", DOWN, ENTER)
+    terminal.answer("How many machines?", key)
+    terminal.answer("Where do you train?", ENTER)
+    terminal.answer("How many processes", "3", ENTER)
+    terminal.answer("How is the model spread?", key)
+    terminal.answer("How many processes", ENTER)  # back to the default: a question is asked afresh
+    terminal.answer("Mixed precision?", ENTER)
+    terminal.answer("torch.compile?", ENTER)
+    terminal.answer("Write it?", ENTER)
+
+    assert terminal.finish() == 0
+    assert load_config_from_file(tmp_path / "c.yaml").num_processes == 1
+
+
+def test_ctrl_c_leaves_the_terminal_and_the_folder_as_they_were(
+    keyboard: Callable[..., Keyboard], tmp_path: Path
+) -> None:
+    terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
+    terminal.answer("Where do you train?", ENTER)
+    terminal.answer("How many processes", CTRL_C)
+
+    assert terminal.finish() == 130
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def test_no_at_the_end_writes_nothing(keyboard: Callable[..., Keyboard], tmp_path: Path) -> None:
+    terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
+    for question in ("Where do you train?", "How many processes", "Mixed precision?", "torch.compile?"):
+        terminal.answer(question, ENTER)
+    terminal.answer("Write it?", DOWN, ENTER)
+    terminal.see("Nothing was written.")
+
+    assert terminal.finish() == 1
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def ask(start: Start, tmp_path: Path, lines: str) -> tuple[int, str, str]:
+    run = start(
+        "config",
+        "--config_file",
+        str(tmp_path / "c.yaml"),
+        env={"CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.PIPE,
+    )
+    out, err = run.process.communicate(lines.encode(), timeout=20)
+    return run.process.returncode, out.decode(), err.decode()
+
+
+def test_plain_prompts_without_a_terminal(start: Start, tmp_path: Path) -> None:
+    lines = ["2", "back", "this machine", "none", "2", "", "9", "bf16", "", "", "y", "yes"]
+    code, out, err = ask(start, tmp_path, "\n".join(lines) + "\n")
+
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert "'none' is not allowed; allowed: an integer, at least 1." in out
+    assert "'9' is not one of them; give a number from 1 to 4." in out
+    assert "'y' is not one of them" in out
+    config = load_config_from_file(tmp_path / "c.yaml")
+    assert (config.num_processes, config.mixed_precision) == (2, "bf16")
+
+
+def test_input_that_ends_early_is_an_error(start: Start, tmp_path: Path) -> None:
+    code, _, err = ask(start, tmp_path, "1\n2\n")
+
+    assert code == 2
+    assert "The input ended before the last question; nothing was written." in err
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def test_the_present_file_gives_the_defaults(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("num_processes: 3\nuse_cpu: true\nmixed_precision: bf16\n")
+    code, out, _ = ask(start, tmp_path, "\n" * 20)
+
+    assert code == 0
+    assert "whose values are the defaults" in out
+    config = load_config_from_file(tmp_path / "c.yaml")
+    assert (config.num_processes, config.mixed_precision) == (3, "bf16")

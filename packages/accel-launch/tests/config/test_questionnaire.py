@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from accel_launch.config import LaunchConfig
+from accel_launch.config.prompt import Back
+from accel_launch.config.questionnaire import answers_of, ask_all
+
+
+class Script:
+    """Answers by a word of the question; everything else takes the default."""
+
+    hint = ""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.seen: list[str] = []
+
+    def _answer(self, title: str) -> Any:
+        self.seen.append(title)
+        found = next((key for key in self.answers if key.replace("_", " ") in title.lower()), None)
+        answer = None if found is None else self.answers[found]
+        if isinstance(answer, list):
+            answer = answer.pop(0) if answer else None
+        if answer is Back:
+            raise Back
+        return answer
+
+    def choose(self, title: str, labels: Sequence[str], default: int) -> int:
+        answer = self._answer(title)
+        return default if answer is None else next(i for i, text in enumerate(labels) if answer in text)
+
+    def text(self, title: str, default: str, check: Callable[[str], Any]) -> str:
+        while True:
+            answer = self._answer(title)
+            try:
+                check(default if answer is None else answer)
+            except ValueError as error:
+                self.seen.append(str(error))
+                continue
+            return default if answer is None else answer
+
+
+def test_all_gpus_by_default_and_no_question_about_their_number() -> None:
+    script = Script()
+    values = ask_all(script, gpus=4)
+
+    assert values is not None
+    assert (values["num_processes"], values["distributed_type"]) == (4, "MULTI_GPU")
+    assert "gpu_ids" not in values
+    assert not any("processes" in title for title in script.seen)
+
+
+def test_one_gpu_needs_no_question_about_spreading_a_model() -> None:
+    script = Script()
+    values = ask_all(script, gpus=1)
+
+    assert values is not None
+    assert (values["num_processes"], values["distributed_type"]) == (1, "NO")
+    assert not any("spread" in title for title in script.seen)
+
+
+def test_some_gpus_count_the_processes() -> None:
+    script = Script(train_on="some", which_gpus=["0,4", "1,3"])
+    values = ask_all(script, gpus=4)
+
+    assert values is not None
+    assert (values["num_processes"], values["gpu_ids"]) == (2, "1,3")
+    assert "0,4 is not allowed; allowed: 0 to 3, each once, e.g. 0,1." in script.seen
+
+
+def test_several_machines_must_be_reachable_and_counted() -> None:
+    script = Script(
+        where="several",
+        how_many_machines=["1", "3"],
+        which_of_them=["3", "2"],
+        host_name=["", "node0"],
+        how_do="c10d",
+    )
+    values = ask_all(script, gpus=2)
+
+    assert values is not None
+    LaunchConfig.from_values(values)
+    assert (values["num_machines"], values["machine_rank"], values["num_processes"]) == (3, 2, 6)
+    assert (values["main_process_ip"], values["main_process_port"]) == ("node0", 29500)
+    assert values["rdzv_backend"] == "c10d"
+    assert "1 is not allowed; allowed: 2 or more machines." in script.seen
+    assert "3 is not allowed; allowed: 0 to 2." in script.seen
+    assert "The address of machine 0 is needed." in script.seen
+
+
+def test_cpu_processes_are_a_multiple_of_the_machines() -> None:
+    script = Script(where="several", host_name="a", how_many_processes=["3", "4"])
+    values = ask_all(script, gpus=0)
+
+    assert values is not None
+    assert (values["num_processes"], values["use_cpu"], values["distributed_type"]) == (4, True, "MULTI_CPU")
+    assert "3 is not allowed; allowed: a multiple of 2, the machines." in script.seen
+
+
+def test_fsdp_asks_for_what_its_version_has() -> None:
+    script = Script(spread="FSDP", layer_classes="Block,Head")
+    values = ask_all(script, gpus=2)
+
+    assert values is not None
+    config = LaunchConfig.from_values(values)
+    assert (config.distributed_type, config.settings["fsdp_version"]) == ("FSDP", 2)
+    assert config.settings["fsdp_transformer_layer_cls_to_wrap"] == ["Block", "Head"]
+    assert not any("What is sharded" in title for title in script.seen)
+
+    first = ask_all(Script(spread="FSDP", which_fsdp="1:", wrapped="SIZE"), gpus=2)
+    assert first is not None
+    assert first["fsdp_config"]["fsdp_sharding_strategy"] == "FULL_SHARD"
+    assert first["fsdp_config"]["fsdp_min_num_params"] == 100_000_000
+
+
+def test_a_mesh_must_hold_every_process() -> None:
+    script = Script(spread="mesh", replicas=["3", "2"], one_replica="2", tensor="2")
+    values = ask_all(script, gpus=8)
+
+    assert values is not None
+    assert {k: v for k, v in values["parallelism_config"].items() if v not in (1, "allgather")} == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 2,
+        "parallelism_config_tp_size": 2,
+    }
+    assert any("dp_replicate(3) = 3, but there are 8 processes" in line for line in script.seen)
+
+
+def test_back_forgets_the_answer_and_what_depended_on_it() -> None:
+    values = ask_all(Script(spread=["FSDP", "DDP"], which_fsdp=[Back]), gpus=2)
+
+    assert values is not None
+    assert "fsdp_config" not in values
+
+
+def test_back_at_the_first_question_stays_there() -> None:
+    script = Script(where=[Back, Back, "this"])
+
+    assert ask_all(script, gpus=0) is not None
+    assert script.seen[:3] == ["Where do you train?"] * 3
+
+
+def test_back_from_the_confirmation() -> None:
+    script = Script(write_it=[Back, "no"])
+
+    assert ask_all(script, gpus=0) is None
+    assert script.seen[-2:] == [script.seen[-4], "Write it?"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_processes": 3, "use_cpu": True},
+        {"num_processes": 2, "gpu_ids": "0,1", "mixed_precision": "fp16"},
+        {"num_processes": 4, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
+        {"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 4}},
+        {"num_processes": 8, "num_machines": 2, "machine_rank": 1, "main_process_ip": "a"},
+    ],
+)
+def test_answers_of_a_file_are_the_defaults(values: dict[str, Any]) -> None:
+    again = ask_all(Script(), gpus=4, before=answers_of(LaunchConfig.from_values(values)))
+
+    assert again is not None
+    assert {key: again[key] for key in values if "config" not in key} == {
+        key: value for key, value in values.items() if "config" not in key
+    }
+    for section in [key for key in values if "config" in key]:
+        assert values[section].items() <= again[section].items()
