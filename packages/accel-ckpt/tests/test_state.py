@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader, Sampler
 from accel_ckpt import tensors
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import MANIFEST
+from accel_ckpt.restore import load_accelerator_state, load_custom_state
 from accel_ckpt.staging import staged
 from accel_ckpt.state import (
-    load_accelerator_state,
-    load_custom_state,
     save_accelerator_state,
     save_custom_state,
 )
@@ -306,9 +305,18 @@ def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
 
 def test_options_of_load_state_dict(tmp_path: Path) -> None:
     save_accelerator_state(tmp_path / "c", [nn.Linear(3, 2).state_dict()], [], [], [], 0, 0)
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(
+        CheckpointError, match=r"model 0 has no bias; model 0 has no weight; the file has no 0\."
+    ):
         load_model(tmp_path / "c", nn.Sequential(nn.Linear(3, 2)))
-    load_model(tmp_path / "c", nn.Sequential(nn.Linear(3, 2)), strict=False)
+    with pytest.warns(UserWarning, match=r"model 0 has no bias; .* the file has no 0\.weight for model 0"):
+        load_model(tmp_path / "c", nn.Sequential(nn.Linear(3, 2)), strict=False)
+    model = nn.Linear(4, 2)
+    with pytest.raises(
+        CheckpointError, match=r"weight has the shape \[2, 3\] in the file and \[2, 4\] in model 0"
+    ):
+        load_model(tmp_path / "c", model)
+    load_model(tmp_path / "c", nn.Linear(3, 2), assign=True)
 
 
 # Bad folders
@@ -321,7 +329,7 @@ def test_flipped_bits_are_noticed_and_named_and_nothing_is_changed(tmp_path: Pat
     other = Run(seed=7)
     before = other.everything()
     generator = random.Random(0)
-    for _ in range(60):
+    for _ in range(200):
         name = generator.choice(FILES)
         file = tmp_path / "c" / name
         good = file.read_bytes()
@@ -329,8 +337,11 @@ def test_flipped_bits_are_noticed_and_named_and_nothing_is_changed(tmp_path: Pat
         bad = bytearray(good)
         bad[place // 8] ^= 1 << place % 8
         file.write_bytes(bad)
-        with pytest.raises(CorruptCheckpointError, match=name):
+        with pytest.raises(CorruptCheckpointError, match=name) as caught:
             other.load(tmp_path / "c")
+        begin = 8 + int.from_bytes(good[:8], "little")
+        if name == "model.safetensors" and place // 8 >= begin:
+            assert ", in 1.num_batches_tracked, 0.bias, 0.weight" in str(caught.value)
         file.write_bytes(good)
     assert same(other.everything(), before)
     other.load(tmp_path / "c")
@@ -355,11 +366,12 @@ def test_missing_parts_are_listed_before_anything_is_changed(tmp_path: Path) -> 
     schedulers = [lrs.StepLR(optimizers[0], 1)]
     with pytest.raises(
         CheckpointError,
-        match=r"has no optimizer\.bin, no optimizer_1\.bin, no scheduler\.bin\. It has: model",
+        match=r"there is no optimizer\.bin for optimizer 0; there is no optimizer_1\.bin for optimizer 1; "
+        r"there is no scheduler\.bin for scheduler 0\. Load",
     ):
         load_accelerator_state(tmp_path / "c", [model], optimizers, schedulers, [], 0)
     assert same(model.state_dict(), before)
-    message = r"no model_1\.safetensors or pytorch_model_1\.bin"
+    message = r"no model_1\.safetensors or pytorch_model_1\.bin for model 1"
     with pytest.raises(CheckpointError, match=message):
         load_accelerator_state(tmp_path / "c", [model, model], [], [], [], 0)
 
@@ -367,12 +379,25 @@ def test_missing_parts_are_listed_before_anything_is_changed(tmp_path: Path) -> 
 def test_what_nobody_asked_for_is_told(tmp_path: Path) -> None:
     run = Run()
     run.save(tmp_path / "c")
-    message = (
-        "not loaded, because nothing was given for it: dl_state_dict.bin, model_1.safetensors, "
-        "optimizer.bin, optimizer_1.bin, scaler.pt, scheduler.bin, scheduler_1.bin"
-    )
-    with pytest.warns(UserWarning, match=message):
+    parts = [
+        *(
+            f"{name} is not loaded: there is no {what} for it here"
+            for name, what in (
+                ("dl_state_dict.bin", "loader"),
+                ("model_1.safetensors", "model"),
+                ("optimizer.bin", "optimizer"),
+                ("optimizer_1.bin", "optimizer"),
+                ("scaler.pt", "loss scaler"),
+                ("scheduler.bin", "scheduler"),
+                ("scheduler_1.bin", "scheduler"),
+            )
+        )
+    ]
+    message = "; ".join(parts)
+    with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path / "c", run.model)
+    with pytest.warns(UserWarning, match=message):
+        load_model(tmp_path / "c", run.model, strict=False)
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -580,15 +605,17 @@ def test_on_more_processes_than_saved(world: Any, tmp_path: Path) -> None:
     Run().save(tmp_path / "c")
     first, second = world.run(_load, str(tmp_path / "c"), timeout_s=SLOW_S)
 
-    assert first == ("loaded", [])
-    assert second[0] == "loaded"
-    assert "random generators stay as they are, because there is no random_states_1.pkl" in second[1][0]
+    assert first[0] == "loaded"
+    assert "saved on 1 and loaded on 2 processes: random generators are derived" in first[1][0]
+    assert second == ("loaded", [])
 
 
 def test_on_fewer_processes_than_saved(world: Any, tmp_path: Path) -> None:
     world.run(_save, str(tmp_path / "c"), timeout_s=SLOW_S)
 
-    assert _load(str(tmp_path / "c")) == ("loaded", [])
+    end, told = _load(str(tmp_path / "c"))
+    assert end == "loaded"
+    assert "saved on 2 and loaded on 1 processes: random generators are those of the first ranks" in told[0]
 
 
 def _load_own(base: str) -> str:

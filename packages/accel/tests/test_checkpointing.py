@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,109 @@ def test_save_model_fails_on_all_or_on_none(world, tmp_path):
     assert second.startswith(
         "CheckpointError: saving the model failed on another process. process 0: FileExists"
     )
+
+
+# Damage, and what differs
+
+
+def fall_back(folder, damaged):
+    """Three checkpoints, of which the newest is damaged in one file; return what a new run says and has."""
+    config = {"project_dir": folder, "automatic_checkpoint_naming": True}
+    run = make_run(project_config=ProjectConfiguration(**config))
+    for _ in range(3):
+        train(run, 1)
+        run[0].save_state()
+    run[0].wait_for_everyone()
+    if run[0].is_main_process:
+        for number, name in damaged:
+            file = Path(folder, "checkpoints", f"checkpoint_{number}", name)
+            raw = bytearray(file.read_bytes())
+            raw[len(raw) // 2] ^= 16
+            file.write_bytes(raw)
+    run[0].wait_for_everyone()
+    again = make_run(project_config=ProjectConfiguration(**config))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            again[0].load_state()
+        except CheckpointError as error:
+            return str(error)
+    told = [str(entry.message) for entry in caught if "Going on from" in str(entry.message)]
+    return told, again[5].count, Path(again[0].save_state()).name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl", "accel_manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over_on_all_processes(world, tmp_path, size, name):
+    if size == 2 and name == "random_states_0.pkl":
+        name = "random_states_1.pkl"
+    results = world.run(fall_back, str(tmp_path), [(2, name)], size=size, timeout_s=100)
+
+    told = results[0][0]
+    assert len(told) == 1
+    assert "Going on from" in told[0]
+    assert "checkpoint_1. " in told[0]
+    assert (
+        f"checkpoint_2/{name} is damaged" in told[0] or f"checkpoint_2 is damaged: {name} differs" in told[0]
+    )
+    assert [result[1:] for result in results] == [(2, "checkpoint_3")] * size
+
+
+def test_without_a_sound_checkpoint_all_damage_is_named(tmp_path):
+    damaged = [(number, "model.safetensors") for number in range(3)]
+    told = fall_back(str(tmp_path), damaged)
+
+    for number in range(3):
+        assert f"checkpoint_{number} is damaged: model.safetensors differs" in told
+
+
+def test_differences_are_errors_unless_told_otherwise(tmp_path):
+    run = make_run()
+    folder = run[0].save_state(str(tmp_path / "state"))
+    again = make_run()
+    again[0]._schedulers.clear()
+    with pytest.raises(CheckpointError, match=r"scheduler\.bin is not loaded: there is no scheduler"):
+        again[0].load_state(folder)
+    with pytest.warns(UserWarning, match=r"scheduler\.bin is not loaded"):
+        again[0].load_state(folder, strict=False)
+
+
+def resharded(folder, save):
+    """Train on all data as one batch over the processes, so that losses do not depend on their number."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(split_batches=True)
+    model = torch.nn.Linear(3, 1).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    data = TensorDataset(
+        torch.arange(144.0).reshape(48, 3).double() / 144, torch.arange(48.0).reshape(48, 1).double()
+    )
+    loader = DataLoader(data, batch_size=12, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses: list[float] = []
+    if not save:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*saved on")
+            accelerator.load_state(folder)
+    while len(losses) < (9 if save else 6):
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if save and len(losses) == 3:
+                accelerator.save_state(folder)
+            if len(losses) == (9 if save else 6):
+                break
+    return losses[3:] if save else losses
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+def test_a_run_goes_on_on_another_number_of_processes(world, tmp_path, saved):
+    folder = str(tmp_path / "state")
+    straight = world.run(resharded, folder, True, size=saved, timeout_s=100)[0]
+    for loaded in (1, 2, 3, 4):
+        for losses in world.run(resharded, folder, False, size=loaded, timeout_s=100):
+            assert losses == pytest.approx(straight, rel=1e-9), (saved, loaded)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from accel_ckpt.offload import offload_state_dict as offload_state_dict
     from accel_ckpt.offload import offload_weight as offload_weight
     from accel_ckpt.offload import save_offload_index as save_offload_index
+    from accel_ckpt.restore import load_accelerator_state as load_accelerator_state
+    from accel_ckpt.restore import load_custom_state as load_custom_state
     from accel_ckpt.staging import Staging as Staging
     from accel_ckpt.staging import staged as staged
-    from accel_ckpt.state import load_accelerator_state as load_accelerator_state
-    from accel_ckpt.state import load_custom_state as load_custom_state
     from accel_ckpt.state import save_accelerator_state as save_accelerator_state
     from accel_ckpt.state import save_custom_state as save_custom_state
     from accel_ckpt.tensors import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
@@ -50,13 +50,9 @@ _NAMES = {
         "offload_weight",
         "save_offload_index",
     ),
+    "accel_ckpt.restore": ("load_accelerator_state", "load_custom_state"),
     "accel_ckpt.staging": ("Staging", "staged"),
-    "accel_ckpt.state": (
-        "load_accelerator_state",
-        "load_custom_state",
-        "save_accelerator_state",
-        "save_custom_state",
-    ),
+    "accel_ckpt.state": ("save_accelerator_state", "save_custom_state"),
     "accel_ckpt.tensors": ("clean_state_dict_for_safetensors", "id_tensor_storage", "load", "save"),
     "accel_ckpt.weights": ("convert_file_size_to_int", "save_weights"),
 }

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.header import tensors_between
 from accel_ckpt.layout import role_of
 
 __all__ = [
@@ -31,6 +32,7 @@ THREADS = min(4, os.cpu_count() or 1)
 """How many chunks are digested at once."""
 
 _READ_BYTES = 2**18  # stays in a core's cache
+_NAMED = 8  # weights that are named for a damaged chunk
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,27 @@ def describe_files(
     )
 
 
-def verify(folder: Path, entries: Iterable[FileEntry], chunk_bytes: int = CHUNK_BYTES) -> None:
+def verify(
+    folder: Path, entries: Iterable[FileEntry], chunk_bytes: int = CHUNK_BYTES, contents: bool = True
+) -> None:
     """Check that files are what the manifest says.
 
     Args:
         folder: The checkpoint folder.
         entries: The files to check.
         chunk_bytes: Size of a digested chunk.
+        contents: Whether to check their bytes, or only that they are plain files of the right size.
 
     Raises:
         CorruptCheckpointError: If files are missing, changed, or not plain files in the folder; it names all
             of them.
     """
     found = {entry: _unreadable(folder, entry) for entry in entries}
-    sound = [entry for entry, problem in found.items() if problem is None]
+    sound = [entry for entry, problem in found.items() if problem is None and contents]
     digested = _digests([folder / entry.path for entry in sound], chunk_bytes)
     found |= {
-        entry: _difference(entry, chunks, chunk_bytes) for entry, chunks in zip(sound, digested, strict=True)
+        entry: _difference(folder, entry, chunks, chunk_bytes)
+        for entry, chunks in zip(sound, digested, strict=True)
     }
     problems = [problem for problem in found.values() if problem is not None]
     if problems:
@@ -173,9 +179,21 @@ def _unreadable(folder: Path, entry: FileEntry) -> str | None:
     return None if size == entry.size else f"{entry.path} has {size} bytes and should have {entry.size}"
 
 
-def _difference(entry: FileEntry, chunks: tuple[str, ...], chunk_bytes: int) -> str | None:
+def _difference(folder: Path, entry: FileEntry, chunks: tuple[str, ...], chunk_bytes: int) -> str | None:
     for index, (found, expected) in enumerate(zip_longest(chunks, entry.chunks)):
         if found != expected:
             first = index * chunk_bytes
-            return f"{entry.path} differs in bytes {first} to {min(first + chunk_bytes, entry.size) - 1}"
+            last = min(first + chunk_bytes, entry.size) - 1
+            where = _contents(folder / entry.path, first, last)
+            return f"{entry.path} differs in bytes {first} to {last}{where}"
     return None
+
+
+def _contents(path: Path, first: int, last: int) -> str:
+    """Name the weights in a part of a safetensors file, as far as its header can be read."""
+    try:
+        names = tensors_between(path, first, last)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f", in {', '.join(names[:_NAMED])}{more}" if names else ""

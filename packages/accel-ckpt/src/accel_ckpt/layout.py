@@ -30,6 +30,7 @@ __all__ = [
     "iteration_of",
     "loader_file",
     "model_file",
+    "model_files",
     "optimizer_file",
     "random_states_file",
     "role_of",
@@ -71,6 +72,11 @@ def model_file(index: int = 0, safe_serialization: bool = True) -> str:
         if safe_serialization
         else _numbered("pytorch_model", index, ".bin")
     )
+
+
+def model_files(index: int = 0) -> tuple[str, str]:
+    """Return the names that a model's weights may have, the first of which is preferred."""
+    return model_file(index, True), model_file(index, False)
 
 
 def optimizer_file(index: int = 0) -> str:

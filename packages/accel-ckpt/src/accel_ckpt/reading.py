@@ -1,10 +1,9 @@
-"""A checkpoint folder that is being read: checked, asked for its files, and what was left aside told."""
+"""A checkpoint folder that is being read: found, checked, and asked for its files."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,58 +19,32 @@ __all__ = ["Reading", "open_checkpoint"]
 
 @dataclass
 class Reading:
-    """What a checkpoint folder has, and what has been asked for.
+    """What a checkpoint folder has.
 
     Args:
         folder: The folder.
         names: Its files.
+        strangers: Files that are not in its manifest.
         facts: What its manifest says about the run.
+        has_manifest: Whether it has one; otherwise another implementation wrote the folder.
         device: Where files are read to.
         options: Options of `tensors.load`.
-        used: The files that were asked for.
-        notes: What to tell the user.
     """
 
     folder: Path
     names: frozenset[str]
+    strangers: frozenset[str]
     facts: dict[str, Any]
+    has_manifest: bool
     device: Any
     options: dict[str, Any]
-    used: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-
-    def require(self, *alternatives: Sequence[str]) -> None:
-        """Check that files are there, before anything is changed.
-
-        Args:
-            *alternatives: For each file, the names that it may have.
-
-        Raises:
-            CheckpointError: If some are not; it names all of them.
-        """
-        missing = [" or ".join(names) for names in alternatives if self.names.isdisjoint(names)]
-        if missing:
-            raise CheckpointError(
-                f"{self.folder} has no {', no '.join(missing)}. It has: {', '.join(sorted(self.names))}. "
-                "Load into the objects that were saved, in the same order."
-            )
 
     def load(self, *alternatives: str) -> Any:
         """Load the first of these files that is there; None if there is none."""
         name = next((name for name in alternatives if name in self.names), None)
         if name is None:
             return None
-        self.used.add(name)
         return tensors.load(self.folder / name, map_location=self.device, **self.options)
-
-    def tell(self, process: Process) -> None:
-        """Warn of what was left aside; on other processes than the main one, of what is their own."""
-        ours = ("model", "optimizer", "scheduler", "loader", "sampler", "scaler")
-        left = sorted(name for name in self.names - self.used if layout.role_of(name) in ours)
-        if left and process.is_main:
-            self.notes.append(f"not loaded, because nothing was given for it: {', '.join(left)}")
-        if self.notes:
-            warnings.warn(f"Checkpoint {self.folder}: {'; '.join(self.notes)}.", stacklevel=5)
 
 
 def open_checkpoint(
@@ -84,7 +57,8 @@ def open_checkpoint(
         process: This process.
         map_location: "cpu", "on_device" or a device; None for "cpu".
         options: Options of `tensors.load`.
-        verify: Whether to check the digests; the processes of a machine share the files.
+        verify: Whether to check the digests; the processes of a machine share the files. Without, sizes are
+            checked, and that all are plain files.
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
@@ -103,11 +77,13 @@ def open_checkpoint(
         if described is None:
             names = frozenset(manifest.files_in(folder))
             _tell_foreign(folder, names, process)
-            return Reading(folder, names, {}, device, options)
-        if verify:
-            share = described.files[process.local_rank :: process.local_world_size]
-            digests.verify(folder, share, described.chunk_bytes)
-        return Reading(folder, described.paths(), dict(described.facts), device, options)
+            return Reading(folder, names, frozenset(), {}, False, device, options)
+        share = described.files[process.local_rank :: process.local_world_size]
+        digests.verify(folder, share, described.chunk_bytes, contents=verify)
+        paths = described.paths()
+        beside = manifest.files_in(folder) if not described.facts.get("in_place") else []
+        strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - paths
+        return Reading(folder, paths, strangers, dict(described.facts), True, device, options)
 
     reading = together(check, process, "checking the checkpoint")
     saved = from_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")

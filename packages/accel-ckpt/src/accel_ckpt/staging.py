@@ -209,6 +209,8 @@ def _finish(staging: Staging, process: Process, group: Any) -> None:
     def seal() -> None:
         if staging.owner:
             facts = {"world_size": process.world_size, **staging.facts}
+            if staging.path.parent == staging.target:
+                facts["in_place"] = True  # other files live in the folder
             commit.seal(staging.path, facts, staging.writer, known)
 
     def appear() -> None:

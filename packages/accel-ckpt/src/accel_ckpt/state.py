@@ -1,4 +1,4 @@
-"""Saving and loading the state of a training run: what goes into which file of a checkpoint folder."""
+"""Saving the state of a training run: what goes into which file of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from typing import Any
 
 import torch
 
-from accel_ckpt import background, layout, recovery, tensors
-from accel_ckpt.agree import together
-from accel_ckpt.errors import CheckpointError
-from accel_ckpt.gradients import set_gradients
-from accel_ckpt.reading import Reading, open_checkpoint
-from accel_ckpt.rng import get_rng_state, set_rng_state
+from accel_ckpt import layout, tensors
+from accel_ckpt.rng import get_rng_state
 from accel_ckpt.staging import opened_at, staged
-from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process, current_process
 
-__all__ = ["load_accelerator_state", "load_custom_state", "save_accelerator_state", "save_custom_state"]
+__all__ = ["save_accelerator_state", "save_custom_state"]
 
 Folder = str | os.PathLike[str]
 
@@ -87,79 +82,6 @@ def save_accelerator_state(
         return str(staging.target)
 
 
-def load_accelerator_state(
-    input_dir: Folder,
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
-    process_index: int,
-    scaler: torch.amp.GradScaler | None = None,
-    map_location: str | torch.device | None = None,
-    load_kwargs: dict[str, Any] | None = None,
-    *,
-    process: Process | None = None,
-    verify: bool = True,
-    **load_model_func_kwargs: Any,
-) -> dict[str, Any]:
-    """Load what `save_accelerator_state` has saved. Every process must call it.
-
-    Every file is checked against the manifest before anything is changed; the processes of a machine share
-    this work. A folder without a manifest (of another implementation) is loaded unchecked, with a warning.
-    What the folder has and nobody asked for, and the reverse where that does not stop the run, is told in a
-    warning.
-
-    Args:
-        input_dir: The checkpoint folder.
-        models: The models, prepared or not.
-        optimizers: The optimizers.
-        schedulers: The schedulers.
-        dataloaders: The loaders.
-        process_index: Rank of this process.
-        scaler: The loss scaler of fp16 training.
-        map_location: Where files are read to: "cpu" (the default), "on_device" for this process's device, or
-            a device. Models and optimizers copy from there to where they are.
-        load_kwargs: Options of `torch.load` for everything but safetensors; see `tensors.load`.
-        process: This process; by default the current one.
-        verify: Whether to check the digests of the files.
-        **load_model_func_kwargs: Options of the models' `load_state_dict`, such as `strict`.
-
-    Returns:
-        {"step": micro-batches in the open accumulation window}, if the folder says.
-
-    Raises:
-        FileNotFoundError: If there is no such checkpoint.
-        CorruptCheckpointError: If files are missing or changed.
-        CheckpointError: If a file for a given object is not there, or another process has failed.
-    """
-    process = current_process() if process is None else process
-    background.wait()
-    reading = open_checkpoint(Path(input_dir), process, map_location, dict(load_kwargs or {}), verify)
-
-    def load() -> dict[str, Any]:
-        reading.require(
-            *(_model_files(index) for index in range(len(models))),
-            *([layout.optimizer_file(index)] for index in range(len(optimizers))),
-            *([layout.scheduler_file(index)] for index in range(len(schedulers))),
-        )
-        for index, model in enumerate(models):
-            _load_model(model, reading.load(*_model_files(index)), load_model_func_kwargs)
-        for index, optimizer in enumerate(optimizers):
-            optimizer.load_state_dict(reading.load(layout.optimizer_file(index)))
-        for index, scheduler in enumerate(schedulers):
-            scheduler.load_state_dict(reading.load(layout.scheduler_file(index)))
-        for index, loader in enumerate(dataloaders):
-            _load_loader(reading, loader, index)
-        if scaler is not None:
-            _load_scaler(reading, scaler)
-        result = _load_random(reading, process_index, process)
-        _load_gradients(reading, models, process_index)
-        reading.tell(process)
-        return result
-
-    return together(load, process, "loading the checkpoint")
-
-
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
     """Save the state of a registered object.
 
@@ -175,30 +97,6 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         tensors.save(obj.state_dict(), file, save_on_each_node=save_on_each_node)
     elif staging.writes_shared:
         staging.write(obj.state_dict(), layout.custom_file(index))
-
-
-def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: bool = True) -> None:
-    """Load the state of a registered object.
-
-    Args:
-        obj: Anything with a `load_state_dict`.
-        path: The checkpoint folder.
-        index: Its number.
-        weights_only: Whether to refuse all but tensors, arrays and plain containers. False runs code that the
-            file contains.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If the file holds other objects.
-    """
-    folder = recovery.find(Path(path))
-    obj.load_state_dict(
-        tensors.load(folder / layout.custom_file(index), map_location="cpu", weights_only=weights_only)
-    )
-
-
-def _model_files(index: int) -> tuple[str, str]:
-    return layout.model_file(index, True), layout.model_file(index, False)
 
 
 def _shared_parts(
@@ -226,64 +124,3 @@ def _tensor_bytes(state: Any) -> int:
         return state.numel() * state.element_size()
     children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return sum(map(_tensor_bytes, children))
-
-
-def _load_loader(reading: Reading, loader: Any, index: int) -> None:
-    sampler = getattr(loader, "sampler", None)
-    for target, name in ((loader, layout.loader_file(index)), (sampler, layout.sampler_file(index))):
-        if target is not None and hasattr(target, "load_state_dict"):
-            if name in reading.names:
-                target.load_state_dict(reading.load(name))
-                return
-            reading.notes.append(f"loader {index} starts anew, because there is no {name}")
-
-
-def _load_model(model: torch.nn.Module, state: dict[str, Any], options: dict[str, Any]) -> None:
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    expected = inner.state_dict()
-    state = _without_wrapper_names(state, expected)
-    for names in tensors.tied_groups(expected):
-        kept = next((name for name in names if name in state), None)
-        for name in names:
-            if kept is not None and name not in state:
-                state[name] = state[kept]
-    inner.load_state_dict(state, **options)
-
-
-def _without_wrapper_names(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, in files that have it."""
-    for prefix in ("module.", "_orig_mod."):
-        if state and all(name.startswith(prefix) for name in state) and expected.keys().isdisjoint(state):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
-
-
-def _load_scaler(reading: Reading, scaler: torch.amp.GradScaler) -> None:
-    state = reading.load(layout.SCALER)
-    if state:
-        scaler.load_state_dict(state)
-    elif scaler.is_enabled():
-        reading.notes.append(f"the loss scale starts anew, because there is none in {layout.SCALER}")
-
-
-def _load_gradients(reading: Reading, models: Sequence[torch.nn.Module], process_index: int) -> None:
-    gradients = reading.load(layout.gradients_file(process_index))
-    if gradients is not None:
-        set_gradients(models, gradients)
-    elif models and reading.facts.get("open_window"):
-        raise CheckpointError(
-            f"{reading.folder} was saved in the middle of an accumulation window, by "
-            f"{reading.facts.get('world_size')} processes: no {layout.gradients_file(process_index)}. "
-            "Load it on as many processes as saved it, or a checkpoint that was saved at a window's end."
-        )
-
-
-def _load_random(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:
-    name = layout.random_states_file(process_index)
-    states = reading.load(name)
-    if states is None:
-        reading.notes.append(f"random generators stay as they are, because there is no {name}")
-    elif missing := set_rng_state(states, process):
-        reading.notes.append(f"{name} says nothing about {', '.join(missing)}")
-    step = reading.facts.get("step", (states or {}).get("step"))
-    return {} if step is None else {"step": step}

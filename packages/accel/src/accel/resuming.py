@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_ckpt import layout, rotation
-from accel_ckpt.agree import from_main
-from accel_ckpt.state import load_accelerator_state, load_custom_state
+from accel_ckpt import background, layout, rotation
+from accel_ckpt.agree import collect, from_main
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.reading import Reading, open_checkpoint
+from accel_ckpt.restore import Objects, restore
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -19,58 +22,98 @@ def load_state(
     accelerator: Accelerator,
     input_dir: str | None,
     load_kwargs: dict[str, Any] | None,
+    strict: bool | None = None,
+    verify: bool = True,
+    map_location: Any = None,
     **options: Any,
 ) -> None:
     """Restore a checkpoint; every process calls it.
+
+    Without a folder, the newest automatically named checkpoint whose files are what its manifest says is
+    restored; damaged ones are passed over on all processes alike, and told.
 
     Args:
         accelerator: Whose prepared and registered objects are restored.
         input_dir: The folder; None for the newest automatically named one.
         load_kwargs: Options of torch.load for everything but weights.
-        **options: Options of the models' load_state_dict, and `map_location`.
+        strict: True for an error on any difference between the folder and the objects, False to restore what
+            fits and tell the rest; by default strict for folders that accel wrote.
+        verify: Whether to check the files' digests.
+        map_location: Where files are read to: "cpu", "on_device" or a device.
+        **options: Options of the models' load_state_dict.
 
     Raises:
         ValueError: If there is no folder to read from.
         FileNotFoundError: If there is no checkpoint in it.
+        CheckpointError: If it is damaged, or differs from the objects.
     """
-    folder = _old_folder(accelerator, input_dir)
+    background.wait()
+    read = (accelerator.process, map_location, dict(load_kwargs or {}), verify)
+    if input_dir is not None:
+        reading, newest = open_checkpoint(Path(input_dir), *read), Path(input_dir)
+    else:
+        reading, newest = _open_newest(accelerator, read)
     models = list(accelerator._models)
     for hook in accelerator._load_state_hooks.values():
-        hook(models, str(folder))
-    result = load_accelerator_state(
-        folder,
+        hook(models, str(reading.folder))
+    objects = Objects(
         models,
         accelerator._optimizers,
         accelerator._schedulers,
         accelerator._dataloaders,
-        accelerator.process_index,
         accelerator.scaler,
-        options.pop("map_location", None),
-        load_kwargs,
-        process=accelerator.process,
+        accelerator._custom_objects,
+    )
+    result = restore(
+        reading,
+        objects,
+        accelerator.process_index,
+        accelerator.process,
+        hooked=_left_to_hooks(accelerator, len(models)),
+        strict=strict,
         **options,
     )
-    for index, item in enumerate(accelerator._custom_objects):
-        load_custom_state(item, folder, index, weights_only=(load_kwargs or {}).get("weights_only", True))
     accelerator.window.step = result.get("step", 0)
-    number = layout.iteration_of(folder.name)
+    number = layout.iteration_of(newest.name)
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and number is not None:
-        # What is saved next comes after what was loaded, instead of meeting its name.
+        # What is saved next comes after what is there, instead of meeting its name.
         config.iteration = max(config.iteration, number + 1)
 
 
-def _old_folder(accelerator: Accelerator, input_dir: str | None) -> Path:
-    if input_dir is not None:
-        return Path(input_dir)
-    config = accelerator.project_configuration
+def _left_to_hooks(accelerator: Accelerator, left: int) -> set[str]:
+    """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
+    if not accelerator._load_state_hooks:
+        return set()
+    taken = range(left, len(accelerator._models))
+    return {"other", *(name for index in taken for name in layout.model_files(index))}
+
+
+def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Reading, Path]:
+    """Open the newest sound checkpoint; also return the newest of all."""
+    config, process = accelerator.project_configuration, accelerator.process
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise ValueError(
             "load_state needs input_dir, unless checkpoints are named automatically: "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
     root = Path(config.project_dir) / layout.CHECKPOINTS_DIR
-    found = from_main(lambda: rotation.latest(root), accelerator.process, "looking for the newest checkpoint")
-    if found is None:
+    found = from_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
+    if not found:
         raise FileNotFoundError(f"there is no complete checkpoint in {root}.")
-    return found
+    damage: list[str] = []
+    for folder in reversed(found):
+        try:
+            reading = open_checkpoint(folder, *read)
+        except Exception as error:
+            # All are here, with an error each; where one has found damage, all go on to the one before.
+            corrupt = str(error) if isinstance(error, CorruptCheckpointError) else None
+            told = [text for text in collect(corrupt, process) if text is not None]
+            if not told:
+                raise
+            damage.append(told[0])
+            continue
+        if damage and process.is_main:
+            warnings.warn(f"Going on from {folder}. {' '.join(damage)}", stacklevel=4)
+        return reading, found[-1]
+    raise CheckpointError(f"no checkpoint in {root} can be read. {' '.join(damage)}")

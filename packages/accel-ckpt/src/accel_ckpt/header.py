@@ -1,0 +1,60 @@
+"""The header of a safetensors file: which tensor lies where. Nothing else of the file is read.
+
+The format: eight bytes with the length of the header (little-endian), the header as JSON, the tensors. The
+header has `dtype`, `shape` and `data_offsets` by name, counted from its end.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MAX_HEADER_BYTES", "read_header", "tensors_between"]
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that safetensors take."""
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], int]:
+    """Read the header of a file.
+
+    Args:
+        path: A file, which need not be safetensors.
+
+    Returns:
+        (tensors, metadata, begin): `dtype`, `shape` and `data_offsets` by name, the free metadata, and where
+        the tensors begin.
+
+    Raises:
+        ValueError: If it has no such header.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is not a safetensors file: its header would have {size} bytes.")
+        entries = json.loads(file.read(size))
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object.")
+    metadata = entries.pop("__metadata__", {})
+    return entries, metadata, 8 + size
+
+
+def tensors_between(path: Path, first: int, last: int) -> list[str]:
+    """Name the tensors that have bytes in a part of a file.
+
+    Args:
+        path: A file.
+        first: The first byte of the part.
+        last: Its last byte.
+
+    Returns:
+        Their names, in the order of the file; none for a file of another kind.
+    """
+    if path.suffix != ".safetensors":
+        return []
+    entries, _, begin = read_header(path)
+    spans = sorted(
+        (begin + e["data_offsets"][0], begin + e["data_offsets"][1], name) for name, e in entries.items()
+    )
+    return [name for start, end, name in spans if start <= last and end > first]

@@ -1,0 +1,89 @@
+"""Random generators for another number of processes than the one that saved.
+
+The rule, for each generator (Python's, numpy's, torch's and the device's) by itself:
+
+1. A rank that was there takes its own state.
+2. If the generator was in the same state on all ranks, a new rank takes that state too: what was in step
+   stays in step.
+3. Otherwise a new rank r gets a generator seeded with the first eight bytes of
+   sha256("accel-ckpt/<generator>/<r>/" + the saved state of rank r modulo the number that saved).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["random_states_for"]
+
+
+def random_states_for(rank: int, saved: Sequence[dict[str, Any]], process: Process) -> dict[str, Any]:
+    """Derive the random generators of a rank.
+
+    Args:
+        rank: The rank.
+        saved: What each rank has saved, in rank order.
+        process: This process, for the type of the device's generator.
+
+    Returns:
+        What `rng.set_rng_state` takes.
+    """
+    if rank < len(saved):
+        return saved[rank]
+    states = dict(saved[rank % len(saved)])
+    for name, state in states.items():
+        raw = {_to_bytes(other.get(name)) for other in saved}
+        if name in _SEEDED and len(raw) > 1:
+            states[name] = _SEEDED[name](_seed(name, rank, _to_bytes(state)))
+        elif name == _device_name(process) and len(raw) > 1:
+            states[name] = [_of_torch(_seed(name, rank, _to_bytes(state)), process.device)]
+    return states
+
+
+def _seed(name: str, rank: int, raw: bytes) -> int:
+    digest = hashlib.sha256(f"accel-ckpt/{name}/{rank}/".encode() + raw).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # fits into a signed 64-bit integer
+
+
+def _of_python(seed: int) -> Any:
+    return random.Random(seed).getstate()
+
+
+def _of_numpy(seed: int) -> Any:
+    import numpy as np
+
+    words = [seed & 0xFFFFFFFF, seed >> 32]
+    return np.random.RandomState(np.array(words, dtype=np.uint32)).get_state()
+
+
+def _of_torch(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+_SEEDED: dict[str, Callable[[int], Any]] = {
+    "random_state": _of_python,
+    "numpy_random_seed": _of_numpy,
+    "torch_manual_seed": _of_torch,
+}
+
+
+def _device_name(process: Process) -> str:
+    return f"torch_{process.device.type}_manual_seed"
+
+
+def _to_bytes(state: Any) -> bytes:
+    if isinstance(state, torch.Tensor):
+        return bytes(state.cpu().flatten().view(torch.uint8).tolist())
+    if hasattr(state, "tobytes"):
+        raw: bytes = state.tobytes()
+        return raw
+    if isinstance(state, list | tuple):
+        return b"(" + b",".join(map(_to_bytes, state)) + b")"
+    return repr(state).encode()

@@ -1,0 +1,251 @@
+"""Strict and itemised restores."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_ckpt import manifest
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.restore import load_accelerator_state
+from accel_ckpt.staging import staged
+from accel_ckpt.state import save_accelerator_state, save_custom_state
+from accel_state.process import current_process
+
+
+class Counter:
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Run:
+    """One of everything, each with a state that tells whether it was loaded."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.model = nn.Linear(2, 2)
+        nn.init.constant_(self.model.weight, value)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=value)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.loader, self.custom = Counter(int(value)), Counter(int(value))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=value + 1)
+
+    def save(self, folder: Path, hook: bool = False) -> None:
+        with staged(folder) as staging:
+            if hook and current_process().is_main:
+                (staging.path / "extra.json").write_text("{}")
+            state, rank = self.model.state_dict(), current_process().rank
+            parts = [self.optimizer], [self.scheduler], [self.loader]
+            save_accelerator_state(staging.path, [state], *parts, rank, 0, self.scaler)
+            save_custom_state(self.custom, staging.path, 0)
+
+    def load(self, folder: Path, **options: Any) -> dict[str, Any]:
+        rank = current_process().rank
+        parts = [self.model], [self.optimizer], [self.scheduler], [self.loader]
+        return load_accelerator_state(
+            folder, *parts, rank, self.scaler, custom_objects=[self.custom], **options
+        )
+
+    def values(self) -> dict[str, float]:
+        return {
+            "model.safetensors": self.model.weight[0, 0].item(),
+            "optimizer.bin": self.optimizer.param_groups[0]["lr"],
+            "dl_state_dict.bin": self.loader.count,
+            "custom_checkpoint_0.pkl": self.custom.count,
+            "scaler.pt": self.scaler.get_scale() - 1,
+        }
+
+
+def without(folder: Path, name: str, seal: bool = True) -> Path:
+    """A copy without one file, as if it had been saved like that."""
+    facts = manifest.read(folder)
+    assert facts is not None
+    copy = Path(shutil.copytree(folder, folder.parent / f"without_{name}"))
+    (copy / name).unlink()
+    if seal:
+        manifest.write(copy, manifest.describe(copy, facts.facts))
+    return copy
+
+
+PARTS = [*Run().values(), "scheduler.bin", "random_states_0.pkl"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_missing_part_is_an_error_or_told_and_the_rest_is_restored(tmp_path: Path, name: str) -> None:
+    Run(3.0).save(tmp_path / "c")
+    folder = without(tmp_path / "c", name)
+    run = Run()
+    before = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=rf"there is no {name}( or pytorch_model\.bin)?.* strict=False"):
+        run.load(folder)
+    assert set(run.values().values()) == {0}  # nothing is changed
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.warns(UserWarning, match=rf"there is no {name}"):
+        run.load(folder, strict=False)
+    assert {part: value for part, value in run.values().items() if value != 3} == (
+        {name: 0} if name in run.values() else {}
+    )
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_missing_file_that_the_manifest_names_is_damage(tmp_path: Path, name: str) -> None:
+    Run(3.0).save(tmp_path / "c")
+    with pytest.raises(CorruptCheckpointError, match=f"{name} is missing"):
+        Run().load(without(tmp_path / "c", name, seal=False), strict=False, verify=False)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_in_folders_of_others_only_the_core_is_required(tmp_path: Path, name: str) -> None:
+    Run(3.0).save(tmp_path / "c")
+    folder = without(tmp_path / "c", name, seal=False)
+    (folder / "accel_manifest.json").unlink()
+    core = name in ("model.safetensors", "optimizer.bin", "scheduler.bin")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if core:
+            with pytest.raises(CheckpointError, match=f"there is no {name}"):
+                Run().load(folder)
+        else:
+            Run().load(folder)
+    assert any(f"there is no {name}" in str(entry.message) for entry in caught) != core
+    with (
+        pytest.warns(UserWarning, match="another implementation"),
+        pytest.raises(CheckpointError, match=name),
+    ):
+        Run().load(folder, strict=True)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "scheduler_1.bin", "random_states_7.pkl"])
+def test_an_unknown_file_is_an_error_or_told(tmp_path: Path, name: str) -> None:
+    Run(3.0).save(tmp_path / "c")
+    (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "c" / name).touch()
+    with pytest.raises(CheckpointError, match=rf"{name} is not in accel_manifest\.json"):
+        Run().load(tmp_path / "c")
+    with pytest.warns(UserWarning, match=rf"{name} is not in accel_manifest\.json"):
+        Run().load(tmp_path / "c", strict=False)
+
+
+def test_files_that_were_there_before_the_checkpoint_are_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "train.log").touch()
+    Run(3.0).save(tmp_path / "c")
+    run = Run()
+    run.load(tmp_path / "c")
+
+    assert set(run.values().values()) == {3}
+
+
+def test_a_file_of_a_hook_is_told_where_no_hook_could_read_it(tmp_path: Path) -> None:
+    Run(3.0).save(tmp_path / "c", hook=True)
+    with pytest.warns(UserWarning, match=r"extra\.json was written by a hook; no hook is registered"):
+        Run().load(tmp_path / "c")
+
+
+def test_counts_that_differ(tmp_path: Path) -> None:
+    run = Run(3.0)
+    run.save(tmp_path / "c")
+    parts = [run.model], [run.optimizer], [run.loader], 0
+    model, optimizer, loader, rank = parts
+    for schedulers, message in (
+        ([], r"scheduler\.bin is not loaded: there is no scheduler for it"),
+        ([run.scheduler] * 2, r"there is no scheduler_1\.bin for scheduler 1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_accelerator_state(tmp_path / "c", model, optimizer, schedulers, loader, rank, run.scaler)
+
+
+def test_a_scaler_that_is_off_takes_no_state(tmp_path: Path) -> None:
+    run = Run(3.0)
+    run.save(tmp_path / "c")
+    run.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run.save(tmp_path / "off")
+    run.load(tmp_path / "off")
+    with pytest.raises(CheckpointError, match="the loss scaler here is off"):
+        run.load(tmp_path / "c")
+
+
+# Other world sizes
+
+
+def _roundtrip(folder: str, save: bool, sync: bool) -> Any:
+    rank = current_process().rank
+    if save:
+        torch.manual_seed(5 if sync else 5 + rank)
+        random.seed(rank)
+        Run(3.0).save(Path(folder))
+    else:
+        run = Run()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.load(Path(folder))
+        assert set(run.values().values()) == {3}
+        assert len([entry for entry in caught if "saved on" in str(entry.message)]) == (rank == 0)
+    return torch.rand(2).tolist(), random.random()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+def test_random_generators_follow_the_rule(
+    world: Any, tmp_path: Path, saved: int, loaded: int, sync: bool
+) -> None:
+    before = world.run(_roundtrip, str(tmp_path / "c"), True, sync, size=saved, timeout_s=100)
+    after = world.run(_roundtrip, str(tmp_path / "c"), False, sync, size=loaded, timeout_s=100)
+    again = world.run(_roundtrip, str(tmp_path / "c"), False, sync, size=loaded, timeout_s=100)
+    common = min(saved, loaded)
+
+    assert after[:common] == before[:common]
+    assert after == again
+    torch_draws = {tuple(draw) for draw, _ in after}
+    python_draws = {draw for _, draw in after}
+    # In step stays in step; what differs goes on differing. Of one process nothing is known to differ.
+    assert len(torch_draws) == (1 if sync or saved == 1 else loaded)
+    assert len(python_draws) == (1 if saved == 1 else loaded)
+
+
+def _load_only(folder: str, strict: bool | None) -> str:
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Run().load(Path(folder), strict=strict)
+        return "; ".join(str(entry.message) for entry in caught)
+    except CheckpointError as error:
+        return f"error: {error}"
+
+
+def test_without_all_random_states_another_world_size_is_an_error(world: Any, tmp_path: Path) -> None:
+    world.run(_roundtrip, str(tmp_path / "c"), True, True, size=2, timeout_s=100)
+    folder = without(tmp_path / "c", "random_states_1.pkl")
+
+    assert _load_only(str(folder), None).startswith("error: ")
+    assert "no random_states_1.pkl, which the generators here derive from" in _load_only(str(folder), False)
+
+
+def test_links_and_pipes_are_refused_also_without_digests(tmp_path: Path) -> None:
+    for kind in ("link", "pipe"):
+        folder = tmp_path / kind
+        Run(3.0).save(folder)
+        (folder / "optimizer.bin").rename(tmp_path / f"{kind}.bin")
+        if kind == "link":
+            (folder / "optimizer.bin").symlink_to(tmp_path / "link.bin")
+        else:
+            os.mkfifo(folder / "optimizer.bin")
+        for strict in (None, False):
+            with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin is a (symbolic link|pipe)"):
+                Run().load(folder, verify=False, strict=strict)
+        (folder / "accel_manifest.json").unlink()
+        with pytest.raises(CheckpointError, match=r"optimizer\.bin is a (symbolic link|pipe)"):
+            Run().load(folder)
