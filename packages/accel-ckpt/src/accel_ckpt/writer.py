@@ -58,12 +58,20 @@ class Writer:
 
         Yields:
             The file.
+
+        Raises:
+            OSError: If the disk does not take it.
         """
         written = _Written()
         raw = _Raw(path, lambda size: self._advance(path, written, size))
         # BufferedWriter gathers small pieces and passes large ones on as they are.
-        with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
-            yield cast("IO[bytes]", file)
+        try:
+            with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
+                yield cast("IO[bytes]", file)
+        except Exception as error:
+            if raw.error is None or raw.error is error:
+                raise
+            raise raw.error from error  # torch.save says nothing of a full disk
         self._complete(path, written)
 
     def follow(self, path: Path) -> None:
@@ -130,12 +138,17 @@ class _Raw(io.RawIOBase):
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
         )
         self._advance, self._size = advance, 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
-        count = os.write(self._handle, data)
+        try:
+            count = os.write(self._handle, data)
+        except OSError as error:
+            self.error = error
+            raise
         self._size += count
         self._advance(self._size)
         return count

@@ -1,0 +1,39 @@
+"""A save that is killed anywhere, or meets a full disk, leaves the newest complete checkpoint to load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("interrupted_run.py")
+
+# mode, processes, which of them is interrupted, how many points there are at least
+CASES = [
+    pytest.param("kill", 1, 0, 60, id="kill"),
+    pytest.param("async", 1, 0, 60, id="kill in the background"),
+    pytest.param("full", 1, 0, 40, id="full disk"),
+    pytest.param("size", 1, 0, 10, id="file size limit"),
+    pytest.param("kill", 2, 0, 25, id="kill rank 0 of 2"),
+    pytest.param("kill", 2, 1, 3, id="kill rank 1 of 2"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mode", "processes", "victim", "points"), CASES)
+def test_the_newest_complete_checkpoint_is_resumed_bit_for_bit(
+    tmp_path: Path, mode: str, processes: int, victim: int, points: int
+) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path), mode, str(processes), str(victim)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    newest = done.stdout.split()
+
+    # The old one up to a point, the new one from there on; the last save was not interrupted.
+    assert len(newest) > points
+    assert newest[-1] == "checkpoint_1"
+    assert "checkpoint_0" in newest
+    if mode == "kill":
+        assert newest == sorted(newest)
