@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,17 @@ def test_clients_get_exceptions_and_exit_codes(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SystemExit) as stop:
         launch_command(launch_command_parser().parse_args(["--num_processes", "2", str(script)]))
     assert stop.value.code == 4
+
+
+def test_a_worker_may_start_a_run_of_one_process(start: Start) -> None:
+    script = """
+        import os, subprocess, sys
+        code = "import os; print(sorted(n for n in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR') if n in os.environ))"
+        main = "import sys; from accel_launch.cli import main; sys.exit(main())"
+        open("inner.py", "w").write(code)
+        subprocess.run([sys.executable, "-c", main, "launch", *sys.argv[1:], "inner.py"], check=True)
+    """
+    inner = start("launch", "--num_processes", "2", "script.py", "--num_processes", "1")
+    (inner.folder / "script.py").write_text(textwrap.dedent(script))
+
+    assert inner.finish()[:2] == (0, "[]\n" * 2)

@@ -160,3 +160,27 @@ def test_what_does_not_fit_is_refused(
 def test_flags_without_effect_give_a_warning(plan: Any, flags: tuple[str, ...], match: str) -> None:
     with pytest.warns(UserWarning, match=match):
         plan(*flags)
+
+
+OUTER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500", "A": "b"}
+
+
+def test_one_process_asked_for_inside_a_worker_is_a_run_of_its_own(plan: Any) -> None:
+    made = plan("--num_processes", "1", environ={**OUTER, "TORCHELASTIC_RUN_ID": "x"})
+
+    assert made.how == "exec"
+    assert {"A": "b"}.items() <= made.environ.items()
+    assert (
+        not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & made.environ.keys()
+    )
+
+
+@pytest.mark.parametrize("config", [None, {"num_processes": 1}])
+def test_without_a_number_a_worker_stays_in_its_run(plan: Any, config: dict[str, Any] | None) -> None:
+    assert OUTER.items() <= plan(environ=OUTER, config=config).environ.items()
+
+
+def test_outside_a_worker_nothing_is_dropped(plan: Any) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+
+    assert environ.items() <= plan("--num_processes", "1", environ=environ).environ.items()

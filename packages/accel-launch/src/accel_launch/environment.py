@@ -8,7 +8,7 @@ from accel_launch.resolve import Settings, Source
 from accel_launch.schema import SETTINGS
 from accel_state import env
 
-__all__ = ["common_environment", "worker_environment"]
+__all__ = ["common_environment", "outside_any_run", "worker_environment"]
 
 # A worker that believes to run under torchrun would wait for torchrun's store instead of opening its own.
 _TORCHRUN = (
@@ -17,6 +17,21 @@ _TORCHRUN = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_ERROR_FILE",
+)
+# What makes a process one worker of a run.
+_RENDEZVOUS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ACCELERATE_NUM_PROCESSES",
 )
 # Written by the plan, which knows what they depend on.
 _PLANNED = frozenset(
@@ -82,3 +97,12 @@ def worker_environment(
     for name, value in values.items():
         env.put(environ, name, value)
     return environ
+
+
+def outside_any_run(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what would make its process a worker of another run.
+
+    Args:
+        environ: The environment.
+    """
+    return {name: text for name, text in environ.items() if name not in _RENDEZVOUS + _TORCHRUN}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accel_launch.environment import common_environment
+from accel_launch.environment import common_environment, outside_any_run
 from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_launch.resolve import Effective, Settings, Source
@@ -77,6 +77,8 @@ def make_plan(
     settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
     _warn_unused(settings, how)
+    if how == "exec" and _is_a_run_of_its_own(settings, environ):
+        environ = outside_any_run(environ)
     return Plan(
         settings=settings,
         how=how,
@@ -190,6 +192,15 @@ def _how(settings: Settings, processes: int, machines: tuple[int, int]) -> How:
         return "torchrun"
     logs = settings.value("tee") != "0" or settings.value("log_dir") is not None
     return "local" if processes > 1 or logs or launcher == "local" else "exec"
+
+
+def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool:
+    """Tell whether a worker of another run starts one process that is not to take part in that run.
+
+    A number on the command line says so. Without one, `torchrun ... accel launch script.py` means that the
+    script is the worker, and the config file of a user is not about that.
+    """
+    return "LOCAL_RANK" in environ and settings["num_processes"].source == Source.FLAG
 
 
 def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
