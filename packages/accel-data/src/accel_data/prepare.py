@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from accel_data.mesh import data_ranks
 from accel_data.order import sampler_generator
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.shard import DataLoaderShard, SkipDataLoader
+from accel_data.stateful import as_plain, is_stateful
 from accel_state.enums import RNGType
 from accel_state.process import current_process
 
@@ -127,7 +127,7 @@ def prepare_data_loader(
         device = current_process().device
     common = {
         "device": device if put_on_device else None,
-        "use_stateful_dataloader": use_stateful_dataloader or _is_stateful(dataloader),
+        "use_stateful_dataloader": use_stateful_dataloader or is_stateful(dataloader),
         "_drop_last": _drops_last(dataloader),
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
@@ -174,13 +174,13 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         return SkipDataLoader(
-            dataloader.dataset, num_batches, _is_stateful(dataloader), **sampling, **settings(dataloader)
+            dataloader.dataset, num_batches, is_stateful(dataloader), **sampling, **settings(dataloader)
         )
     if dataloader.batch_sampler is None:
         sampling = {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
     else:
         sampling = {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)}
-    return loader_class(_is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
+    return loader_class(is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
 
 
 def _shard(
@@ -198,7 +198,7 @@ def _shard(
         generator = getattr(stream.dataset, "generator", None)
         common["synchronized_generator"] = generator if isinstance(generator, torch.Generator) else None
         return cls(stream, batch_size=share, drop_last=dataloader.drop_last, **common)
-    iterated, single = _iterated(dataloader)
+    iterated, single = _iterated(dataloader, plan.seeding.data_seed)
     shard: BatchSamplerShard
     if isinstance(iterated, BatchSamplerShard):
         shard = iterated
@@ -247,7 +247,7 @@ def _dispatcher(
     dataset = dataloader.dataset
     if isinstance(dataset, IterableDataset):
         return cls(dataset, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **common)
-    iterated, single = _iterated(dataloader)
+    iterated, single = _iterated(dataloader, plan.seeding.data_seed)
     seeded, seed = plan.seeding.seeded(iterated)
     sampling = _sampling(dataloader, seeded.sampler if single else seeded, False)
     loader = cls(dataset, **sampling, **common)
@@ -257,13 +257,14 @@ def _dispatcher(
     return loader
 
 
-def _iterated(dataloader: DataLoader[Any]) -> tuple[Any, bool]:
+def _iterated(dataloader: DataLoader[Any], data_seed: int | None = None) -> tuple[Any, bool]:
     """Return the batch sampler of a loader, and whether it was made here as the loader does not batch."""
-    if dataloader.batch_sampler is not None:
-        return dataloader.batch_sampler, False
-    if isinstance(dataloader.sampler, BatchSampler):
-        return dataloader.sampler, False
-    return BatchSampler(dataloader.sampler, 1, False), True
+    batched = dataloader.batch_sampler is not None
+    sampler = dataloader.batch_sampler if batched else dataloader.sampler
+    sampler = as_plain(sampler, dataloader.generator, data_seed)
+    if batched or isinstance(sampler, BatchSampler):
+        return sampler, False
+    return BatchSampler(sampler, 1, False), True
 
 
 def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[str, Any]:
@@ -352,8 +353,3 @@ def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> t
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:
     return dataloader.drop_last or bool(getattr(_iterated(dataloader)[0], "drop_last", False))
-
-
-def _is_stateful(dataloader: DataLoader[Any]) -> bool:
-    module = sys.modules.get("torchdata.stateful_dataloader")
-    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
