@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .accumulate import accumulate_row
 from .collectives import gather_rows
+from .dispatch import dispatch_rows
 from .imports import help_row, import_rows
 from .launch import launch_many_row, launch_one_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
@@ -31,6 +32,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "shard": shard_rows,
     "resume": resume_row,
     "memory": memory_rows,
+    "dispatch": dispatch_rows,
     "import": import_rows,
     "help": help_row,
     "launch": launch_one_row,
