@@ -226,7 +226,7 @@ def straight(folder: Path) -> int:
 def main() -> None:
     base, mode, size, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    writer._BUFFER_BYTES = 64 * 2**10 if size > 1 else 512  # more points
+    writer._BUFFER_BYTES = 64 * 2**10 if size > 1 and victim == 0 else 512  # more points
     importlib.import_module("torch._dynamo")  # what optimizers import on first use
 
     assert {ended(pid, 60) for pid in forked(lambda _: straight(base), size, base)} == {0}
