@@ -244,21 +244,36 @@ def test_a_window_goes_on_after_a_break() -> None:
     assert_windows([[p.grad for p in model.parameters()]], [big_batch([5, 2, 7], [0, 1, 2])])
 
 
-def test_a_checkpoint_in_a_window_goes_on_with_the_micro_batches_that_follow(tmp_path: Any) -> None:
-    first = Accelerator(gradient_accumulation_steps=3)
-    model = first.prepare(make_model())
-    weighted_step(first, model, 5, 0)
-    first.save_state(str(tmp_path / "state"))
+def windows_with_a_break(folder: str | None, counts: list[list[int]]) -> list[list[list[float]]]:
+    """Windows of three micro-batches, all at once or with a new start from a checkpoint before each one."""
+    found = []
+    accelerator, model, optimizer = None, None, None
+    for number in range(len(counts[0])):
+        if accelerator is None or folder is not None:
+            accelerator = Accelerator(gradient_accumulation_steps=3)
+            model = make_model()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            if number:
+                accelerator.load_state(folder)
+        rank = accelerator.process_index
+        with accelerator.accumulate(model):
+            count = counts[rank][number]
+            accelerator.backward(loss_of(model, items(count, 1000 * number + rank)), weight=count)
+            if accelerator.sync_gradients:
+                found.append([parameter.grad.flatten().tolist() for parameter in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        if folder is not None:
+            accelerator.save_state(folder)
+    return found
 
-    second = Accelerator(gradient_accumulation_steps=3)
-    model = second.prepare(make_model())
-    second.load_state(str(tmp_path / "state"))
-    weighted_step(second, model, 2, 1)
-    assert not second.sync_gradients
-    weighted_step(second, model, 7, 2)
 
-    assert second.sync_gradients
-    assert_windows([[p.grad for p in model.parameters()]], [big_batch([2, 7], [1, 2])])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_continues_the_open_window_bit_for_bit(world: Any, size: int, tmp_path: Any) -> None:
+    counts = [[5, 0, 7, 2, 8, 1, 4, 4, 3], [1, 3, 3, 9, 0, 0, 2, 6, 5]][:size]
+    whole = world.run(windows_with_a_break, None, counts, size=size)
+
+    assert world.run(windows_with_a_break, str(tmp_path / "state"), counts, size=size) == whole
 
 
 def test_several_losses_of_a_micro_batch_share_its_weight() -> None:

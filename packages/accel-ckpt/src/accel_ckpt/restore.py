@@ -76,7 +76,8 @@ def load_accelerator_state(
         **load_model_func_kwargs: Options of the models' `load_state_dict`.
 
     Returns:
-        {"step": micro-batches in the open accumulation window}, if the folder says.
+        {"step": micro-batches in the open accumulation window}, if the folder says, and under "window" what
+        else this process knew of it, on as many processes as saved it.
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
@@ -183,7 +184,7 @@ def restore(
             _load_loader(reading, loader, index)
         result = _load_random(reading, process_index, process, findings)
         if not _load_gradients(reading, objects.models, process_index, process):
-            result["step"] = 0
+            result = {"step": 0}
         _tell(reading, findings, process)
         return result
 
@@ -301,7 +302,10 @@ def _load_random(
     if states and (missing := set_rng_state(states, process)):
         findings.notes.append(f"the random generators saved do not include {', '.join(missing)}")
     step = reading.facts.get("step", states.get("step"))
-    return {} if step is None else {"step": step}
+    result = {} if step is None else {"step": step}
+    if "window" in states and saved == process.world_size:
+        result["window"] = states["window"]
+    return result
 
 
 def _refuse(reading: Reading, findings: Findings, strict: bool | None) -> None:

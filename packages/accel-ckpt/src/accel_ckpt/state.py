@@ -32,6 +32,7 @@ def save_accelerator_state(
     safe_serialization: bool = True,
     *,
     gradients: dict[str, torch.Tensor] | None = None,
+    window: dict[str, Any] | None = None,
     process: Process | None = None,
 ) -> str:
     """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
@@ -53,6 +54,7 @@ def save_accelerator_state(
         save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
         safe_serialization: Whether weights are safetensors, or torch files.
         gradients: What `get_gradients` returned here, in the middle of an accumulation window.
+        window: What else this process knows of the accumulation window; plain values.
         process: This process; by default the current one.
 
     Returns:
@@ -71,7 +73,8 @@ def save_accelerator_state(
             names = [layout.model_file(index, safe_serialization) for index in range(len(model_states))]
             parts |= zip(names, model_states, strict=True)
             parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
-        parts[layout.random_states_file(process_index)] = {"step": step, **get_rng_state(process)}
+        own = {"step": step} if window is None else {"step": step, "window": window}
+        parts[layout.random_states_file(process_index)] = {**own, **get_rng_state(process)}
         if gradients is not None:
             staging.facts["open_window"] = True
             parts[layout.gradients_file(process_index)] = gradients

@@ -75,11 +75,6 @@ class Window:
         self.gradient_state._set_sync_gradients(self._step == 0)
 
     @property
-    def is_weighted(self) -> bool:
-        """Whether the open window has losses with a weight."""
-        return self._weight is not None and self._is_open
-
-    @property
     def reduce_gradients(self) -> bool:
         """Whether the backward pass of this micro-batch has to reduce gradients over the processes.
 

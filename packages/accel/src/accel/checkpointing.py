@@ -93,12 +93,10 @@ def save_state(
         The folder.
 
     Raises:
-        ValueError: If there is no folder to write to, its automatic name is taken, or the accumulation window
-            that is open has losses with a weight.
+        ValueError: If there is no folder to write to, or its automatic name is taken.
         Exception: What went wrong here or, for the save before, in the background.
     """
     background.wait()
-    _check_window(accelerator)
     if options:
         warnings.warn(
             f"save_state ignores {', '.join(options)}: the {accelerator.engine.name} engine saves without "
@@ -125,6 +123,7 @@ def save_state(
             each_node,
             safe_serialization,
             gradients=get_gradients(accelerator._models) if accelerator.step else None,
+            window=accelerator.window.state_dict(),
             process=process,
         )
         for index, item in enumerate(accelerator._custom_objects):
@@ -140,15 +139,6 @@ def save_state(
 def wait_for_save() -> None:
     """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
     background.wait()
-
-
-def _check_window(accelerator: Accelerator) -> None:
-    if accelerator.step and accelerator.window.is_weighted:
-        raise ValueError(
-            f"save_state in the middle of an accumulation window ({accelerator.step} of "
-            f"{accelerator.gradient_accumulation_steps} micro-batches) whose losses have a weight: it could "
-            "not be resumed exactly. Save where accelerator.sync_gradients is True."
-        )
 
 
 def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:

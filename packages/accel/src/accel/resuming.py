@@ -73,7 +73,10 @@ def load_state(
         strict=strict,
         **options,
     )
-    accelerator.window.step = result.get("step", 0)
+    if "window" in result:
+        accelerator.window.load_state_dict(result["window"])
+    else:
+        accelerator.window.step = result.get("step", 0)
     number = layout.iteration_of(newest.name)
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and number is not None:
