@@ -32,3 +32,13 @@ def test_text_and_json_show_the_config(tmp_path: Path, capsys: pytest.CaptureFix
     assert "  - num_processes: 2" in capsys.readouterr().out.splitlines()
     assert main(["--config_file", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["Config"] == {"num_processes": 2}
+
+
+def test_a_broken_config_is_part_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("num_proceses: 2\n")
+
+    assert main(["--config_file", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "unknown key 'num_proceses'. Did you mean num_processes?" in out
+    assert "- Python: " in out

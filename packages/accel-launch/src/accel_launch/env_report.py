@@ -7,9 +7,11 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from accel_launch.config import config_path, load_config_from_file
+from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_state import env
 
@@ -17,7 +19,11 @@ __all__ = ["environment_report", "main"]
 
 _PACKAGES = (
     "accel",
+    "accel-ckpt",
+    "accel-data",
     "accel-launch",
+    "accel-ops",
+    "accel-optim",
     "accel-state",
     "torch",
     "numpy",
@@ -53,8 +59,15 @@ def environment_report(config_file: str | None = None) -> dict[str, Any]:
     path = config_file or (config_path() if config_path().is_file() else None)
     report["Config file"] = str(path) if path is not None else "none"
     if path is not None:
-        report["Config"] = load_config_from_file(path).to_dict()
+        report["Config"] = _config(path)
     return report
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    try:
+        return load_config_from_file(path).to_dict()
+    except LaunchError as error:  # a bug report may be about just this
+        return {"error": str(error)}
 
 
 def _version(package: str) -> str | None:
@@ -86,6 +99,8 @@ def _torch() -> dict[str, Any]:
             if torch.distributed.is_available() and torch.distributed.is_backend_available(name)
         ],
     }
+    if "nccl" in found["Backends"]:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if torch.cuda.is_available():
         found["Devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return found
