@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_ckpt.loading import load_offloaded_weights as load_offloaded_weights
     from accel_ckpt.loading import load_state_dict as load_state_dict
+    from accel_ckpt.merge import merge_fsdp_weights as merge_fsdp_weights
     from accel_ckpt.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
     from accel_ckpt.offload import PrefixedDataset as PrefixedDataset
     from accel_ckpt.offload import extract_submodules_state_dict as extract_submodules_state_dict
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from accel_ckpt.offload import save_offload_index as save_offload_index
     from accel_ckpt.restore import load_accelerator_state as load_accelerator_state
     from accel_ckpt.restore import load_custom_state as load_custom_state
+    from accel_ckpt.sharded import load_sharded_state as load_sharded_state
+    from accel_ckpt.sharded import save_sharded_state as save_sharded_state
     from accel_ckpt.staging import Staging as Staging
     from accel_ckpt.staging import staged as staged
     from accel_ckpt.state import save_accelerator_state as save_accelerator_state
@@ -41,6 +44,7 @@ _NAMES = {
     "accel_ckpt.config": ("ProjectConfiguration",),
     "accel_ckpt.errors": ("CheckpointError", "CorruptCheckpointError"),
     "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
+    "accel_ckpt.merge": ("merge_fsdp_weights",),
     "accel_ckpt.offload": (
         "OffloadedWeightsLoader",
         "PrefixedDataset",
@@ -51,6 +55,7 @@ _NAMES = {
         "save_offload_index",
     ),
     "accel_ckpt.restore": ("load_accelerator_state", "load_custom_state"),
+    "accel_ckpt.sharded": ("load_sharded_state", "save_sharded_state"),
     "accel_ckpt.staging": ("Staging", "staged"),
     "accel_ckpt.state": ("save_accelerator_state", "save_custom_state"),
     "accel_ckpt.tensors": ("clean_state_dict_for_safetensors", "id_tensor_storage", "load", "save"),

@@ -6,6 +6,7 @@ needed.
     scheduler.bin, scheduler_1.bin ...             learning-rate schedules
     dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
     sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
+    pytorch_model_fsdp_0/, optimizer_0/ ...        the same of sharded models, in parts
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
     gradients_<rank>.safetensors                   gradients of an open accumulation window, if there is one
@@ -36,6 +37,8 @@ __all__ = [
     "role_of",
     "sampler_file",
     "scheduler_file",
+    "sharded_model_folder",
+    "sharded_optimizer_folder",
 ]
 
 MANIFEST = "accel_manifest.json"
@@ -50,6 +53,7 @@ _ROLES = {
     "loader": r"dl_state_dict(_\d+)?\.bin",
     "sampler": r"sampler(_\d+)?\.bin",
     "scaler": r"scaler\.pt",
+    "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
     "random": r"random_states_\d+\.pkl",
     "gradients": r"gradients_\d+\.safetensors",
     "custom": r"custom_checkpoint_\d+\.pkl",
@@ -99,6 +103,16 @@ def sampler_file(index: int = 0) -> str:
     return _numbered("sampler", index, ".bin")
 
 
+def sharded_model_folder(index: int = 0) -> str:
+    """Return the folder of a model's weights that each process writes its part of."""
+    return f"pytorch_model_fsdp_{index}"
+
+
+def sharded_optimizer_folder(index: int = 0) -> str:
+    """Return the folder of an optimizer's state that each process writes its part of."""
+    return f"optimizer_{index}"
+
+
 def random_states_file(rank: int) -> str:
     """Return the name of a rank's random generators."""
     return f"random_states_{rank}.pkl"
@@ -121,7 +135,8 @@ def role_of(name: str) -> str:
         name: The file's path inside the folder.
 
     Returns:
-        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients" or "custom";
+        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients", "sharded" or
+        "custom";
         "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")

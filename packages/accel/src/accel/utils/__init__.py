@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_ckpt.loading import load_offloaded_weights as load_offloaded_weights
     from accel_ckpt.loading import load_state_dict as load_state_dict
+    from accel_ckpt.merge import merge_fsdp_weights as merge_fsdp_weights
     from accel_ckpt.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
     from accel_ckpt.offload import PrefixedDataset as PrefixedDataset
     from accel_ckpt.offload import extract_submodules_state_dict as extract_submodules_state_dict
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_launch.config.write import write_basic_config as write_basic_config
     from accel_launch.notebook import PrepareForLaunch as PrepareForLaunch
+    from accel_launch.programs import is_port_in_use as is_port_in_use
+    from accel_launch.programs import prepare_multi_gpu_env as prepare_multi_gpu_env
+    from accel_launch.programs import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
     from accel_ops.collectives import broadcast as broadcast
     from accel_ops.collectives import copy_tensor_to_devices as copy_tensor_to_devices
     from accel_ops.collectives import gather as gather
@@ -173,6 +177,7 @@ _NAMES = {
     "accel.utils.tqdm": ("tqdm", "tqdm"),
     "accel_ckpt.config": ("ProjectConfiguration",),
     "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
+    "accel_ckpt.merge": ("merge_fsdp_weights",),
     "accel_ckpt.offload": (
         "OffloadedWeightsLoader",
         "PrefixedDataset",
@@ -187,6 +192,11 @@ _NAMES = {
     "accel_data.config": ("DataLoaderConfiguration",),
     "accel_launch.config.write": ("write_basic_config",),
     "accel_launch.notebook": ("PrepareForLaunch",),
+    "accel_launch.programs": (
+        "is_port_in_use",
+        "prepare_multi_gpu_env",
+        "prepare_simple_launcher_cmd_env",
+    ),
     "accel_ops.collectives": ("broadcast", "copy_tensor_to_devices", "gather", "reduce"),
     "accel_ops.convert": ("convert_outputs_to_fp32", "convert_to_fp32"),
     "accel_ops.memory": ("find_executable_batch_size", "release_memory"),

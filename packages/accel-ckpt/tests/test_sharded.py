@@ -1,0 +1,146 @@
+"""Models that are sharded with FSDP2, saved on N processes and loaded on M."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from accel_ckpt import dcp
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.sharded import load_sharded_state, save_sharded_state
+
+
+def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)).double()
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step)).double()
+        loss = model(data).square().mean()  # the same batch everywhere, so that N does not matter
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_after_three(folder: str) -> list[float]:
+    model, optimizer = make(0)
+    train(model, optimizer, range(3))
+    save_sharded_state(folder, [model], [optimizer])
+    return train(model, optimizer, range(3, 7))
+
+
+def load_and_go_on(folder: str) -> list[float]:
+    model, optimizer = make(1)
+    load_sharded_state(folder, [model], [optimizer])
+    return train(model, optimizer, range(3, 7))
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+def test_losses_go_on_on_any_number_of_processes(world: Any, tmp_path: Path, saved: int) -> None:
+    folder = tmp_path / "c"
+    straight = world.run(save_after_three, str(folder), size=saved, timeout_s=100)[0]
+    assert len(list(folder.glob("pytorch_model_fsdp_0/*.distcp"))) == saved  # nothing was gathered
+    for loaded in (1, 2, 3, 4):
+        for losses in world.run(load_and_go_on, str(folder), size=loaded, timeout_s=100):
+            assert losses == pytest.approx(straight, rel=1e-9), (saved, loaded)
+
+
+def told(folder: str) -> str:
+    try:
+        load_and_go_on(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_damage_is_named_on_all(world: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    world.run(save_after_three, str(folder), size=2, timeout_s=100)
+    shutil.rmtree(shutil.copytree(folder, tmp_path / "d") / "optimizer_0")
+    file = folder / "pytorch_model_fsdp_0" / "__1_0.distcp"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    for message in world.run(told, str(folder), size=2, timeout_s=100):
+        assert "pytorch_model_fsdp_0/__1_0.distcp differs" in message
+    assert "optimizer_0/.metadata is missing" in told(str(tmp_path / "d"))
+    (tmp_path / "d" / "accel_manifest.json").unlink()
+    with pytest.warns(UserWarning, match="another implementation"):
+        assert "has no optimizer_0" in told(str(tmp_path / "d"))
+
+
+class Payload:
+    place = ""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (Payload.place,)
+
+
+def test_no_index_runs_code_or_leads_out(tmp_path: Path) -> None:
+    save_after_three(str(tmp_path / "c"))
+    part = tmp_path / "c" / "pytorch_model_fsdp_0"
+    index = part / dcp.METADATA
+    good = index.read_bytes()
+    Payload.place = str(tmp_path / "ran")
+    index.write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(
+        CorruptCheckpointError, match=r"not the index of sharded weights: it names posix\.mkdir"
+    ):
+        dcp.read_metadata(part)
+    assert not (tmp_path / "ran").exists()
+    for place in ("../__0_0.distcp", "/__0_0.distcp"):
+        metadata = pickle.loads(good)
+        for info in metadata.storage_data.values():
+            info.relative_path = place
+        index.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CorruptCheckpointError, match="not inside its folder"):
+            dcp.read_metadata(part)
+    index.write_bytes(good)
+    (part / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    (part / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
+        dcp.read_metadata(part)
+    with pytest.raises(FileNotFoundError, match=r"has no \.metadata"):
+        dcp.read_metadata(tmp_path)
+
+
+class Odd:
+    """A type that nobody has allowed."""
+
+
+def test_values_of_other_types_are_refused(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    optimizer.param_groups[0]["odd"] = Odd()
+    save_sharded_state(tmp_path / "c", [model], [optimizer])
+    model, optimizer = make(1)
+    optimizer.param_groups[0]["odd"] = Odd()
+    with pytest.raises(CheckpointError, match="holds more than tensors"):
+        load_sharded_state(tmp_path / "c", [model], [optimizer])
+
+
+def test_optimizers_need_their_models(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    with pytest.raises(ValueError, match="2 optimizers for 1 models"):
+        save_sharded_state(tmp_path / "c", [model], [optimizer] * 2)
+    with pytest.raises(ValueError, match="1 optimizers for 0 models"):
+        load_sharded_state(tmp_path / "c", [], [optimizer])
