@@ -18,7 +18,7 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
 
-__all__ = ["launch_command", "launch_command_parser", "main"]
+__all__ = ["launch_command", "launch_command_parser", "main", "plan_of"]
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -40,15 +40,33 @@ def launch_command(args: argparse.Namespace) -> None:
     if settings.value("explain") and script is None:
         print(_explained(settings))
         return
-    if script is None:
-        raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
-    plan = make_plan(settings, script, args.training_script_args or [], environ)
+    plan = _plan(args, settings, environ)
     if settings.value("explain"):
         print(_explained(plan.settings))
     if settings.value("dry_run"):
         print(_dry_run(plan, environ))
     if not (settings.value("explain") or settings.value("dry_run")):
         _start(plan)
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """Return what parsed arguments ask for, without starting it.
+
+    Args:
+        args: What `launch_command_parser().parse_args()` returned.
+
+    Raises:
+        LaunchError: If it cannot be started.
+    """
+    environ = env.snapshot()
+    return _plan(args, resolve(args, _config(args), environ), environ)
+
+
+def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> Plan:
+    script = getattr(args, "training_script", None)
+    if script is None:
+        raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
+    return make_plan(settings, script, args.training_script_args or [], environ)
 
 
 def _config(args: argparse.Namespace) -> LaunchConfig | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from accel_launch.notebook import debug_launcher, notebook_launcher
+from accel_launch.programs import test_launch
 
 __all__ = [
     "debug_launcher",
     "notebook_launcher",
+    "test_launch",
 ]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch import programs
+from accel_launch.errors import LaunchError
+from accel_launch.parser import launch_command_parser
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    return tmp_path
+
+
+def test_a_port_is_in_use_while_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert programs.is_port_in_use(port)
+
+    assert not programs.is_port_in_use(port)
+
+
+def test_the_port_asked_about_by_default_is_torchs() -> None:
+    free = not programs.is_port_in_use()
+    if free:  # somebody else's run may have it
+        with socket.create_server(("127.0.0.1", 29500)):
+            assert programs.is_port_in_use()
+
+
+def test_the_command_and_environment_of_one_process() -> None:
+    flags = ["--cpu", "--mixed_precision", "bf16", "script.py", "--lr", "1"]
+    command, environ = programs.prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(flags))
+
+    assert command == [sys.executable, "script.py", "--lr", "1"]
+    assert (environ["ACCELERATE_MIXED_PRECISION"], environ["ACCELERATE_USE_CPU"]) == ("bf16", "true")
+    assert environ["PATH"] == os.environ["PATH"]
+
+
+def test_the_environment_of_torchrun() -> None:
+    flags = ["--cpu", "--num_processes", "2", "--mixed_precision", "fp16", "script.py"]
+    environ = programs.prepare_multi_gpu_env(launch_command_parser().parse_args(flags))
+
+    assert (environ["ACCELERATE_NUM_PROCESSES"], environ["ACCELERATE_MIXED_PRECISION"]) == ("2", "fp16")
+    assert "RANK" not in environ
+
+
+def test_a_script_is_needed() -> None:
+    with pytest.raises(LaunchError, match="No script was given"):
+        programs.prepare_simple_launcher_cmd_env(launch_command_parser().parse_args([]))
+
+
+def join() -> int:
+    from accel_state.process import PartialState
+
+    programs.test_launch()
+    return int(PartialState().num_processes)
+
+
+def test_a_launched_function_joins_its_run(world: Any) -> None:
+    assert world.run(join, size=2) == [2, 2]
