@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_ckpt.loading import load_offloaded_weights as load_offloaded_weights
     from accel_ckpt.loading import load_state_dict as load_state_dict
+    from accel_ckpt.merge import merge_fsdp_weights as merge_fsdp_weights
     from accel_ckpt.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
     from accel_ckpt.offload import PrefixedDataset as PrefixedDataset
     from accel_ckpt.offload import extract_submodules_state_dict as extract_submodules_state_dict
@@ -176,6 +177,7 @@ _NAMES = {
     "accel.utils.tqdm": ("tqdm", "tqdm"),
     "accel_ckpt.config": ("ProjectConfiguration",),
     "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
+    "accel_ckpt.merge": ("merge_fsdp_weights",),
     "accel_ckpt.offload": (
         "OffloadedWeightsLoader",
         "PrefixedDataset",
