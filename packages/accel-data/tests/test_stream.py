@@ -320,8 +320,8 @@ def test_marks_of_workers_make_a_place():
         trail.add(Mark(number % 2, 2, 3, Part(3 * (number // 2 + 1))), steps=0)
 
     assert trail.place(0) is None
-    assert trail.place(1) == Place(3, 3, 1, (Part(3), Part(0)))
-    assert trail.place(3) == Place(3, 3, 1, (Part(6), Part(3)))
+    assert trail.place(1) == Place(3, 3, 1, (Part(3), Part(0)), num_workers=2)
+    assert trail.place(3) == Place(3, 3, 1, (Part(6), Part(3)), num_workers=2)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +331,7 @@ def test_marks_of_workers_make_a_place():
         ({"turn": 1}, "`turn` below the number of parts"),
         ({"left": 9}, "`left` at most `chunk`"),
         ({"ahead": -1}, "integers from 0 on"),
+        ({"num_workers": 2}, "one part for each worker"),
         ({"parts": [{"read": 1.5, "state": None, "ended": False}]}, "integers from 0 on"),
         ({"parts": [{"read": 1}]}, "lacks 'state'"),
         ({"parts": None}, "impossible stream"),

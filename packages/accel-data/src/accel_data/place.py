@@ -41,6 +41,8 @@ class Place:
         left: How many of them the part whose turn it is has still to give.
         turn: Number of that part.
         parts: How far each part has been read; one part for a dataset that does not divide itself.
+        num_workers: Number of workers that the dataset divides itself over; 0 if it does not, or is read
+            without workers. (In a single worker a dataset may have another order than without.)
         ahead: Samples to pass over from here.
     """
 
@@ -48,6 +50,7 @@ class Place:
     left: int
     turn: int = 0
     parts: tuple[Part, ...] = (Part(),)
+    num_workers: int = 0
     ahead: int = 0
 
     def moved(self, distance: int, position: int) -> Place:
@@ -59,7 +62,7 @@ class Place:
         """
         if distance < 0:
             parts = (Part(),) * len(self.parts)
-            return Place(self.chunk, self.chunk, 0, parts, position)
+            return Place(self.chunk, self.chunk, 0, parts, self.num_workers, position)
         return replace(self, ahead=self.ahead + distance)
 
     def without_states(self) -> Place:
@@ -86,7 +89,7 @@ class Place:
             ValueError: If it is something else, or no place.
         """
         try:
-            numbers = {name: state[name] for name in ("chunk", "left", "turn", "ahead")}
+            numbers = {name: state[name] for name in ("chunk", "left", "turn", "num_workers", "ahead")}
             parts = tuple(_part(part) for part in state["parts"])
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -96,10 +99,12 @@ class Place:
         place = cls(parts=parts, **numbers)
         values = [*numbers.values(), *(part.read for part in parts)]
         is_place = all(type(value) is int and value >= 0 for value in values) and place.chunk > 0
-        if not is_place or not place.turn < len(parts) or place.left > place.chunk:
+        counted = len(parts) == max(place.num_workers, 1) > place.turn if is_place else False
+        if not counted or place.left > place.chunk:
             raise ValueError(
                 f"Loader state with an impossible stream={state!r:.200}: all numbers must be integers from 0 "
-                "on, `turn` below the number of parts, and `left` at most `chunk`, which is positive."
+                "on, `turn` below the number of parts, one part for each worker, and `left` at most `chunk`, which "
+                "is positive."
             )
         return place
 
@@ -123,7 +128,8 @@ class Mark(NamedTuple):
         """Return the place after this worker's turn, if all others are where they were."""
         parts = (Part(),) * self.num_workers if place is None else place.parts
         parts = (*parts[: self.worker], self.part, *parts[self.worker + 1 :])
-        return Place(self.chunk, self.chunk, (self.worker + 1) % self.num_workers, parts)
+        turn = (self.worker + 1) % self.num_workers
+        return Place(self.chunk, self.chunk, turn, parts, self.num_workers)
 
 
 class Trail:

@@ -89,7 +89,8 @@ class Source:
 
         Args:
             part: Where to start; None for the start of the epoch.
-            worker: (index, number) of the worker that the dataset is to think it is in, in place of this one.
+            worker: (index, number) of the worker that the dataset is to think it is in, in place of this one;
+                a number of 0 for none.
         """
         if part is not None and part.ended:
             return Stream(iter(()))
@@ -131,9 +132,8 @@ def read(source: Source, group: int, start: int, place: Place | None, needs_head
     if place is None:
         return _from_start(source, group, start)
     info = get_worker_info()
-    parts = len(place.parts)
     in_turn = place.left == place.chunk == group and not place.ahead
-    if in_turn and info is not None and parts == info.num_workers > 1:
+    if in_turn and info is not None and place.num_workers == info.num_workers:
         return _own_part(source, group, place, info.id, needs_head)
     return _all_parts(source, group, place, needs_head)
 
@@ -176,7 +176,7 @@ def _all_parts(source: Source, group: int, place: Place, needs_head: bool) -> Re
     """Go on with all parts of a stream, in the order in which the workers took turns."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-    head = _head(source, group, (0, len(place.parts))) if needs_head else []
+    head = _head(source, group, (0, place.num_workers)) if needs_head else []
     turns = _Turns(source, place)
     turns.pass_over(place.ahead)
     return Reading(Stream(turns, worker, workers), head, turns.place)
@@ -192,6 +192,7 @@ class _Turns:
     def __init__(self, source: Source, start: Place) -> None:
         self.chunk, self.left, self.turn = start.chunk, start.left, start.turn
         self.parts = list(start.parts)
+        self.num_workers = start.num_workers
         copied = source.has_state and len(self.parts) > 1  # one dataset has one state
         self.sources = [copy.deepcopy(source) if copied else source for _ in self.parts]
         # A part is opened when it is its turn: opening reads a sample ahead.
@@ -237,13 +238,13 @@ class _Turns:
         turn, left = self.turn, self.left
         if not left:
             turn, left = (turn + 1) % len(self.parts), self.chunk
-        return Place(self.chunk, left, turn, tuple(self.parts))
+        return Place(self.chunk, left, turn, tuple(self.parts), self.num_workers)
 
     def _samples(self) -> Counted:
         found = self.open[self.turn]
         if found is None:
             part = self.parts[self.turn]
-            stream = self.sources[self.turn].open(part, (self.turn, len(self.parts)))
+            stream = self.sources[self.turn].open(part, (self.turn, self.num_workers))
             found = self.open[self.turn] = Counted(stream.samples, part.read)
         return found
 
@@ -257,19 +258,22 @@ def open_stream(dataset: Iterable[Any], worker: tuple[int, int] | None = None) -
     Args:
         dataset: The dataset. If it asks for the number of workers before it gives its first sample, it
             divides itself over them.
-        worker: (index, number) of the worker that it is to think it is in; this one by default.
+        worker: (index, number) of the worker that it is to think it is in, a number of 0 for none; this one
+            by default.
 
     Returns:
         The stream.
     """
     info = get_worker_info()
-    if info is None and (worker is None or worker[1] == 1):
+    if worker is None:
+        worker = (0, 0) if info is None else (info.id, info.num_workers)
+    if info is None and not worker[1]:
         return Stream(iter(dataset))
-    index, number = (info.id, info.num_workers) if worker is None else worker  # type: ignore[union-attr]
-    with _watched(_Watch(info, index, number)) as watch:
+    watch = _Watch(info, *worker)
+    with _shown(watch if worker[1] else None):
         samples = iter(dataset)
         head = list(islice(samples, 1))
-    return Stream(chain(head, samples), index, number, watch.asked)
+    return Stream(chain(head, samples), worker[0], max(worker[1], 1), watch.asked)
 
 
 class _Watch:
@@ -291,12 +295,12 @@ class _Watch:
 
 
 @contextmanager
-def _watched(watch: _Watch) -> Iterator[_Watch]:
+def _shown(watch: _Watch | None) -> Iterator[None]:
     # torch has no public way to see this; get_worker_info returns this variable.
     before = torch_worker._worker_info
     torch_worker._worker_info = watch  # type: ignore[assignment]
     try:
-        yield watch
+        yield
     finally:
         torch_worker._worker_info = before
 

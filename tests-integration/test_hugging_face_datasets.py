@@ -1,0 +1,226 @@
+"""Datasets of Hugging Face `datasets`, map-style and streams, through prepared loaders."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.utils import DataLoaderConfiguration
+from accel_data import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
+from accel_state.process import current_process
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("fresh_state")]
+
+LENGTH = 46
+BATCH_SIZE = 3
+
+
+def table(count: int = LENGTH) -> Dataset:
+    return Dataset.from_dict({"i": list(range(count)), "text": [f"row {i}" for i in range(count)]})
+
+
+def stream(variant: str = "plain"):
+    data = table().to_iterable_dataset(num_shards=4)
+    return {
+        "plain": lambda: data,
+        "torch": lambda: data.with_format("torch"),
+        "mapped": lambda: data.map(lambda row: {"twice": 2 * row["i"]}).with_format("torch"),
+        "batched": lambda: data.map(
+            lambda rows: {"twice": [2 * i for i in rows["i"]]}, batched=True, batch_size=7
+        ),
+        "filtered": lambda: data.filter(lambda row: row["i"] % 3 < 2),
+        "shuffled": lambda: data.shuffle(seed=5, buffer_size=8),
+    }[variant]()
+
+
+VARIANTS = ["batched", "filtered", "mapped", "plain", "shuffled", "torch"]
+
+
+def prepared(data, dispatch=None, workers=0, **kwargs):
+    config = DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=2, even_batches=True)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = DataLoader(data, BATCH_SIZE, num_workers=workers, **kwargs)
+    return accelerator, accelerator.prepare(loader)
+
+
+def gathered(accelerator, loader, steps=None) -> list[int]:
+    seen = []
+    for step, batch in enumerate(loader, 1):
+        seen += accelerator.gather_for_metrics(batch["i"]).tolist()
+        names = accelerator.gather_for_metrics(list(batch["text"]))
+        assert names == [f"row {i}" for i in seen[len(seen) - len(names) :]]
+        if step == steps:
+            break
+    return seen
+
+
+def epochs_of(kind: str, variant: str, dispatch: bool | None, workers: int) -> list[list[int]]:
+    data = (
+        stream(variant) if kind == "stream" else table().with_format(None if variant == "plain" else variant)
+    )
+    shuffle = {"shuffle": True} if kind == "shuffled" else {}
+    accelerator, loader = prepared(data, dispatch, workers, **shuffle)
+    return [gathered(accelerator, loader) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+@pytest.mark.parametrize(
+    ("kind", "variant"), [("in order", "plain"), ("in order", "torch"), ("shuffled", "torch")]
+)
+def test_a_map_style_dataset_has_one_order(world, kind, variant, dispatch):
+    (alone,) = world.run(epochs_of, kind, variant, dispatch, 0, size=1)
+    for size, workers in ((2, 0), (3, 2)):
+        for result in world.run(epochs_of, kind, variant, dispatch, workers, size=size, timeout_s=60):
+            assert result == alone
+
+    assert sorted(alone[0]) == list(range(LENGTH))
+    assert (alone[0] == alone[1]) == (kind == "in order")
+
+
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stream_has_one_order_on_any_number_of_processes(world, variant, dispatch):
+    (alone,) = world.run(epochs_of, "stream", variant, dispatch, 0, size=1)
+    for result in world.run(epochs_of, "stream", variant, dispatch, 0, size=3, timeout_s=60):
+        assert result == alone
+    for result in world.run(epochs_of, "stream", variant, dispatch, 2, size=2, timeout_s=60):
+        # It divides itself over the workers: the same samples, in an order of their number.
+        assert [sorted(epoch) for epoch in result] == [sorted(epoch) for epoch in alone]
+
+
+def stopped(variant: str, dispatch: bool | None, workers: int, folder: str) -> tuple[list, list]:
+    accelerator, loader = prepared(stream(variant), dispatch, workers)
+    epochs = [gathered(accelerator, loader) for _ in range(2)]
+    loader.set_epoch(0)
+    gathered(accelerator, loader)
+    seen = gathered(accelerator, loader, 3)
+    accelerator.save_state(folder)
+    return epochs, seen
+
+
+def resumed(variant: str, dispatch: bool | None, workers: int, folder: str) -> list[int]:
+    accelerator, loader = prepared(stream(variant), dispatch, workers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*: saved on . and loaded on . processes")
+        accelerator.load_state(folder)
+    return gathered(accelerator, loader)
+
+
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stream_goes_on_where_it_was(world, tmp_path, variant, workers, dispatch):
+    folder = str(tmp_path / "state")
+    epochs, seen = world.run(stopped, variant, dispatch, workers, folder, size=2, timeout_s=60)[0]
+    assert seen == epochs[1][: len(seen)]
+
+    for size, other in ((2, workers), (1, 2), (3, 0)):
+        for rest in world.run(resumed, variant, dispatch, other, folder, size=size, timeout_s=60):
+            assert seen + rest == epochs[1], (size, other)
+
+
+def test_rows_that_were_handed_out_are_not_read_again():
+    read = []
+
+    def make():
+        def note(row):
+            read.append(row["i"])
+            return row
+
+        data = table().to_iterable_dataset(num_shards=4).map(note)
+        return prepare_data_loader(DataLoader(data, BATCH_SIZE), num_processes=1, process_index=0)
+
+    loader = make()
+    for step, _ in enumerate(loader, 1):
+        if step == 10:
+            break
+    state = loader.state_dict()
+    again = make()
+    again.load_state_dict(state)
+    read.clear()
+
+    assert [i for batch in again for i in batch["i"].tolist()] == read == list(range(30, LENGTH))
+
+
+def split(kind: str, workers: int) -> tuple[str, list[int], int]:
+    """Iterate this process's part; return the kind of loader, its rows twice, and the rows of a step."""
+    process = current_process()
+    data = table() if kind == "table" else stream("torch")
+    if kind == "examples":
+        data = table().to_iterable_dataset(num_shards=5)
+    part = split_dataset_by_node(data, process.rank, process.world_size)
+    loader = prepare_data_loader(DataLoader(part, BATCH_SIZE, num_workers=workers))
+    rows = [[int(i) for batch in loader for i in batch["i"]] for _ in range(2)]
+    assert sorted(rows[0]) == sorted(rows[1]) or kind != "table"
+    return type(loader).__name__, rows[0], loader.total_batch_size
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["table", "shards", "examples"])
+def test_a_part_for_each_process_passes_through(world, kind, workers):
+    first, second = world.run(split, kind, workers, timeout_s=60)
+
+    assert first[0] == second[0] == DataLoaderShard.__name__ != DataLoaderDispatcher.__name__
+    assert sorted(first[1] + second[1]) == list(range(LENGTH))
+    assert first[2] == second[2] == 2 * BATCH_SIZE
+
+
+def refused(kind: str) -> str:
+    rank = current_process().rank
+    data = {
+        "swapped": lambda: split_dataset_by_node(stream(), 1 - rank, 2),
+        "of four": lambda: split_dataset_by_node(stream(), rank, 4),
+        "swapped table": lambda: split_dataset_by_node(table(LENGTH + 1), 1 - rank, 2),
+        "shuffled apart": lambda: table().shuffle(seed=rank),
+        "split apart": lambda: table().train_test_split(test_size=6, seed=rank)["train"],
+    }[kind]()
+    with pytest.raises(ValueError, match=r"for process|different data") as error:
+        prepare_data_loader(DataLoader(data, BATCH_SIZE))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("swapped", "its IterableDataset is for process 1 of 2, but this is process 0 of 2"),
+        ("of four", "its IterableDataset is for process 0 of 4, but this is process 0 of 2"),
+        ("swapped table", "lengths: 23 on process 0, 24 on process 1"),
+        ("shuffled apart", "Pass a seed to what shuffles"),
+        ("split apart", "lengths: 40 on process 0, 40 on process 1"),
+    ],
+)
+def test_other_parts_are_refused_on_every_process(world, kind, message):
+    first, second = world.run(refused, kind, timeout_s=30)
+
+    assert first == second
+    assert message in first
+
+
+def test_a_part_goes_on_on_as_many_processes_only():
+    def make(rank, size):
+        part = split_dataset_by_node(stream("torch"), rank, size)
+        loader = DataLoader(part, BATCH_SIZE)
+        return prepare_data_loader(loader, num_processes=size, process_index=rank)
+
+    loader = make(0, 2)
+    order = [i for batch in loader for i in batch["i"].tolist()]
+    loader.set_epoch(0)
+    for step, _ in enumerate(loader, 1):
+        if step == 4:
+            break
+    state = loader.state_dict()
+    again, other = make(0, 2), make(1, 2)
+    again.load_state_dict(state)
+    other.load_state_dict(state)  # that of process 0 tells how much each of them has read
+    rest = [i for batch in other for i in batch["i"].tolist()]
+
+    assert [i for batch in again for i in batch["i"].tolist()] == order[12:]
+    assert sorted(order + [i for batch in make(1, 2) for i in batch["i"].tolist()]) == list(range(LENGTH))
+    assert len(rest) == LENGTH - len(order) - 12
+    with pytest.raises(ValueError, match="divided over 2 processes"):
+        make(0, 4).load_state_dict(state)
