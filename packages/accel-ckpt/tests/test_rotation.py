@@ -72,3 +72,11 @@ def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"total_limit must be at least 1.*not 0"):
         rotation.prune(tmp_path, 0)
     assert rotation.latest(tmp_path) is not None
+
+
+def test_the_newest_complete_one_never_goes(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "checkpoint_7").mkdir()
+    (tmp_path / "checkpoint_7" / "model.safetensors").write_text("the half of another implementation's")
+    rotation.prune(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_2", "checkpoint_7"]

@@ -14,6 +14,7 @@ from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.header import tensors_between
 from accel_ckpt.layout import role_of
+from accel_ckpt.progress import Progress
 
 __all__ = [
     "CHUNK_BYTES",
@@ -71,7 +72,11 @@ def describe_files(
 
 
 def verify(
-    folder: Path, entries: Iterable[FileEntry], chunk_bytes: int = CHUNK_BYTES, contents: bool = True
+    folder: Path,
+    entries: Iterable[FileEntry],
+    chunk_bytes: int = CHUNK_BYTES,
+    contents: bool = True,
+    progress: Progress | None = None,
 ) -> None:
     """Check that files are what the manifest says.
 
@@ -80,6 +85,7 @@ def verify(
         entries: The files to check.
         chunk_bytes: Size of a digested chunk.
         contents: Whether to check their bytes, or only that they are plain files of the right size.
+        progress: Where checked bytes are counted.
 
     Raises:
         CorruptCheckpointError: If files are missing, changed, or not plain files in the folder; it names all
@@ -87,7 +93,7 @@ def verify(
     """
     found = {entry: _unreadable(folder, entry) for entry in entries}
     sound = [entry for entry, problem in found.items() if problem is None and contents]
-    digested = _digests([folder / entry.path for entry in sound], chunk_bytes)
+    digested = _digests([folder / entry.path for entry in sound], chunk_bytes, progress)
     found |= {
         entry: _difference(folder, entry, chunks, chunk_bytes)
         for entry, chunks in zip(sound, digested, strict=True)
@@ -156,14 +162,20 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
-def _digests(paths: Sequence[Path], chunk_bytes: int) -> list[tuple[str, ...]]:
+def _digests(
+    paths: Sequence[Path], chunk_bytes: int, progress: Progress | None = None
+) -> list[tuple[str, ...]]:
     """Digest the chunks of all files, by several threads also within a file (hashlib frees the lock)."""
+
+    def digest(path: Path, start: int) -> str:
+        found = digest_chunk(path, start, chunk_bytes)
+        if progress is not None:
+            progress.add(chunk_bytes)
+        return found
+
     with Crew(THREADS, "accel-digest") as pool:
         pending = [
-            [
-                pool.submit(digest_chunk, path, start, chunk_bytes)
-                for start in range(0, path.stat().st_size, chunk_bytes)
-            ]
+            [pool.submit(digest, path, start) for start in range(0, path.stat().st_size, chunk_bytes)]
             for path in paths
         ]
         return [tuple(chunk.result() for chunk in chunks) for chunks in pending]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import Any
@@ -13,6 +12,8 @@ __all__ = ["Progress"]
 
 AFTER_S = 2.0
 """How long nothing is shown (seconds)."""
+
+_EVERY_S = 0.1
 
 
 class Progress:
@@ -30,6 +31,7 @@ class Progress:
         self.label, self.total, self.done = label, total, 0
         self._shown = shown
         self._start = time.monotonic()
+        self._next = self._start + AFTER_S
         self._bar: Any = None
         self._lock = threading.Lock()
 
@@ -41,25 +43,36 @@ class Progress:
         """
         with self._lock:
             self.done += count
-            if not self._shown or time.monotonic() - self._start < AFTER_S:
+            now = time.monotonic()
+            if not self._shown or now < self._next:
                 return
+            self._next = now + _EVERY_S
             if self._bar is None:
-                self._bar = self._open()
+                self._bar = self._open(now - self._start)
             if self._bar is not None:
-                self._bar.n = min(self.done, self.total or self.done)
-                self._bar.refresh()
+                self._show()
 
     def close(self) -> None:
         """Take the bar away."""
         with self._lock:
             self._shown = False
             if self._bar is not None:
+                self._show()
                 self._bar.close()
+                self._bar = None
 
-    def _open(self) -> Any:
-        with contextlib.suppress(ImportError):
-            return require("tqdm.auto", extra="progress").tqdm(
-                total=self.total or None, desc=self.label, unit="B", unit_scale=True, unit_divisor=1024
-            )
-        self._shown = False
-        return None
+    def _show(self) -> None:
+        self._bar.n = min(self.done, self.total or self.done)  # the last chunk of a file is not a whole one
+        self._bar.refresh()
+
+    def _open(self, passed_s: float) -> Any:
+        try:
+            bars = require("tqdm.auto", extra="progress")
+        except ImportError:
+            self._shown = False
+            return None
+        bar = bars.tqdm(
+            total=self.total or None, desc=self.label, unit="B", unit_scale=True, unit_divisor=1024
+        )
+        bar.start_t -= passed_s  # so that the rate counts the time before it was shown
+        return bar

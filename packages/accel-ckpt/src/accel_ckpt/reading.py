@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from accel_ckpt import digests, layout, manifest, recovery, tensors
 from accel_ckpt.agree import from_main, together
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.progress import Progress
 from accel_state.process import Process
 
 __all__ = ["Reading", "open_checkpoint"]
@@ -79,7 +81,9 @@ def open_checkpoint(
             _tell_foreign(folder, names, process)
             return Reading(folder, names, frozenset(), {}, False, device, options)
         share = described.files[process.local_rank :: process.local_world_size]
-        digests.verify(folder, share, described.chunk_bytes, contents=verify)
+        total = sum(entry.size for entry in share)
+        with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
+            digests.verify(folder, share, described.chunk_bytes, verify, progress)
         paths = described.paths()
         beside = manifest.files_in(folder) if not described.facts.get("in_place") else []
         strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - paths

@@ -56,7 +56,9 @@ def prune(folder: str | Path, total_limit: int | None) -> list[Path]:
             f"total_limit must be at least 1, or None to keep all checkpoints, not {total_limit!r}."
         )
     there = checkpoints(folder)
-    surplus = there[: max(0, len(there) - total_limit)]
+    complete = [path for path in there if manifest.is_complete(path)]
+    # What another implementation left may be incomplete: it never takes the place of the newest complete one.
+    surplus = [path for path in there[: max(0, len(there) - total_limit)] if path not in complete[-1:]]
     for path in surplus:
         aside = path.parent / f".{path.name}.replaced-{commit.new_token()}"
         os.rename(path, aside)  # so that a half-deleted folder is never found under the name
