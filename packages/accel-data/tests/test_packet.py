@@ -143,3 +143,33 @@ def test_structures_may_not_differ_within_a_step(one, other, text):
     assert "collate_fn" in str(caught.value)
     with pytest.raises(TypeError, match="for process 2"):
         check_alike([one, one, other])
+
+
+SEQUENCES = st.lists(
+    st.sampled_from(
+        [
+            lambda: {"x": torch.ones(2), "y": torch.zeros(2)},
+            lambda: {"y": torch.zeros(2), "x": torch.ones(2)},
+            lambda: {"x": torch.ones(2), "y": "text"},
+            lambda: {"x": torch.ones(2), "y": [torch.ones(1)]},
+            lambda: {"x": torch.ones(2), "y": (torch.ones(1),)},
+            lambda: {"x": torch.ones(2), "y": []},
+            lambda: {"x": torch.ones(2), "y": ()},
+            lambda: {1: torch.ones(2)},
+            lambda: {True: torch.ones(2)},
+            lambda: torch.ones(2),
+            lambda: torch.ones(2, dtype=torch.int32),
+            lambda: torch.ones(2, 1),
+        ]
+    ),
+    max_size=12,
+)
+
+
+@given(SEQUENCES)
+def test_any_sequence_of_structures_arrives(makes):
+    packer, unpacker = Packer(), Unpacker()
+    for make in makes:
+        arrived, _ = over(packer, unpacker, make())
+
+        assert repr(arrived) == repr(make())

@@ -43,6 +43,7 @@ class Packer:
 
     def __init__(self) -> None:
         self._sent: bytes | None = None
+        self._outline: Any = None  # of what was sent; None if it has none
 
     def pack(self, batch: Any) -> Packet:
         """Make a packet.
@@ -54,6 +55,11 @@ class Packer:
             TypeError: If something in it cannot be pickled.
         """
         tensors: list[torch.Tensor] = []
+        outline = outline_of(batch, tensors)
+        if outline is not None and outline == self._outline:
+            return Packet(b"", tensors)
+        self._outline = outline
+        tensors.clear()
 
         def note(tensor: torch.Tensor) -> TensorInformation:
             tensors.append(_as_bytes(tensor))
@@ -71,7 +77,7 @@ class Packer:
 
     def forget(self) -> None:
         """Send the structure with the next packet: the last one may not have arrived."""
-        self._sent = None
+        self._sent = self._outline = None
 
 
 class Unpacker:
@@ -131,6 +137,39 @@ def check_alike(batches: Sequence[Any]) -> None:
             )
 
 
+def outline_of(batch: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return what equals that of another batch only if both have one structure; quick, for the usual batch.
+
+    Args:
+        batch: The batch.
+        tensors: Gets the bytes of its tensors, as they go into a packet.
+
+    Returns:
+        None if there is more in it than plain tensors in dicts with strings as keys, lists and tuples.
+    """
+    kind = type(batch)
+    if kind is torch.Tensor:
+        if not _is_plain(batch):
+            return None
+        tensors.append(_as_bytes(batch))
+        return batch.dtype, batch.shape
+    if kind is dict:
+        if not all(type(key) is str for key in batch):
+            return None
+        inside: Any = batch.values()
+    elif kind is list or kind is tuple:
+        inside = batch
+    else:
+        return None
+    outlines = []
+    for child in inside:
+        outline = outline_of(child, tensors)
+        if outline is None:
+            return None
+        outlines.append(outline)
+    return kind, tuple(batch) if kind is dict else None, outlines
+
+
 def _difference(one: Any, other: Any, place: str) -> tuple[str, str, str] | None:
     if one is None or other is None:
         return None
@@ -187,6 +226,9 @@ def _fails_alone(node: Any) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    usual = tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.requires_grad
+    if usual and not tensor.is_conj() and not tensor.is_neg():  # the same as below, in a third of the time
+        return tensor.view(-1).view(torch.uint8)
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
     if flat.stride(0) != 1:  # a single element has any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
