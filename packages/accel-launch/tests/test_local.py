@@ -448,3 +448,13 @@ dist.all_reduce(torch.ones(1))
     assert "rank 1 of 2" in error
     assert error.rstrip().endswith("ValueError: bad sample")
     run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3])
+def test_ctrl_c_at_any_moment_leaves_nothing(start: Start, delay_s: float) -> None:
+    run = start("launch", "--num_processes", "2", script="import time\ntime.sleep(60)\n")
+    time.sleep(delay_s)
+    run.process.send_signal(signal.SIGINT)
+
+    assert run.finish()[0] in (130, -signal.SIGINT)  # the latter before Python can handle it
+    run.assert_nothing_left()

@@ -184,3 +184,20 @@ def test_outside_a_worker_nothing_is_dropped(plan: Any) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
 
     assert environ.items() <= plan("--num_processes", "1", environ=environ).environ.items()
+
+
+@pytest.mark.parametrize("processes", ["1", "4"])
+def test_a_mesh_for_another_number_of_processes_is_refused(plan: Any, processes: str) -> None:
+    config = {"parallelism_config": {"tp_size": 4, "dp_shard_size": 2}}
+    with pytest.raises(LaunchError) as error:
+        plan("--num_processes", processes, config=config)
+
+    text = str(error.value)
+    assert f"dp_shard(2) * tp(4) = 8 (from c.yaml), but num_processes={processes} (from --num_proc" in text
+    assert "Give --num_processes 8" in text
+    assert plan("--num_processes", "8", config=config).processes == 8
+
+
+def test_a_config_for_a_machine_with_more_gpus_is_refused(plan: Any) -> None:
+    with pytest.raises(LaunchError, match=r"num_processes=8 \(from c.yaml\) .* only 4 GPUs are visible"):
+        plan(config={"num_processes": 8, "distributed_type": "MULTI_GPU"}, machine=FOUR_GPUS)

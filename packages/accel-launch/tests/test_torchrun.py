@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,12 @@ from accel_launch.machine import Machine
 from accel_launch.parser import launch_command_parser
 from accel_launch.plan import Plan, make_plan
 from accel_launch.resolve import resolve
-from accel_launch.torchrun import torchrun_command, torchrun_environment, torchrun_port
+from accel_launch.torchrun import (
+    reach_machine_0,
+    torchrun_command,
+    torchrun_environment,
+    torchrun_port,
+)
 
 Start = Callable[..., Any]
 SCRIPT = """
@@ -122,7 +129,21 @@ def test_what_the_script_is_passes_through(tmp_path: Path, flag: str) -> None:
 
 def test_ports(plan: Any) -> None:
     several = plan("--num_machines", "2", "--main_process_ip", "host", "--num_processes", "2")
-    assert torchrun_port(several) == (29500, None)
+    port, held = torchrun_port(several)  # machine 0 listens
+    assert held is not None
+    held.close()
+    assert port == 29500
+    other = (
+        "--num_machines",
+        "2",
+        "--machine_rank",
+        "1",
+        "--main_process_ip",
+        "host",
+        "--num_processes",
+        "2",
+    )
+    assert torchrun_port(plan(*other)) == (29500, None)
 
     port, held = torchrun_port(plan("--launcher", "torchrun"))
     assert held is not None
@@ -175,3 +196,62 @@ def test_a_restart_for_real(start: Start) -> None:
 
     assert code == 0, error
     assert (run.folder / "run1").exists()
+
+
+def other_machine(plan: Any, *flags: str, host: str = "127.0.0.1") -> Any:
+    machines = ("--num_machines", "2", "--machine_rank", "1", "--num_processes", "2")
+    return plan(*machines, "--main_process_ip", host, *flags)
+
+
+def test_a_host_that_nobody_knows_is_refused_at_once(plan: Any) -> None:
+    with pytest.raises(LaunchError, match=r"main_process_ip=no-such-host\.invalid .* is not known here"):
+        reach_machine_0(other_machine(plan, host="no-such-host.invalid"), 29500)
+
+
+def test_an_unreachable_machine_0_is_named_after_the_timeout(plan: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(LaunchError) as error:
+            reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=0.5"), port)
+
+    assert f"could not be reached at 127.0.0.1:{port} within 0.5 s (Connection refused)" in str(error.value)
+    assert "--machine_rank 0" in str(error.value)
+
+
+def test_a_machine_0_that_comes_late_is_waited_for(plan: Any) -> None:
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        timer = threading.Timer(0.5, late.listen)
+        timer.start()
+        began = time.monotonic()
+        reach_machine_0(other_machine(plan), late.getsockname()[1])
+        assert time.monotonic() - began >= 0.5
+        timer.join()
+
+
+def test_a_bad_timeout_is_refused(plan: Any) -> None:
+    with pytest.raises(LaunchError, match="timeout=soon is not allowed"):
+        reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=soon"), 29500)
+
+
+def test_an_unreachable_machine_0_ends_the_command(start: Start) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        flags = (
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            "1",
+            "--num_processes",
+            "2",
+            "--rdzv_conf",
+            "timeout=1",
+        )
+        where = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1]))
+        run = start("launch", *flags, *where, script="pass\n")
+        code, _, error = run.finish(30)
+
+    assert code == 2
+    assert error.startswith("accel launch: error: Machine 0 could not be reached")
+    run.assert_nothing_left()

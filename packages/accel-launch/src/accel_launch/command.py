@@ -118,9 +118,15 @@ def _start(plan: Plan) -> None:
         if code:
             sys.exit(code)
     elif plan.how == "torchrun":
-        from accel_launch.torchrun import torchrun_command, torchrun_environment, torchrun_port
+        from accel_launch.torchrun import (
+            reach_machine_0,
+            torchrun_command,
+            torchrun_environment,
+            torchrun_port,
+        )
 
         port, held = torchrun_port(plan)
+        reach_machine_0(plan, port)
         if held is not None:
             held.set_inheritable(True)  # stays reserved until torchrun ends
         _replace(torchrun_command(plan, port), torchrun_environment(plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def make_plan(
     gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
     settings = _count_processes(settings, len(gpus), machines[1])
     processes = _per_machine(settings, machines[1], len(gpus))
+    _check_mesh(settings)
     how = _how(settings, processes, machines)
     settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
@@ -168,6 +170,29 @@ def _per_machine(settings: Settings, machines: int, gpus: int) -> int:
             "(--gpu_ids, CUDA_VISIBLE_DEVICES), or use --cpu."
         )
     return here
+
+
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+
+
+def _check_mesh(settings: Settings) -> None:
+    """Refuse a mesh for another number of processes, as a config for another machine may have."""
+    if not settings.value("use_parallelism_config"):
+        return
+    sizes = {axis: settings.value(f"parallelism_config_{axis}_size") for axis in _AXES}
+    product, total = math.prod(sizes.values()), settings.value("num_processes")
+    if product not in (1, total):
+        shown = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1)
+        raise LaunchError(
+            f"The device mesh {shown} = {product} (from {_mesh_sources(settings)}), but "
+            f"num_processes={total} (from {settings['num_processes'].detail}). Give --num_processes "
+            f"{product}, or other sizes."
+        )
+
+
+def _mesh_sources(settings: Settings) -> str:
+    found = [settings[f"parallelism_config_{axis}_size"] for axis in _AXES]
+    return ", ".join(dict.fromkeys(each.detail for each in found if each.given))
 
 
 def _how(settings: Settings, processes: int, machines: tuple[int, int]) -> How:
