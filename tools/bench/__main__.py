@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from .accumulate import accumulate_row
+from .checkpoints import load_rows, save_async_row, save_row
 from .collectives import gather_rows
 from .dispatch import dispatch_rows
 from .imports import help_row, import_rows
 from .launch import launch_many_row, launch_one_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
+from .merging import merge_row
 from .row import Row
 from .step import step_row
 from .table import render, setting, write
@@ -33,6 +35,10 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "resume": resume_row,
     "memory": memory_rows,
     "dispatch": dispatch_rows,
+    "save": save_row,
+    "async": save_async_row,
+    "load": load_rows,
+    "merge": merge_row,
     "import": import_rows,
     "help": help_row,
     "launch": launch_one_row,

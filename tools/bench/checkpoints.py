@@ -1,0 +1,282 @@
+"""Checkpoints: what saving costs beside raw files, how long training is held, and what loading costs.
+
+All on the same disk and in the same run; every save ends on the disk (fsync), but for accelerate's, which
+leaves that to the system.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from .row import Row
+from .timing import BASELINE, CONTROL, Samples, interleave, ratios
+from .workers import run_workers
+
+__all__ = [
+    "load_rows",
+    "measure_async",
+    "measure_load",
+    "measure_load_peak",
+    "measure_save",
+    "save_async_row",
+    "save_row",
+]
+
+SAVE_LIMIT = 1.05
+ASYNC_LIMIT = 0.15
+LOAD_LIMIT = 1.2
+LOAD_FASTER_LIMIT = 2.0
+LOAD_PEAK_LIMIT = 1.05  # of the largest file
+
+WIDTH, LAYERS = 1024, 100  # 4 MiB of weights per layer
+QUICK_LAYERS = 8
+ROUNDS, QUICK_ROUNDS = 9, 2
+
+
+def save_row(*, quick: bool = False) -> Row:
+    """Measure save_state, digests on, as a multiple of raw safetensors and torch.save, each with an fsync."""
+    samples: Samples = run_workers("checkpoints:measure_save", 1, **_size(quick))
+    compared = ratios(samples)
+    return Row(
+        what=f"save_state of {_megabytes(quick)} MB of weights with AdamW: time / raw files with fsync",
+        value=compared["accel"].median,
+        limit=SAVE_LIMIT,
+        peers={"accelerate": compared["accelerate"].median} if "accelerate" in compared else {},
+        noise=compared[CONTROL],
+        base=f"{median(samples[BASELINE]):.2f} s",
+    )
+
+
+def save_async_row(*, quick: bool = False) -> Row:
+    """Measure how long save_state(blocking=False) holds the loop, as a share of a blocking save."""
+    samples: Samples = run_workers("checkpoints:measure_async", 1, **_size(quick))
+    compared = ratios(samples)
+    return Row(
+        what=f"save_state(blocking=False), {_megabytes(quick)} MB with AdamW: time it holds / blocking save",
+        value=compared["accel"].median,
+        limit=ASYNC_LIMIT,
+        noise=compared[CONTROL],
+        base=f"{median(samples[BASELINE]):.2f} s",
+    )
+
+
+def load_rows(*, quick: bool = False) -> list[Row]:
+    """Measure load_state, digests on, beside raw files and accelerate, and its memory."""
+    what = f"load_state of {_megabytes(quick)} MB of weights with AdamW"
+    rows = []
+    for cold in (False, True):
+        samples: Samples = run_workers("checkpoints:measure_load", 1, cold=cold, **_size(quick))
+        compared = ratios(samples)
+        shared: dict[str, Any] = {"noise": compared[CONTROL], "base": f"{median(samples[BASELINE]):.2f} s"}
+        where = "from the disk" if cold else "from the system's cache"
+        faster = f"{what}, {where}: time / safetensors and torch.load(mmap)"
+        rows.append(Row(faster, compared["accel"].median, LOAD_LIMIT, **shared))
+        if "accelerate" in samples:
+            theirs = ratios(samples, over="accel")["accelerate"].median
+            faster = f"{what}, {where}: time of accelerate / accel"
+            rows.append(Row(faster, theirs, LOAD_FASTER_LIMIT, at_least=True, **shared))
+    peak: dict[str, float] = run_workers("checkpoints:measure_load_peak", 1, layers=_size(quick)["layers"])
+    rows.append(
+        Row(
+            f"{what}: peak memory over that before / the largest file",
+            peak["peak"] / peak["largest"],
+            LOAD_PEAK_LIMIT,
+            base=f"{peak['largest'] / 2**20:.0f} MiB",
+        )
+    )
+    return rows
+
+
+def measure_save(rank: int, size: int, layers: int, rounds: int) -> Samples:
+    """Time a save of each contestant; runs in a worker."""
+    model, optimizer, _ = _objects(layers)
+    ours = _accelerator("accel", layers)
+    contestants: dict[str, Callable[[Path], object]] = {
+        BASELINE: partial(_save_raw, model, optimizer),
+        CONTROL: partial(_save_raw, model, optimizer),
+        "accel": lambda folder: ours.save_state(str(folder)),
+    }
+    if importlib.util.find_spec("accelerate"):
+        theirs = _accelerator("accelerate", layers)
+        contestants["accelerate"] = lambda folder: theirs.save_state(str(folder))
+    with tempfile.TemporaryDirectory() as base:
+        measures = {name: partial(_timed_save, save, Path(base)) for name, save in contestants.items()}
+        return interleave(measures, rounds=rounds)
+
+
+def measure_async(rank: int, size: int, layers: int, rounds: int) -> Samples:
+    """Time a blocking save, and the call of one in the background; runs in a worker."""
+    accelerator = _accelerator("accel", layers)
+
+    def blocking(folder: Path) -> None:
+        accelerator.save_state(str(folder))
+
+    def started(folder: Path) -> None:
+        accelerator.save_state(str(folder), blocking=False)
+
+    with tempfile.TemporaryDirectory() as base:
+        measure = partial(_timed_save, base=Path(base), after=accelerator.wait_for_save)
+        measures = {
+            BASELINE: partial(measure, blocking),
+            CONTROL: partial(measure, blocking),
+            "accel": partial(measure, started),
+        }
+        return interleave(measures, rounds=rounds)
+
+
+def measure_load(rank: int, size: int, layers: int, rounds: int, cold: bool) -> Samples:
+    """Time a load of each contestant into objects that are there; runs in a worker."""
+    model, optimizer, _ = _objects(layers)
+    with tempfile.TemporaryDirectory() as base:
+        ours = _accelerator("accel", layers)
+        ours.save_state(f"{base}/accel")
+        contestants: dict[str, Callable[[], object]] = {
+            name: partial(_load_raw, Path(base, "accel"), model, optimizer) for name in (BASELINE, CONTROL)
+        }
+        contestants["accel"] = partial(_load, ours, f"{base}/accel")
+        if importlib.util.find_spec("accelerate"):
+            theirs = _accelerator("accelerate", layers)
+            theirs.save_state(f"{base}/accelerate")
+            contestants["accelerate"] = partial(_load, theirs, f"{base}/accelerate")
+        folders = {
+            name: Path(base, "accelerate" if name == "accelerate" else "accel") for name in contestants
+        }
+
+        def measure(name: str) -> float:
+            if cold:
+                _evict(saved[name])
+            return _timed(contestants[name])
+
+        measures = {name: partial(measure, name) for name in contestants}
+        return interleave(measures, rounds=rounds)
+
+
+def measure_load_peak(rank: int, size: int, layers: int) -> dict[str, float]:
+    """Return how far load_state goes above the memory before it, and the largest file, in bytes."""
+    accelerator = _accelerator("accel", layers)
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(accelerator.save_state(f"{base}/accel"))
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        accelerator.load_state(str(folder))
+        largest = max(path.stat().st_size for path in folder.iterdir())
+        return {"peak": _resident("VmHWM") - before, "largest": float(largest)}
+
+
+def _size(quick: bool) -> dict[str, int]:
+    return {
+        "layers": QUICK_LAYERS if quick else LAYERS,
+        "rounds": QUICK_ROUNDS if quick else ROUNDS,
+    }
+
+
+def _megabytes(quick: bool) -> int:
+    return _size(quick)["layers"] * WIDTH * WIDTH * 4 // 2**20
+
+
+def _objects(layers: int) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, list(model.parameters())
+
+
+def _accelerator(library: str, layers: int) -> Any:
+    """Make an Accelerator of either library, with the objects prepared."""
+    model, optimizer, _ = _objects(layers)
+    accelerator = importlib.import_module(library).Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    return accelerator
+
+
+def _save_raw(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    _flush(folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    _flush(folder / "optimizer.bin")
+
+
+def _load_raw(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    optimizer.load_state_dict(torch.load(folder / "optimizer.bin", mmap=True))
+    _read(optimizer)
+
+
+def _load(accelerator: Any, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator.load_state(folder)
+    _read(accelerator._optimizers[0])
+
+
+def _read(optimizer: torch.optim.Optimizer) -> None:
+    """Read the whole state once: what is mapped and not read has not been loaded yet."""
+    state = optimizer.state_dict()["state"]
+    for moments in state.values():
+        for value in moments.values():
+            value.sum()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _evict(folder: Path) -> None:
+    """Have the system forget what it holds of the files, as after a restart of the machine."""
+    for path in folder.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _timed_save(
+    save: Callable[[Path], object], base: Path, after: Callable[[], object] = lambda: None
+) -> float:
+    folder = base / "saved"
+    seconds = _timed(partial(save, folder))
+    after()
+    shutil.rmtree(folder)
+    os.sync()  # the next contestant's flush waits for nothing of this one
+    return seconds
+
+
+def _resident(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
