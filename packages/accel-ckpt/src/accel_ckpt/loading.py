@@ -20,7 +20,7 @@ from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import model_has_dtensor
 from accel_state.process import current_process
 
-__all__ = ["load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
+__all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
 
 DeviceMap = Mapping[str, int | str | torch.device]
 Folder = str | os.PathLike[str]
