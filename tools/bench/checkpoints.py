@@ -152,9 +152,7 @@ def measure_load(rank: int, size: int, layers: int, rounds: int, cold: bool) -> 
             theirs = _accelerator("accelerate", layers)
             theirs.save_state(f"{base}/accelerate")
             contestants["accelerate"] = partial(_load, theirs, f"{base}/accelerate")
-        folders = {
-            name: Path(base, "accelerate" if name == "accelerate" else "accel") for name in contestants
-        }
+        saved = {name: Path(base, "accelerate" if name == "accelerate" else "accel") for name in contestants}
 
         def measure(name: str) -> float:
             if cold:
