@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel_ckpt import manifest
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.loading import load_checkpoint_in_model
@@ -380,3 +381,42 @@ def test_a_run_goes_on_on_another_number_of_processes(world, tmp_path, saved):
     for loaded in (1, 2, 3, 4):
         for losses in world.run(resharded, folder, False, size=loaded, timeout_s=100):
             assert losses == pytest.approx(straight, rel=1e-9), (saved, loaded)
+
+
+def test_the_manifest_says_what_the_run_was(tmp_path):
+    run = make_run()
+    train(run, 13)
+    folder = Path(run[0].save_state(str(tmp_path / "state")))
+    facts = manifest.read(folder).facts
+
+    assert facts["world_size"] == 1
+    topology = {"machines": 1, "processes_per_machine": 1, "distributed_type": "NO", "device": "cpu"}
+    assert facts["topology"] == topology
+    assert facts["step"] == 0
+    assert facts["loaders"] == [{"seed": run[3].state_dict()["seed"], "epoch": 1}]
+
+
+def test_a_save_in_the_background_counts_names_and_prunes_after_its_commit(tmp_path):
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 1}
+    run = make_run(project_config=ProjectConfiguration(**config))
+    folders = [Path(run[0].save_state(blocking=False)) for _ in range(3)]
+    run[0].wait_for_save()
+
+    assert [folder.name for folder in folders] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_2"]
+    assert run[0].save_iteration == 3
+
+
+def test_end_training_waits_for_the_save_and_raises_its_error(tmp_path):
+    run = make_run()
+    run[0].save_state(str(tmp_path / "a"), blocking=False)
+    run[0].end_training()
+    assert (tmp_path / "a").is_dir()
+
+    handle = run[0].register_save_state_pre_hook(lambda models, weights, folder: Path(folder).rmdir())
+    run[0].save_state(str(tmp_path / "b"), blocking=False)
+    handle.remove()
+    with pytest.raises(FileNotFoundError):
+        run[0].end_training()
+    run[0].end_training()
+    assert not (tmp_path / "b").exists()

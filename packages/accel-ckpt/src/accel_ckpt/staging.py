@@ -208,7 +208,7 @@ def _finish(staging: Staging, process: Process, group: Any) -> None:
 
     def seal() -> None:
         if staging.owner:
-            facts = {"world_size": process.world_size, **staging.facts}
+            facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
             if staging.path.parent == staging.target:
                 facts["in_place"] = True  # other files live in the folder
             commit.seal(staging.path, facts, staging.writer, known)
@@ -227,6 +227,15 @@ def _finish(staging: Staging, process: Process, group: Any) -> None:
     together(seal, process, "writing the checkpoint", group)
     together(appear, process, "committing the checkpoint", group)
     together(follow_up, process, "cleaning up after the checkpoint", group)
+
+
+def _topology(process: Process) -> dict[str, Any]:
+    return {
+        "machines": process.world_size // process.local_world_size,
+        "processes_per_machine": process.local_world_size,
+        "distributed_type": str(process.distributed_type.value),
+        "device": process.device.type,
+    }
 
 
 def _finish_and_close(staging: Staging, process: Process, group: Any) -> None:

@@ -73,6 +73,7 @@ def save_accelerator_state(
             names = [layout.model_file(index, safe_serialization) for index in range(len(model_states))]
             parts |= zip(names, model_states, strict=True)
             parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
+            staging.facts["loaders"] = [_order(part) for name, part in parts.items() if _is_loader(name)]
         own = {"step": step} if window is None else {"step": step, "window": window}
         parts[layout.random_states_file(process_index)] = {**own, **get_rng_state(process)}
         if gradients is not None:
@@ -120,6 +121,16 @@ def _shared_parts(
     if scaler is not None:
         parts[layout.SCALER] = scaler.state_dict()
     return parts
+
+
+def _is_loader(name: str) -> bool:
+    return layout.role_of(name) in ("loader", "sampler")
+
+
+def _order(state: Any) -> dict[str, int]:
+    """What fixes the order of a loader, for those who read the manifest."""
+    known = state if isinstance(state, dict) else {}
+    return {key: known[key] for key in ("seed", "epoch") if isinstance(known.get(key), int)}
 
 
 def _tensor_bytes(state: Any) -> int:
