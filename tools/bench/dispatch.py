@@ -23,7 +23,7 @@ from .workers import run_workers
 
 __all__ = ["dispatch_rows", "measure_dispatch"]
 
-BATCH, STEPS, LENGTH = 32, 32, 128  # samples, steps of an epoch, tokens of a sample
+BATCH, STEPS, LENGTH = 32, 64, 128  # samples, steps of an epoch, tokens of a sample
 LIMIT_OVER_READING = 3.0
 LIMIT_UNDER_ACCELERATE = 3.0
 
