@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, Any, cast
 
 from accel_ckpt import digests
 from accel_ckpt.crew import Crew
@@ -17,9 +17,6 @@ from accel_ckpt.digests import CHUNK_BYTES, FileEntry
 from accel_ckpt.layout import role_of
 from accel_ckpt.progress import Progress
 from accel_ckpt.recovery import flush
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 __all__ = ["Writer"]
 
@@ -143,7 +140,7 @@ class _Raw(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             count = os.write(self._handle, data)
         except OSError as error:
