@@ -1,7 +1,5 @@
 """What dispatched loaders do while batches are used, when loops are left, and when something fails."""
 
-import os
-import signal
 import threading
 import time
 from itertools import islice
@@ -293,97 +291,29 @@ def test_reading_with_generators_apart_stays_in_turn(world):
     assert one == other
 
 
-def die(index):
-    if index == 9:
-        os.kill(os.getpid(), signal.SIGKILL)
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from accel_data import prepare_data_loader
+
+dist.init_process_group("gloo")
+for number, batch in enumerate(prepare_data_loader(DataLoader(range(600), 2), dispatch_batches=True)):
+    if number == 3 and sys.argv[1] == "leave":
+        break
+    if number == 3 and sys.argv[1] == "fail" and dist.get_rank() == 0:
+        raise ArithmeticError("a bad step")
+print("left", number)
+"""
 
 
-def fail_late(index):
-    if index == 9:
-        raise OSError("disk is gone")
+@pytest.mark.parametrize("way", ["leave", "fail"])
+def test_a_script_ends_in_the_middle_of_a_loop(launched, way):
+    run = launched(SCRIPT, way, launcher="torchrun", timeout_s=40)
 
-
-def collate_by_rank(samples):
-    return {"x": torch.tensor(samples)} if samples[0] % 4 else torch.tensor(samples)
-
-
-def collate_late_by_rank(samples):
-    return {"x": torch.tensor(samples)} | ({"y": 1} if samples[0] == 10 else {})
-
-
-def collate_late_unpicklable(samples):
-    return [lambda: 0] if samples[0] == 10 else torch.tensor(samples)
-
-
-BAD = {
-    "worker dies": lambda: DataLoader(Counted(24, die), 2, num_workers=1),
-    "late": lambda: DataLoader(Counted(24, fail_late), 2),
-    "late in a worker": lambda: DataLoader(Counted(24, fail_late), 2, num_workers=1),
-    "structure": lambda: DataLoader(range(24), 2, collate_fn=collate_by_rank),
-    "late structure": lambda: DataLoader(range(24), 2, collate_fn=collate_late_by_rank),
-    "unpicklable": lambda: DataLoader(range(24), 2, collate_fn=collate_late_unpicklable),
-    "sampler": lambda: DataLoader(range(24), 2, sampler=(1 // (9 - index) for index in range(24))),
-}
-TEXTS = {
-    "worker dies": r"DataLoader worker.* (killed by signal|exited unexpectedly)",
-    "late": "disk is gone",
-    "late in a worker": "disk is gone",
-    "structure": "batch is a Tensor for process 0, but a dict of",
-    "late structure": r"batch is a dict of \['x'\] for process 0, but a dict of \['x', 'y'\] for process 1",
-    "unpicklable": r"(batch\[0\] is of type function|batch is a Tensor for process 0, but a list)",
-    "sampler": "division",
-}
-
-
-def bad_input(kind):
-    loader = dispatched(BAD[kind]())
-    with pytest.raises(Exception, match=TEXTS[kind]) as caught:
-        list(loader)
-    if not current_process().is_main:
-        assert "Process 0, which reads the data for all processes, failed: " in str(caught.value)
-    dist.barrier()  # the processes still understand each other
-    assert threads() == []
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_an_error_of_process_0_ends_the_loop_of_all(world, kind):
-    world.run(bad_input, kind, size=2, timeout_s=30)
-
-
-def changing(samples):
-    number = samples[0] // 4  # the step
-    return [torch.tensor(samples), {"x": torch.tensor(samples)}, (samples, None), {"y": samples}][number % 4]
-
-
-def changes():
-    return list(dispatched(DataLoader(range(24), 2, collate_fn=changing)))
-
-
-def test_structures_may_change_from_step_to_step(world):
-    _, seen = world.run(changes, size=2, timeout_s=20)
-
-    assert seen[0].tolist() == [2, 3]
-    assert seen[1]["x"].tolist() == [6, 7]
-    assert seen[2:4] == [([10, 11], None), {"y": [14, 15]}]
-    assert seen[5]["x"].tolist() == [22, 23]
-
-
-class BadEpochs(Counted):
-    def __init__(self, bad):
-        super().__init__()
-        self.bad = bad
-
-    def set_epoch(self, epoch):
-        if current_process().rank == self.bad:
-            raise OSError(f"no epoch {epoch}")
-
-
-def cannot_start():
-    loader = dispatched(DataLoader(BadEpochs(0), 2))
-    with pytest.raises((OSError, RuntimeError), match="no epoch 0"):
-        list(loader)
-    dist.barrier()
-
-
-def test_an_epoch_that_process_0_cannot_start(world):
-    world.run(cannot_start, size=2, timeout_s=20)
+    if way == "leave":
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("left 3") == 2
+    else:
+        assert run.returncode != 0
+        assert "ArithmeticError: a bad step" in run.stderr
