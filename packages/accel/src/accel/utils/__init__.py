@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accel_state.lazy import attach
 
 if TYPE_CHECKING:
+    from accel.estimate import convert_bytes as convert_bytes
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -174,6 +175,7 @@ if TYPE_CHECKING:
     from accel_state.process import wait_for_everyone as wait_for_everyone
 
 _NAMES = {
+    "accel.estimate": ("convert_bytes",),
     "accel.utils.tqdm": ("tqdm", "tqdm"),
     "accel_ckpt.config": ("ProjectConfiguration",),
     "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel import estimate
+from accel.commands.estimate import main
+from accel.commands.estimate_sources import size_of
+from accel.estimate import ModelSize, convert_bytes, training_bytes
+from accel_ckpt.weights import save_weights
+from accel_launch.errors import LaunchError
+
+SIZE = ModelSize(parameters=1000, buffers=10, largest_block=100, block="layer")
+
+
+class Stack(nn.Module):
+    """Three kinds of blocks, tied weights and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+
+PARAMETERS = 80 + 2 * (8 * 32 + 32 + 32 * 8 + 8)
+
+
+def test_the_formula_of_each_engine() -> None:
+    found = {engine: training_bytes(SIZE, "float32", engine, 4) for engine in estimate.ENGINES}
+
+    assert found == {
+        "one process": 16_000 + 40,
+        "DDP": 20_000 + 40,
+        "FSDP": 4_000 + 800 + 40,
+        "ZeRO 1": 8_000 + 3_000 + 40,
+        "ZeRO 2": 4_000 + 4_000 + 40,
+        "ZeRO 3": 5_000 + 800 + 40,
+    }
+
+
+def test_optimizers_and_dtypes_count() -> None:
+    assert training_bytes(SIZE, "bfloat16", "one process") == 8_000 + 20
+    assert training_bytes(SIZE, "float32", "one process", optimizer="sgd") == 8_000 + 40
+    assert training_bytes(SIZE, "float32", "one process", optimizer="momentum") == 12_000 + 40
+    assert training_bytes(SIZE, "bfloat16", "ZeRO 1", 12) == 4_000 + 1_000 + 20  # K = 12, as in the paper
+    assert training_bytes(SIZE, "int8", "DDP") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("float31", "DDP", 1, "adam"), "'float31' is not known; known: float32, bfloat16"),
+        (("float32", "ddp", 1, "adam"), "'ddp' is not known; known: one process, DDP"),
+        (("float32", "DDP", 0, "adam"), "processes=0 is not allowed"),
+        (("float32", "DDP", 1, "lion"), "'lion' is not known; known: adam, momentum, sgd"),
+    ],
+)
+def test_what_is_not_known_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training_bytes(SIZE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KB"), (2**30, "1.0 GB"), (2**52, "4096.0 TB")],
+)
+def test_bytes_are_written_in_the_largest_unit(size: int, text: str) -> None:
+    assert convert_bytes(size) == text
+
+
+def test_a_callable_is_built_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_to_size.py").write_text(
+        "from torch import nn\n"
+        "def huge():\n    return nn.Sequential(nn.Linear(10**6, 10**6), nn.Linear(10**6, 1))\n"
+        "def wrong():\n    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    size = size_of("mine_to_size:huge")
+
+    assert size.parameters == 10**12 + 10**6 + 10**6 + 1
+    assert (size.largest_block, size.block) == (10**12 + 10**6, "0")
+    with pytest.raises(LaunchError, match="returned int; a torch"):
+        size_of("mine_to_size:wrong")
+    with pytest.raises(LaunchError, match=r"cannot be called: .*none.*Give package.module:callable"):
+        size_of("mine_to_size:none")
+
+
+@pytest.mark.parametrize("shard", ["5GB", "1KB"])
+def test_headers_are_enough(tmp_path: Path, shard: str) -> None:
+    save_weights(Stack().state_dict(), tmp_path, max_shard_size=shard)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (shard == "1KB")
+    for file in files:  # the weights themselves are not there any more
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        file.write_bytes(data[:end])
+
+    size = size_of(str(tmp_path))
+    assert size.parameters == PARAMETERS + 3  # a header does not tell buffers from parameters
+    assert (size.largest_block, size.block) == (8 * 32 + 32 + 32 * 8 + 8, "layers.0")
+
+
+def test_modules_count_shared_parameters_once() -> None:
+    size = ModelSize.from_counts({n: p.numel() for n, p in Stack().named_parameters()}, {"scale": 3})
+
+    assert (size.parameters, size.buffers, size.block) == (PARAMETERS, 3, "layers.0")
+
+
+def test_a_config_is_enough(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        architectures=["BertForMaskedLM"],
+    )
+    config.save_pretrained(tmp_path)
+
+    model = transformers.BertForMaskedLM(config)
+    assert size_of(str(tmp_path)).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./none", "There is no folder './none'"),
+        (".", "neither safetensors files nor a config.json"),
+        ("no_such_module_here:model", "cannot be called: No module named 'no_such_module_here'"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=message):
+        size_of(model)
+
+
+def test_a_missing_library_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(sys, "argv", ["accel-estimate-memory", str(tmp_path)])
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
+
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("accel: error: transformers is needed here")
+    assert "pip install 'accel[estimate]'" in error
+
+
+def test_a_damaged_header_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        size_of(str(tmp_path))
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    save_file({"a.0.w": torch.zeros(1000), "a.1.w": torch.zeros(24)}, tmp_path / "model.safetensors")
+
+    def accel(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = "import sys; from accel_launch.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, "estimate-memory", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True)
+
+    table = accel(".", "--dtypes", "float32", "int8", "--num_processes", "2")
+    assert table.returncode == 0, table.stderr
+    lines = table.stdout.splitlines()
+    assert lines[0] == ".: 1,024 parameters; the largest block is a.0"
+    numbers = "float32 3.91 KB 4.0 KB 16.0 KB 20.0 KB 15.81 KB 14.0 KB 12.0 KB 17.81 KB"
+    assert " ".join(lines[4].split()) == numbers
+    assert lines[5].split()[-6:] == ["-"] * 6
+
+    found = json.loads(accel(".", "--json", "--dtypes", "float32").stdout)
+    assert found["parameters"] == 1024
+    assert found["bytes"]["float32"]["one process"] == 16 * 1024
+
+    wrong = accel("./none")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "There is no folder './none'" in wrong.stderr
+
+
+MEASURE = """
+import sys
+import torch
+from torch import nn
+
+dtype, optimizer_name = getattr(torch, sys.argv[1]), sys.argv[2]
+layers, width = map(int, sys.argv[3:])
+torch.set_num_threads(1)
+
+
+def memory(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def train(layers, width):
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(dtype)
+    make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer_name]
+    optimizer = make(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(torch.ones(1, width, dtype=dtype)).sum().backward()
+        optimizer.step()
+    return sum(p.numel() for p in model.parameters())
+
+
+train(2, 8)  # whatever the first step imports and allocates
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
+before = memory("VmRSS")
+count = train(layers, width)
+print(count, memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "layers", "width"),
+    [
+        ("float32", "adam", 40, 512),
+        ("float32", "adam", 160, 256),
+        ("float32", "sgd", 60, 512),
+        ("bfloat16", "adam", 60, 512),
+    ],
+)
+def test_the_estimate_is_within_a_tenth_of_the_measured_peak(
+    dtype: str, optimizer: str, layers: int, width: int
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, dtype, optimizer, str(layers), str(width)],
+        # Freed memory goes back at once, so that the peak is what is alive.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    parameters, measured = map(int, run.stdout.split())
+    size = ModelSize(parameters, 0, parameters // layers, "layer")
+    estimated = training_bytes(size, dtype, "one process", optimizer=optimizer)
+
+    assert estimated == pytest.approx(measured, rel=0.1)
