@@ -12,6 +12,7 @@ from accel_state.lazy import attach
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_data.prepare import skip_first_batches as skip_first_batches
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "accel.accelerator": ("Accelerator",),
+    "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel_ckpt.loading": ("load_checkpoint_in_model",),
     "accel_data.config": ("DataLoaderConfiguration",),
     "accel_data.prepare": ("skip_first_batches",),

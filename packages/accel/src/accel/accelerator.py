@@ -143,7 +143,7 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
             cpu=cpu,
             dynamo_plugin=configuration.resolve_dynamo(dynamo_backend, dynamo_plugin),
             deepspeed_plugin=deepspeed_plugins if deepspeed_plugins is not None else deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
+            fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config),
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=configuration.resolve_parallelism(parallelism_config),
@@ -181,9 +181,11 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
             precision=Precision(self.mixed_precision, self.handlers.autocast),
             gradient_state=self.gradient_state,
             scaler=self.scaler,
-            mesh=self.torch_device_mesh,
+            mesh=self.state.device_mesh,
             ddp=self.handlers.ddp,
             dynamo=self.state.dynamo_plugin,
+            fsdp=self.state.fsdp_plugin,
+            parallelism=self.parallelism_config,
         )
 
     # State

@@ -97,6 +97,7 @@ def save_state(
         Exception: What went wrong here or, for the save before, in the background.
     """
     background.wait()
+    _check_window(accelerator)
     if options:
         warnings.warn(
             f"save_state ignores {', '.join(options)}: the {accelerator.engine.name} engine saves without "
@@ -109,12 +110,13 @@ def save_state(
     each_node = config.save_on_each_node
     with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
         weights = [accelerator.get_state_dict(model) for model in accelerator._models]
+        optimizers = [accelerator.engine.optimizer_to_save(item) for item in accelerator._optimizers]
         for hook in accelerator._save_state_hooks.values():
             hook(accelerator._models, weights, str(staging.path))
         save_accelerator_state(
             staging.path,
             weights,
-            accelerator._optimizers,
+            optimizers,
             accelerator._schedulers,
             accelerator._dataloaders,
             process.rank,
@@ -139,6 +141,16 @@ def save_state(
 def wait_for_save() -> None:
     """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
     background.wait()
+
+
+def _check_window(accelerator: Accelerator) -> None:
+    if accelerator.step and not accelerator.engine.keeps_open_window:
+        raise ValueError(
+            f"save_state in the middle of an accumulation window ({accelerator.step} of "
+            f"{accelerator.gradient_accumulation_steps} micro-batches): the {accelerator.engine.name} engine "
+            "holds its gradients back. Save where accelerator.sync_gradients is True, after the optimizer's "
+            "step."
+        )
 
 
 def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:

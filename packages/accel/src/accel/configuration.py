@@ -30,6 +30,7 @@ __all__ = [
     "resolve_accumulation",
     "resolve_dataloader_config",
     "resolve_dynamo",
+    "resolve_fsdp",
     "resolve_old_spellings",
     "resolve_parallelism",
     "resolve_project",
@@ -141,6 +142,32 @@ def resolve_parallelism(config: ParallelismConfig | None) -> ParallelismConfig |
     if config is None and env.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return ParallelismConfig()
     return config
+
+
+def resolve_fsdp(plugin: Any, config: ParallelismConfig | None) -> Any:
+    """The FSDP options: as given, the environment's, or the defaults where the mesh has shards.
+
+    Raises:
+        TypeError: If they are no FullyShardedDataParallelPlugin.
+        ValueError: If the mesh asks for shards, and the options for version 1, which has no mesh.
+    """
+    config = resolve_parallelism(config)
+    shards = config is not None and config.dp_shard_enabled
+    if plugin is None and not shards and not env.get("ACCELERATE_USE_FSDP"):
+        return None
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+
+    if plugin is None:
+        version = None if env.get("ACCELERATE_USE_FSDP") else 2
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin takes a FullyShardedDataParallelPlugin, not {plugin!r}.")
+    if config is not None and config.active_mesh_dims and plugin.fsdp_version == 1:
+        raise ValueError(
+            f"parallelism_config arranges {', '.join(config.active_mesh_dims)}, and fsdp_version=1 has no "
+            "mesh. Set FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    return plugin
 
 
 def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.engines import Engine
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.parallelism import ParallelismConfig
 
@@ -16,10 +17,11 @@ __all__ = ["MeshCoordinates"]
 class MeshCoordinates:
     """Mixin with the mesh of a parallelism configuration, and this process's coordinates in it.
 
-    A subclass has the attribute `state`.
+    A subclass has the attributes that are declared here.
     """
 
     state: AcceleratorState
+    engine: Engine
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -28,8 +30,8 @@ class MeshCoordinates:
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The device mesh that the parallelism config describes, else None."""
-        return cast("DeviceMesh | None", self.state.device_mesh)
+        """The device mesh of the parallelism config, or the one that the engine made, else None."""
+        return self.engine.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

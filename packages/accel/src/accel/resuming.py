@@ -56,9 +56,10 @@ def load_state(
     models = list(accelerator._models)
     for hook in accelerator._load_state_hooks.values():
         hook(models, str(reading.folder))
+    engine = accelerator.engine
     objects = Objects(
-        models,
-        accelerator._optimizers,
+        [engine.model_to_load(model) for model in models],
+        [engine.optimizer_to_load(optimizer) for optimizer in accelerator._optimizers],
         accelerator._schedulers,
         accelerator._dataloaders,
         accelerator.scaler,

@@ -36,7 +36,8 @@ class EngineRow:
 
 _SINGLE = EngineRow("accel.engines.single:SingleEngine", "pip install torch")
 _DDP = EngineRow("accel.engines.ddp:DDPEngine", "pip install torch, built with torch.distributed")
-_LATER = "this version trains with one process or with DDP: leave the plugin and its flags out"
+_MESH = EngineRow("accel.engines.mesh:MeshEngine", "torch 2.6 or newer, built with torch.distributed")
+_LATER = "this version trains with one process, DDP or FSDP2: leave the plugin and its flags out"
 
 ENGINES: dict[DistributedType, EngineRow] = {
     DistributedType.NO: _SINGLE,
@@ -49,7 +50,7 @@ ENGINES: dict[DistributedType, EngineRow] = {
     DistributedType.MULTI_NPU: _DDP,
     DistributedType.MULTI_SDAA: _DDP,
     DistributedType.MULTI_XPU: _DDP,
-    DistributedType.FSDP: EngineRow(None, _LATER),
+    DistributedType.FSDP: _MESH,
     DistributedType.DEEPSPEED: EngineRow(None, _LATER),
     DistributedType.MEGATRON_LM: EngineRow(None, _LATER),
     DistributedType.XLA: EngineRow(None, _LATER),
@@ -83,16 +84,20 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     """
     config = state.parallelism_config
     if config is not None:
-        unbuilt = [dim for dim in config.active_mesh_dims if dim != "dp_replicate"]
+        unbuilt = [dim for dim in config.active_mesh_dims if not dim.startswith("dp_")]
         if unbuilt:
             raise NotImplementedError(
-                f"parallelism_config asks for {', '.join(unbuilt)}; this version has dp_replicate alone "
-                f"(DDP). "
-                "Leave the other sizes at 1."
+                f"parallelism_config asks for {', '.join(unbuilt)}; this version has dp_replicate (DDP) and "
+                "dp_shard (FSDP2). Leave the other sizes at 1."
             )
     if state.torch_tp_plugin is not None:
         raise NotImplementedError(
             f"torch_tp_plugin={state.torch_tp_plugin!r}: tensor parallelism is not there yet; leave it out."
+        )
+    if state.distributed_type == DistributedType.FSDP and not state.is_fsdp2:
+        raise NotImplementedError(
+            "fsdp_version=1 is not there yet; set FullyShardedDataParallelPlugin(fsdp_version=2) "
+            "(FSDP_VERSION=2, accel launch --fsdp_version 2)."
         )
     if state.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not there yet; use 'bf16'.")

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
+    from accel_state.parallelism import ParallelismConfig
     from accel_state.process import Process
 
 __all__ = ["Engine", "EngineContext", "Prepared"]
@@ -43,6 +45,8 @@ class EngineContext:
         mesh: The device mesh, when a ParallelismConfig asked for one.
         ddp: Options for DistributedDataParallel.
         dynamo: Options for torch.compile.
+        fsdp: Options for fully sharded data parallelism.
+        parallelism: The sizes of the mesh's axes.
     """
 
     process: Process
@@ -52,6 +56,8 @@ class EngineContext:
     mesh: DeviceMesh | None = None
     ddp: DistributedDataParallelKwargs | None = None
     dynamo: TorchDynamoPlugin | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,14 @@ class Engine:
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
+
+    keeps_open_window = True
+    """Whether the gradients of an open accumulation window are where a checkpoint finds them."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The device mesh, where processes are arranged in one."""
+        return self.context.mesh
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -222,6 +236,18 @@ class Engine:
         if unwrap:
             model = self.unwrap_model(model, keep_torch_compile=False)
         return model.state_dict()
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """What a full state is loaded into: it has a state_dict and a load_state_dict."""
+        return model
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What has the optimizer's full state on the processes that write; all processes call it."""
+        return optimizer
+
+    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What a full optimizer state is loaded into."""
+        return optimizer
 
     @property
     def joins_uneven_inputs(self) -> bool:

@@ -8,6 +8,7 @@ from accel_state.lazy import attach
 
 if TYPE_CHECKING:
     from accel.estimate import convert_bytes as convert_bytes
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -175,6 +176,7 @@ if TYPE_CHECKING:
     from accel_state.process import wait_for_everyone as wait_for_everyone
 
 _NAMES = {
+    "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel.estimate": ("convert_bytes",),
     "accel.utils.tqdm": ("tqdm", "tqdm"),
     "accel_ckpt.config": ("ProjectConfiguration",),
@@ -332,6 +334,7 @@ _NAMES = {
     "accel_state.process": ("wait_for_everyone",),
 }
 _SUBMODULES = (
+    "constants",
     "dataclasses",
     "environment",
     "imports",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_ops.tensors import TensorInformation
@@ -40,6 +41,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",

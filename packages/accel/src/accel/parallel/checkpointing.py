@@ -1,0 +1,43 @@
+"""Activation checkpointing of chosen modules: they compute their activations again in backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["CheckpointedForward", "apply_activation_checkpointing"]
+
+
+class CheckpointedForward:
+    """A module's forward that keeps its inputs alone; a class, so that the module still pickles.
+
+    No module is put around the module: names of parameters and classes stay.
+    """
+
+    def __init__(self, forward: Callable[..., Any], offload: bool) -> None:
+        self.forward = forward
+        self.offload = offload
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, to be run again in backward."""
+        if not self.offload:
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def apply_activation_checkpointing(modules: Iterable[torch.nn.Module], offload: bool) -> None:
+    """Checkpoint the activations of modules; twice is once.
+
+    Args:
+        modules: The modules.
+        offload: Keep what is saved (their inputs) on the CPU.
+    """
+    for module in modules:
+        if not isinstance(vars(module).get("forward"), CheckpointedForward):
+            module.forward = CheckpointedForward(module.forward, offload)

@@ -1,0 +1,51 @@
+"""Gradients that `fully_shard` keeps whole while their reduction is put off.
+
+The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["gradients", "holding"]
+
+
+@contextlib.contextmanager
+def holding(model: FSDPModule) -> Iterator[None]:
+    """Keep whole gradients on their process, to be reduced by the first backward outside of the context."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def gradients(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The whole gradients that are kept for the window's end."""
+    found = []
+    for model in models:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                found += [item for parameter in _parameters(part) if (item := _held(parameter)) is not None]
+    return found
+
+
+def _parameters(module: FSDPModule) -> Iterator[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12 has one group at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for group in groups:
+        yield from group.fsdp_params
+
+
+def _held(parameter: Any) -> torch.Tensor | None:
+    if parameter.unsharded_accumulated_grad is not None:  # in the dtype of the reduction
+        return parameter.unsharded_accumulated_grad  # type: ignore[no-any-return]
+    whole = getattr(parameter, "_unsharded_param", None)  # made by the first forward
+    return None if whole is None else whole.grad

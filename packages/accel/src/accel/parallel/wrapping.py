@@ -1,0 +1,96 @@
+"""Which modules are sharded by themselves, and which parameters not at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+__all__ = ["aliases", "ignored_parameters", "modules_to_shard"]
+
+Policy = Callable[..., bool]
+
+
+def aliases(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """All names of each parameter: tied ones have several."""
+    found: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def ignored_parameters(
+    model: torch.nn.Module, ignored: Iterable[torch.nn.Module] | str | None
+) -> set[torch.nn.Parameter]:
+    """The parameters that are left whole.
+
+    Args:
+        model: The model.
+        ignored: Modules, or a regular expression that the whole of a module's name has to match.
+
+    Raises:
+        ValueError: If nothing of the model is meant.
+    """
+    if ignored is None:
+        return set()
+    if isinstance(ignored, str):
+        modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
+    else:
+        own = set(model.modules())
+        modules = [module for module in ignored if module in own]
+    if not modules:
+        raise ValueError(
+            f"ignored_modules={ignored!r} means no module of {type(model).__name__}. A text is a regular "
+            "expression for whole names, such as 'blocks\\\\.0\\\\..*'; modules have to be the model's own."
+        )
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def modules_to_shard(
+    model: torch.nn.Module, policy: Policy | None, ignored: set[torch.nn.Parameter]
+) -> list[torch.nn.Module]:
+    """The modules below the model that become groups of their own, inner ones first.
+
+    A module that shares a parameter with modules outside of it is left to a larger group that has both:
+    tied weights stay tied.
+
+    Args:
+        model: The model.
+        policy: `policy(module=, recurse=, nonwrapped_numel=)`, as those of `torch.distributed.fsdp.wrap`.
+        ignored: Parameters that do not count.
+    """
+    if policy is None:
+        return []
+    names = aliases(model)
+    chosen: dict[torch.nn.Module, None] = {}
+
+    def visit(name: str, module: torch.nn.Module) -> int:
+        """Choose below and here; returns how many of the module's parameters are in chosen modules."""
+        total = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        taken = sum(
+            visit(f"{name}.{child_name}" if name else child_name, child)
+            for child_name, child in module.named_children()
+        )
+        rest = total - taken
+        stands = bool(name) and _stands_alone(name, module, names)
+        if stands and policy(module=module, recurse=False, nonwrapped_numel=rest):
+            chosen.setdefault(module)
+            return total
+        return taken
+
+    visit("", model)
+    return list(chosen)
+
+
+def _stands_alone(name: str, module: torch.nn.Module, names: dict[torch.nn.Parameter, list[str]]) -> bool:
+    if type(module).forward is torch.nn.Module.forward or isinstance(module, torch.nn.ModuleList):
+        return False  # it is never called, so that nothing would gather its parameters
+    return all(alias.startswith(f"{name}.") for alias in _aliases_of(module, names))
+
+
+def _aliases_of(module: torch.nn.Module, names: dict[torch.nn.Parameter, list[str]]) -> Iterator[str]:
+    for parameter in module.parameters():
+        yield from names[parameter]

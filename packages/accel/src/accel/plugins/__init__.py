@@ -1,0 +1,1 @@
+"""Plugins: the settings of engines, one file each."""

@@ -1,0 +1,428 @@
+"""One contract for all engines: the same small transformer and data, and what a plain PyTorch loop gives.
+
+An engine joins by one row of `CASES`. Every test runs real processes; the reference is a loop without accel.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.accelerator import Accelerator
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_state.parallelism import ParallelismConfig
+
+VOCAB, WIDTH, HEADS, LENGTH = 13, 8, 2, 5
+STEPS, ACCUMULATION, GLOBAL_BATCH, MAX_NORM = 20, 2, 8, 0.5
+TOLERANCE = {"no": 1e-5, "bf16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine as a script asks for it.
+
+    Attributes:
+        size: Number of processes.
+        options: Makes the arguments of Accelerator, in the worker.
+        engine: What `accelerator.engine.name` has to be.
+        replicas: Processes that work on the same samples together.
+    """
+
+    size: int
+    engine: str
+    options: Callable[[], dict[str, Any]] = dict
+    replicas: int = 1
+
+
+def fsdp2(**options: Any) -> dict[str, Any]:
+    """FSDP2 over all processes, one group for each block."""
+    defaults = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "FULL_STATE_DICT"}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **(defaults | options))}
+
+
+def hsdp() -> dict[str, Any]:
+    """Two replicas of two shards each."""
+    return fsdp2() | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
+
+
+CASES: dict[str, Case] = {
+    "single": Case(1, "single"),
+    "ddp": Case(2, "ddp"),
+    "fsdp2 alone": Case(1, "fsdp2", fsdp2),
+    "fsdp2": Case(2, "fsdp2", fsdp2),
+    "hsdp": Case(4, "fsdp2", hsdp),
+}
+
+ORDERS = {
+    "together": ("model", "optimizer", "scheduler", "loader"),
+    "reversed": ("loader", "scheduler", "optimizer", "model"),
+    "model first": ("model", "optimizer", "scheduler", "loader"),
+    "optimizer first": ("optimizer", "scheduler", "model", "loader"),
+}
+
+over_engines = pytest.mark.parametrize("case", list(CASES))
+
+
+class Block(torch.nn.Module):
+    """Causal attention and a feed-forward layer, each with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False), torch.nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        weights = scores.masked_fill(~causal, float("-inf")).softmax(-1).to(v.dtype)
+        x = x + self.out(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Transformer(torch.nn.Module):
+    """Two blocks; the output shares the embedding's weight."""
+
+    _no_split_modules = ["Block"]  # noqa: RUF012 - as transformers' models have it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("positions", torch.randn(LENGTH + 1, WIDTH), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_model(seed: int = 0) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer()
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW with two parameter groups; biases and norms do not decay."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-2}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def make_data(count: int = STEPS * GLOBAL_BATCH) -> TensorDataset:
+    tokens = torch.randint(VOCAB, (count, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens, torch.arange(count))
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Run:
+    """What a training run shows of itself; one entry per optimizer step."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    state: dict[str, torch.Tensor]
+
+
+@functools.cache
+def plain_run(precision: str = "no", accumulation: int = ACCUMULATION) -> Run:
+    """The same training as a loop without accel, on one process."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    run = Run([], [], [], {})
+    loader = iter(DataLoader(make_data(), batch_size=GLOBAL_BATCH // accumulation))
+    for _ in range(STEPS):
+        losses = []
+        for _ in range(accumulation):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                losses.append(loss_of(model, next(loader)[0]))
+            (losses[-1] / accumulation).backward()
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        run.rates.append(optimizer.param_groups[0]["lr"])
+        run.losses.append(sum(loss.item() for loss in losses) / accumulation)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    run.state = copy.deepcopy(model.state_dict())
+    return run
+
+
+@dataclass
+class Session:
+    """One prepared training."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+
+    def steps(self, count: int, run: Run, batches: Iterator[Any]) -> None:
+        """Train for `count` optimizer steps."""
+        accelerator = self.accelerator
+        for _ in range(count):
+            losses = []
+            for _ in range(accelerator.gradient_accumulation_steps):
+                with accelerator.accumulate(self.model):
+                    loss = loss_of(self.model, next(batches)[0])
+                    losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                        run.norms.append(float(norm))
+                        run.rates.append(self.optimizer.param_groups[0]["lr"])
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+            run.losses.append(sum(losses) / len(losses))
+
+
+def make_session(
+    case: str, precision: str = "no", accumulation: int = ACCUMULATION, order: str = "together"
+) -> Session:
+    chosen = CASES[case]
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        step_scheduler_with_optimizer=True,
+        **chosen.options(),
+    )
+    assert accelerator.engine.name == chosen.engine
+    model = make_model(accelerator.process_index)  # the first process's weights count
+    optimizer = make_optimizer(model)
+    # A prepared scheduler steps once per process; written for the number of data-parallel processes.
+    shards = chosen.size // chosen.replicas
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5 * shards, 0.5)
+    loader = DataLoader(make_data(), batch_size=GLOBAL_BATCH // accumulation // shards)
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    names = ORDERS[order]
+    if order in ("together", "reversed"):
+        done = accelerator.prepare(*(objects[name] for name in names))
+    else:
+        done = [accelerator.prepare(objects[name]) for name in names]
+    prepared = dict(zip(names, done, strict=True))
+    return Session(accelerator, **prepared)
+
+
+def train(case: str, precision: str = "no", accumulation: int = ACCUMULATION, order: str = "together") -> Run:
+    """Train under an engine; the state is the full one, of the main process."""
+    session = make_session(case, precision, accumulation, order)
+    run = Run([], [], [], {})
+    session.steps(STEPS, run, iter(session.loader))
+    state = session.accelerator.get_state_dict(session.model)
+    run.state = {name: value.clone() for name, value in state.items()}
+    session.accelerator.end_training()
+    return run
+
+
+def assert_same_run(run: Run, expected: Run, precision: str) -> None:
+    tolerance = TOLERANCE[precision]
+    assert run.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert run.norms == pytest.approx(expected.norms, rel=tolerance * 10)
+    assert run.rates == pytest.approx(expected.rates)
+
+
+@over_engines
+@pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 2), ("bf16", 2)])
+def test_the_losses_norms_and_weights_are_those_of_one_process(world, case, precision, accumulation):
+    expected = plain_run(precision, accumulation)
+
+    runs = world.run(train, case, precision, accumulation, size=CASES[case].size)
+
+    for run in runs:
+        assert_same_run(run, expected, precision)
+    assert list(runs[0].state) == list(expected.state)
+    for name, value in runs[0].state.items():
+        assert type(value) is torch.Tensor
+        assert value.dtype is torch.float32
+        if precision == "no":
+            torch.testing.assert_close(value, expected.state[name], rtol=1e-3, atol=1e-5)
+
+
+@over_engines
+@pytest.mark.parametrize("order", ["reversed", "model first", "optimizer first"])
+def test_the_order_of_preparing_does_not_matter(world, case, order):
+    for run in world.run(train, case, order=order, size=CASES[case].size):
+        assert_same_run(run, plain_run(), "no")
+
+
+def resume(case: str, folder: str) -> tuple[Run, Run]:
+    """Train to the end, saving on the way; then start anew and continue from there."""
+    session = make_session(case)
+    whole = Run([], [], [], {})
+    batches = iter(session.loader)
+    session.steps(8, whole, batches)
+    session.accelerator.save_state(folder)
+    session.steps(STEPS - 8, whole, batches)
+    session.accelerator.end_training()
+
+    session = make_session(case)
+    session.accelerator.load_state(folder)
+    rest = Run([], [], [], {})
+    session.steps(STEPS - 8, rest, iter(session.loader))
+    session.accelerator.end_training()
+    return whole, rest
+
+
+@over_engines
+def test_a_run_is_resumed_exactly(world, case, tmp_path):
+    for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=CASES[case].size):
+        assert rest.losses == whole.losses[8:]
+        assert rest.norms == whole.norms[8:]
+        assert rest.rates == whole.rates[8:]
+
+
+def save_weights(case: str, folder: str) -> bool:
+    session = make_session(case)
+    session.accelerator.save_model(session.model, folder)
+    is_saving = session.accelerator.should_save_model
+    session.accelerator.end_training()
+    return is_saving
+
+
+@over_engines
+def test_saved_weights_open_with_safetensors_and_fit_the_plain_model(world, case, tmp_path):
+    saving = world.run(save_weights, case, str(tmp_path), size=CASES[case].size)
+
+    assert saving[0]
+    (file,) = Path(tmp_path).glob("*.safetensors")
+    weights = load_file(file)
+    expected = make_model().state_dict()
+    assert set(weights) == set(expected) - {"head.weight"}
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def evaluate(case: str) -> tuple[list[int], list[int]]:
+    """Sample numbers seen in a training loop's evaluation, over data that does not divide."""
+    session = make_session(case)
+    accelerator = session.accelerator
+    assert isinstance(accelerator.unwrap_model(session.model), Transformer)
+    loader = accelerator.prepare(DataLoader(make_data(11), batch_size=2))
+    session.model.eval()
+    seen: list[int] = []
+    with torch.no_grad():
+        for tokens, numbers in loader:
+            loss_of(session.model, tokens)
+            seen += accelerator.gather_for_metrics(numbers).tolist()
+    accelerator.end_training()
+    return seen, list(range(11))
+
+
+@over_engines
+def test_evaluation_on_uneven_data_sees_every_sample_once_in_order(world, case):
+    for seen, expected in world.run(evaluate, case, size=CASES[case].size):
+        assert seen == expected
+
+
+def train_beside_a_teacher(case: str) -> list[float]:
+    """Train a model on the outputs of a frozen one."""
+    accelerator = Accelerator(**CASES[case].options())
+    student, teacher = make_model(0), make_model(1).requires_grad_(False)
+    optimizer = make_optimizer(student)
+    shards = CASES[case].size // CASES[case].replicas
+    loader = DataLoader(make_data(), batch_size=GLOBAL_BATCH // shards)
+    student, teacher, optimizer, loader = accelerator.prepare(student, teacher, optimizer, loader)
+    losses = []
+    for tokens, _ in loader:
+        with torch.no_grad():
+            target = teacher(tokens)
+        loss = F.mse_loss(student(tokens), target)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    accelerator.end_training()
+    return losses
+
+
+@over_engines
+def test_a_frozen_model_beside_the_trained_one(world, case):
+    student, teacher = make_model(0), make_model(1)
+    optimizer = make_optimizer(student)
+    expected = []
+    for tokens, _ in DataLoader(make_data(), batch_size=GLOBAL_BATCH):
+        loss = F.mse_loss(student(tokens), teacher(tokens).detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    for losses in world.run(train_beside_a_teacher, case, size=CASES[case].size):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def first_step(case: str, weighted: bool) -> dict[str, torch.Tensor]:
+    """One window of two micro-batches: by `no_sync` by hand, or with ragged weights; then plain SGD."""
+    accelerator = Accelerator(gradient_accumulation_steps=2 if weighted else 1, **CASES[case].options())
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokens = make_data(8).tensors[0]
+    rank, shards = accelerator.engine.data_shard
+    own = tokens.chunk(2 * shards)[2 * rank : 2 * rank + 2]
+    if weighted:
+        for part, kept in zip(own, (1, 3), strict=True):
+            with accelerator.accumulate(model):
+                logits = model(part[:, :-1]).flatten(0, 1)
+                target = part[:, 1:].clone()
+                target[:, kept + rank % 2 :] = -100
+                loss = F.cross_entropy(logits, target.flatten(), reduction="sum", ignore_index=-100)
+                accelerator.backward(loss, weight=(target != -100).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, own[0]) / 2)
+        accelerator.backward(loss_of(model, own[1]) / 2)
+        optimizer.step()
+    state = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return state
+
+
+def expected_first_step(shards: int, weighted: bool) -> dict[str, torch.Tensor]:
+    model = make_model()
+    tokens = make_data(8).tensors[0]
+    if weighted:
+        target = tokens[:, 1:].clone()
+        for index, part in enumerate(target.chunk(2 * shards)):
+            part[:, (1, 3)[index % 2] + index // 2 % 2 :] = -100
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), target.flatten()).backward()
+    else:
+        loss_of(model, tokens).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return model.state_dict()
+
+
+@over_engines
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_window_has_the_gradient_of_one_big_batch(world, case, weighted):
+    chosen = CASES[case]
+    (state, *_) = world.run(first_step, case, weighted, size=chosen.size)
+
+    expected = expected_first_step(chosen.size // chosen.replicas, weighted)
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
