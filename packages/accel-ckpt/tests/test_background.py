@@ -49,6 +49,10 @@ def make_state() -> dict[str, Any]:
     }
 
 
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
 def save(folder: Path, blocking: bool, change: bool = False) -> None:
     state = make_state()
     weights = {"w": torch.randn(300, 40), "tied": torch.ones(4)}
@@ -57,14 +61,20 @@ def save(folder: Path, blocking: bool, change: bool = False) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(70)).sum().backward()
     optimizer.step()
+    changed = threading.Event()
     with staged(folder, blocking=blocking) as opened:
+        if change:  # nothing is written before it
+            opened._later.append(lambda: assert_set(changed))
         opened.write(weights, "model.safetensors", safe_serialization=True)
         opened.write(state, "custom_checkpoint_0.pkl")
         opened.write(optimizer.state_dict(), "optimizer.bin")
         opened.facts["step"] = 1
     if change:  # the state that is saved is that of the moment of the call
-        for tensor in [*weights.values(), state["base"], *optimizer.state_dict()["state"][0].values()]:
-            tensor.fill_(7.0)
+        with torch.no_grad():
+            moments = optimizer.state_dict()["state"][0].values()
+            for tensor in [*weights.values(), state["base"], state["parameter"], *moments]:
+                tensor.fill_(7.0)
+    changed.set()
     if not blocking:
         background.wait()
 
