@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from accel_state.enums import RNGType
 
@@ -19,7 +21,10 @@ __all__ = [
     "check_seed",
     "check_single",
     "check_skip",
+    "explained",
 ]
+
+_DEATH_S = 1.0  # how long it may take until it is known that a worker has ended
 
 
 def check_place(num_processes: int, process_index: int) -> None:
@@ -112,3 +117,29 @@ def check_single(sampler: Any, num_processes: int, even_batches: bool) -> None:
             f"each of {num_processes} processes: how many samples an item holds is not known. Pass "
             "even_batches=False, or dispatch_batches=True."
         )
+
+
+def explained(error: Exception, num_workers: int) -> Exception:
+    """Return an error that says that a worker has died, if that is why its batch did not come.
+
+    Args:
+        error: What reading a batch raised.
+        num_workers: Number of worker processes that read.
+
+    Returns:
+        The error to raise, `error` itself if it tells what happened.
+    """
+    lost = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
+    if not num_workers or not lost or "DataLoader worker" in str(error):
+        return error
+    until = time.monotonic() + _DEATH_S
+    while time.monotonic() < until:
+        try:  # torch knows more, unless it has told the main thread already, whom a signal tells
+            signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
+        except RuntimeError as death:
+            return death
+        time.sleep(0.01)
+    return RuntimeError(
+        f"A DataLoader worker exited unexpectedly ({type(error).__name__}: {error}). It may have run out of "
+        "memory. With num_workers=0 an error is seen where it happens."
+    )

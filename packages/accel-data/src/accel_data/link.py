@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data._utils import signal_handling
-
+from accel_data.checks import explained
 from accel_data.scatter import Receiver, Sender, open_line
 
 __all__ = ["Link", "Parts", "Step", "hand_out"]
 
 Parts = tuple[list[Any], tuple[int, ...] | None, bool]
 """The batches of all processes in one step, the padding in them, and whether it is the last step."""
-
-_DEATH_S = 1.0  # how long it may take until it is known that a worker has ended
 
 
 class Step(NamedTuple):
@@ -48,7 +44,7 @@ def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Step 
         found = next(rounds, None)
         packets = sender.pack(found[0]) if found else {}
     except Exception as raised:
-        error = _explained(raised, num_workers)
+        error = explained(raised, num_workers)
         sender.fail(error)
         raise error from (None if error is raised else raised)
     if found is None:
@@ -86,21 +82,3 @@ class Link:
         if not isinstance(self.end, Receiver) or self.end.line is not line:
             self.end = Receiver(line, owners)
         return self.end
-
-
-def _explained(error: Exception, num_workers: int) -> Exception:
-    """Say that a worker has died, if that is why its batch did not come."""
-    lost = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
-    if not num_workers or not lost or "DataLoader worker" in str(error):
-        return error
-    until = time.monotonic() + _DEATH_S
-    while time.monotonic() < until:
-        try:  # torch knows more, unless it has told the main thread already, whom a signal tells
-            signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
-        except RuntimeError as death:
-            return death
-        time.sleep(0.01)
-    return RuntimeError(
-        f"A DataLoader worker exited unexpectedly ({type(error).__name__}: {error}). It may have run out of "
-        "memory. With num_workers=0 an error is seen where it happens."
-    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_data.adapter import DataLoaderAdapter
-from accel_data.checks import check_skip
+from accel_data.checks import check_skip, explained
 from accel_data.cursor import Pass
 from accel_data.iterable import count_rows
 from accel_data.layout import Share
@@ -84,6 +84,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 started.steps = step
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
+        except (OSError, EOFError) as raised:
+            error = explained(raised, self.num_workers)
+            if error is raised:
+                raise
+            raise error from raised
         finally:
             if isinstance(batches, Generator):  # what reads ahead ends now
                 batches.close()

@@ -103,8 +103,8 @@ class Place:
         if not counted or place.left > place.chunk:
             raise ValueError(
                 f"Loader state with an impossible stream={state!r:.200}: all numbers must be integers from 0 "
-                "on, `turn` below the number of parts, one part for each worker, and `left` at most `chunk`, which "
-                "is positive."
+                "on, `turn` below the number of parts, one part for each worker, and `left` at most `chunk`, "
+                "which is positive."
             )
         return place
 
