@@ -42,7 +42,7 @@ KINDS = {
 }
 
 
-def loaders(dataset, processes, batch_size=2, workers=0, kind="sequential", **kwargs):
+def loaders(dataset, processes, batch_size=2, workers=0, kind="sequential", split=False, even=True, **kwargs):
     """Make the loaders of all processes, each with generators of its own."""
     return [
         prepare_data_loader(
@@ -51,6 +51,8 @@ def loaders(dataset, processes, batch_size=2, workers=0, kind="sequential", **kw
             process_index=rank,
             data_seed=5,
             dispatch_batches=False,
+            split_batches=split,
+            even_batches=even,
         )
         for rank in range(processes)
     ]
@@ -64,6 +66,8 @@ def real_samples(iterators, loaders, steps=None):
         if batches[0] is None:
             return samples
         for rank, (loader, batch) in enumerate(zip(loaders, batches, strict=True)):
+            if batch is None:  # even_batches=False
+                continue
             samples += batch.tolist()[: loader.real_samples[rank] if loader.real_samples else None]
         steps = None if steps is None else steps - 1
     return samples
@@ -112,6 +116,39 @@ def test_a_run_goes_on_with_any_number_of_processes(length, batch_size, processe
 
     assert seen == epochs[epoch]
     assert whole_epoch(some) == epochs[epoch + 1]
+
+
+@given(
+    length=st.integers(1, 60),
+    batch_size=st.integers(1, 4),
+    processes=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    stop=st.integers(0, 6),
+    split=st.booleans(),
+    even=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_a_run_goes_on_however_it_is_shared_out(length, batch_size, processes, stop, split, even, drop_last):
+    batch_size *= processes[0] * processes[1] if split else 1
+    options = {"kind": "shuffle", "split": split, "even": even, "drop_last": drop_last}
+
+    def make(count):
+        data = Recorded(length)
+        return loaders(data, count, batch_size, **options), data
+
+    order = whole_epoch(loaders(range(length), 1, 1, kind="shuffle"))
+    some, _ = make(processes[0])
+    seen = real_samples([iter(loader) for loader in some], some, min(stop, len(some[0])))
+    states = [loader.state_dict() for loader in some]
+    assert len({state["consumed"] for state in states if state["batches"] == states[0]["batches"]}) == 1
+    some, data = make(processes[1])
+    for loader in some:
+        loader.load_state_dict(states[0])
+    rest = real_samples([iter(loader) for loader in some], some)
+
+    assert seen + rest == order[: len(seen + rest)]
+    assert set(data.read) <= {*rest, *order[: some[0].total_batch_size]}  # the latter for padding
+    left = length - states[0]["consumed"]
+    assert len(rest) == left - (left % some[0].total_batch_size if drop_last else 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -163,6 +163,9 @@ def test_processes_together_see_what_one_would(size, kind, split, even, drop_las
 
         assert samples == order[:count]
         assert len(loaders[0]) == len(batches[0]) == steps
+        assert [len(loader) for loader in loaders] == [len(some) for some in batches]
+        assert [*loaders[0].batch_sampler.batches_of_each] == [len(some) for some in batches]
+        assert not loaders[0].batch_sampler.is_even or len({len(some) for some in batches}) == 1
         if processes > 1 and (even or drop_last):
             assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
             assert {len(rank) for rank in batches} == {steps}
