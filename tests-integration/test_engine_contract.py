@@ -55,12 +55,24 @@ def hsdp() -> dict[str, Any]:
     return fsdp2() | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
 
 
+def in_parts(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The same, with checkpoints in parts, as version 2 has them by default."""
+    options = make()
+    options["fsdp_plugin"].set_state_dict_type("SHARDED_STATE_DICT")
+    return options
+
+
 CASES: dict[str, Case] = {
     "single": Case(1, "single"),
     "ddp": Case(2, "ddp"),
     "fsdp2 alone": Case(1, "fsdp2", fsdp2),
     "fsdp2": Case(2, "fsdp2", fsdp2),
     "hsdp": Case(4, "fsdp2", hsdp),
+}
+
+IN_PARTS = {
+    "fsdp2 in parts": Case(2, "fsdp2", functools.partial(in_parts, fsdp2)),
+    "hsdp in parts": Case(4, "fsdp2", functools.partial(in_parts, hsdp)),
 }
 
 ORDERS = {
@@ -201,7 +213,7 @@ class Session:
 def make_session(
     case: str, precision: str = "no", accumulation: int = ACCUMULATION, order: str = "together"
 ) -> Session:
-    chosen = CASES[case]
+    chosen = (CASES | IN_PARTS)[case]
     accelerator = Accelerator(
         mixed_precision=precision,
         gradient_accumulation_steps=accumulation,
@@ -285,12 +297,44 @@ def resume(case: str, folder: str) -> tuple[Run, Run]:
     return whole, rest
 
 
-@over_engines
+@pytest.mark.parametrize("case", [*CASES, "fsdp2 in parts", "hsdp in parts"])
 def test_a_run_is_resumed_exactly(world, case, tmp_path):
-    for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=CASES[case].size):
+    size = (CASES | IN_PARTS)[case].size
+    for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size):
         assert rest.losses == whole.losses[8:]
         assert rest.norms == whole.norms[8:]
         assert rest.rates == whole.rates[8:]
+
+
+def start(case: str, folder: str) -> list[float]:
+    session = make_session(case)
+    run = Run([], [], [], {})
+    session.steps(8, run, iter(session.loader))
+    session.accelerator.save_state(folder)
+    session.accelerator.end_training()
+    return run.losses
+
+
+def go_on(case: str, folder: str) -> list[float]:
+    session = make_session(case)
+    session.accelerator.load_state(folder)
+    run = Run([], [], [], {})
+    session.steps(2, run, iter(session.loader))  # the schedule counts processes, and is due after these
+    session.accelerator.end_training()
+    return run.losses
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint .* saved on")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fsdp2 in parts", "hsdp in parts"), ("hsdp in parts", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "single")],
+)
+def test_a_run_is_resumed_on_another_world(world, tmp_path, before, after):
+    cases = CASES | IN_PARTS
+    world.run(start, before, str(tmp_path / "saved"), size=cases[before].size)
+
+    for losses in world.run(go_on, after, str(tmp_path / "saved"), size=cases[after].size):
+        assert losses == pytest.approx(plain_run().losses[8:10], rel=1e-5)
 
 
 def save_weights(case: str, folder: str) -> bool:

@@ -45,6 +45,7 @@ def save_sharded_state(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
+    owners: Sequence[int] | None = None,
     process: Process | None = None,
 ) -> None:
     """Save the weights and optimizer states of sharded models. Every process must call it.
@@ -55,21 +56,22 @@ def save_sharded_state(
     Args:
         output_dir: The checkpoint folder.
         models: The models, sharded with `fully_shard` or not.
-        optimizers: One for each of the first models.
+        optimizers: The optimizers; with no `owners`, one for each of the first models.
+        owners: For each optimizer, which model has its parameters.
         process: This process; by default the current one.
 
     Raises:
         ValueError: If there are more optimizers than models.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    _check_pairs(models, optimizers)
+    owners = _owners(models, optimizers, owners)
     process = current_process() if process is None else process
     with staged(output_dir, process=process) as staging:
         for index, model in enumerate(models):
             weights = {"model": get_model_state_dict(model)}
             _save(weights, staging.path / layout.sharded_model_folder(index), process)
         for index, optimizer in enumerate(optimizers):
-            state = {"optimizer": get_optimizer_state_dict(models[index], optimizer)}
+            state = {"optimizer": get_optimizer_state_dict(models[owners[index]], optimizer)}
             _save(state, staging.path / layout.sharded_optimizer_folder(index), process)
 
 
@@ -78,6 +80,7 @@ def load_sharded_state(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
+    owners: Sequence[int] | None = None,
     process: Process | None = None,
     verify: bool = True,
 ) -> None:
@@ -86,7 +89,8 @@ def load_sharded_state(
     Args:
         input_dir: The checkpoint folder.
         models: The models, sharded like here and now.
-        optimizers: One for each of the first models.
+        optimizers: The optimizers; with no `owners`, one for each of the first models.
+        owners: For each optimizer, which model has its parameters.
         process: This process; by default the current one.
         verify: Whether to check the digests of the files.
 
@@ -96,7 +100,7 @@ def load_sharded_state(
         CorruptCheckpointError: If files are missing, changed, or lead out of the folder.
         CheckpointError: If the folder has no state for one of the objects, or another one than they need.
     """
-    _check_pairs(models, optimizers)
+    owners = _owners(models, optimizers, owners)
     process = current_process() if process is None else process
     reading = open_checkpoint(Path(input_dir), process, None, {}, verify)
     folders = [layout.sharded_model_folder(index) for index in range(len(models))]
@@ -113,17 +117,20 @@ def load_sharded_state(
         _load(weights, reading.folder / layout.sharded_model_folder(index), process)
         set_model_state_dict(model, weights["model"])
     for index, optimizer in enumerate(optimizers):
-        state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(models[index], optimizer)}
+        state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(models[owners[index]], optimizer)}
         _load(state, reading.folder / layout.sharded_optimizer_folder(index), process)
-        set_optimizer_state_dict(models[index], optimizer, state["optimizer"])
+        set_optimizer_state_dict(models[owners[index]], optimizer, state["optimizer"])
 
 
-def _check_pairs(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    if len(optimizers) > len(models):
+def _owners(models: Sequence[Any], optimizers: Sequence[Any], owners: Sequence[int] | None) -> Sequence[int]:
+    """The model of each optimizer, checked."""
+    found = range(len(optimizers)) if owners is None else owners
+    if len(found) != len(optimizers) or any(not 0 <= index < len(models) for index in found):
         raise ValueError(
-            f"each optimizer needs its model at the same place, and there are {len(optimizers)} optimizers "
-            f"for {len(models)} models."
+            f"each optimizer needs its model, at the same place or named in owners: there are "
+            f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
         )
+    return found
 
 
 def _save(state: dict[str, Any], folder: Path, process: Process) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.prepare import holds_any
 from accel_ckpt import background, layout, rotation, tensors
 from accel_ckpt.agree import from_main, together
 from accel_ckpt.gradients import get_gradients
+from accel_ckpt.sharded import save_sharded_state
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel.accelerator import Accelerator
 
-__all__ = ["register", "save", "save_model", "save_state", "wait_for_save"]
+__all__ = ["parts_of", "register", "save", "save_model", "save_state", "wait_for_save"]
 
 
 def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
@@ -109,8 +111,7 @@ def save_state(
     process = accelerator.process
     each_node = config.save_on_each_node
     with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
-        weights = [accelerator.get_state_dict(model) for model in accelerator._models]
-        optimizers = [accelerator.engine.optimizer_to_save(item) for item in accelerator._optimizers]
+        weights, optimizers = _whole_states(accelerator)
         for hook in accelerator._save_state_hooks.values():
             hook(accelerator._models, weights, str(staging.path))
         save_accelerator_state(
@@ -128,6 +129,8 @@ def save_state(
             window=accelerator.window.state_dict(),
             process=process,
         )
+        if accelerator.engine.saves_parts:
+            save_sharded_state(staging.path, **parts_of(accelerator), process=process)
         for index, item in enumerate(accelerator._custom_objects):
             save_custom_state(item, staging.path, index, each_node)
         if config.automatic_checkpoint_naming:
@@ -141,6 +144,36 @@ def save_state(
 def wait_for_save() -> None:
     """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
     background.wait()
+
+
+def _whole_states(accelerator: Accelerator) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The states that one process writes for all; none where each process writes its parts."""
+    engine = accelerator.engine
+    if engine.saves_parts:
+        return [], []
+    weights = [accelerator.get_state_dict(model) for model in accelerator._models]
+    return weights, [engine.optimizer_to_save(item) for item in accelerator._optimizers]
+
+
+def parts_of(accelerator: Accelerator) -> dict[str, Any]:
+    """The models and optimizers whose parts are saved, and which model each optimizer belongs to.
+
+    Raises:
+        ValueError: If an optimizer has no parameter of a prepared model.
+    """
+    models = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+    owned = [{id(parameter) for parameter in model.parameters()} for model in models]
+    optimizers, owners = [], []
+    for item in accelerator._optimizers:
+        owner = next((index for index, wanted in enumerate(owned) if holds_any(item, wanted)), None)
+        if owner is None:
+            raise ValueError(
+                f"{type(item).__name__} has no parameters of a prepared model, so that its state cannot be "
+                "saved in parts. Prepare its model too, or set state_dict_type='FULL_STATE_DICT'."
+            )
+        optimizers.append(getattr(item, "optimizer", item))
+        owners.append(owner)
+    return {"models": models, "optimizers": optimizers, "owners": owners}
 
 
 def _check_window(accelerator: Accelerator) -> None:

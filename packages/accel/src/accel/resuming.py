@@ -6,11 +6,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.checkpointing import parts_of
 from accel_ckpt import background, layout, rotation
 from accel_ckpt.agree import collect, from_main
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
+from accel_ckpt.sharded import load_sharded_state
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -57,9 +59,10 @@ def load_state(
     for hook in accelerator._load_state_hooks.values():
         hook(models, str(reading.folder))
     engine = accelerator.engine
+    in_parts = any(layout.role_of(name) == "sharded" for name in reading.names)
     objects = Objects(
-        [engine.model_to_load(model) for model in models],
-        [engine.optimizer_to_load(optimizer) for optimizer in accelerator._optimizers],
+        [] if in_parts else [engine.model_to_load(model) for model in models],
+        [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in accelerator._optimizers],
         accelerator._schedulers,
         accelerator._dataloaders,
         accelerator.scaler,
@@ -70,10 +73,13 @@ def load_state(
         objects,
         accelerator.process_index,
         accelerator.process,
-        hooked=_left_to_hooks(accelerator, len(models)),
+        hooked={*_left_to_hooks(accelerator, len(models)), "sharded"},
         strict=strict,
         **options,
     )
+    if in_parts:  # on any number of processes, and under any engine
+        parts = parts_of(accelerator)
+        load_sharded_state(reading.folder, **parts, process=accelerator.process, verify=False)
     if "window" in result:
         accelerator.window.load_state_dict(result["window"])
     else:

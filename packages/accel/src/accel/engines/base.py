@@ -94,6 +94,11 @@ class Engine:
     """Whether the gradients of an open accumulation window are where a checkpoint finds them."""
 
     @property
+    def saves_parts(self) -> bool:
+        """Whether each process writes its own part of models and optimizers into a checkpoint."""
+        return False
+
+    @property
     def mesh(self) -> DeviceMesh | None:
         """The device mesh, where processes are arranged in one."""
         return self.context.mesh

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, StateDictType
 
 from accel.engines.base import Engine, EngineContext, Prepared
 from accel.parallel import held_back, norms
@@ -224,6 +224,11 @@ class MeshEngine(Engine):
         return norm
 
     # States
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
+        return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state, on the first process of each machine; others take part and get an empty dict."""

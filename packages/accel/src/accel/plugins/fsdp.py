@@ -301,7 +301,7 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(policy, override=True)
         elif isinstance(policy, dict):
             kind = fsdp.MixedPrecisionPolicy if self.fsdp_version == 2 else fsdp.MixedPrecision
-            known = {field.name for field in dataclasses.fields(kind)}
+            known = {field.name for field in dataclasses.fields(kind) if field.name[0] != "_"}
             if unknown := sorted(set(policy) - known):
                 raise ValueError(
                     f"mixed_precision_policy has unknown {', '.join(unknown)}; "
