@@ -1,5 +1,6 @@
 """What dispatched loaders do while batches are used, when loops are left, and when something fails."""
 
+import gc
 import threading
 import time
 from itertools import islice
@@ -109,6 +110,41 @@ def beside_collectives():
 
 def test_the_users_collectives_do_not_mix_with_it(world):
     assert world.run(beside_collectives, size=3, timeout_s=25) == [sum(range(600))] * 3
+
+
+def beside_messages():
+    """Send messages of the user's own, with the tags that loaders use."""
+    rank = current_process().rank
+    for number, batch in enumerate(dispatched(DataLoader(range(60), 2))):
+        note = torch.tensor([number * 10 + rank])
+        for tag in range(3):
+            if rank == 0:
+                dist.send(note, 1, tag=tag)
+            else:
+                dist.recv(note, 0, tag=tag)
+        assert note.item() == number * 10
+        assert batch.tolist() == [4 * number + 2 * rank, 4 * number + 2 * rank + 1]
+
+
+def test_the_users_messages_do_not_mix_with_it(world):
+    world.run(beside_messages, size=2, timeout_s=20)
+
+
+def dropped_early():
+    """Drop a loader while its next batch is asked for and not yet sent."""
+    batches = iter(dispatched(DataLoader(Counted(act=draw), 2)))
+    next(batches)
+    if not current_process().is_main:
+        del batches
+        gc.collect()
+    dist.barrier()
+    batches = None
+    dist.barrier()
+    return [batch.tolist() for batch in dispatched(DataLoader(range(8), 2))]
+
+
+def test_a_loader_that_is_dropped_early_leaves_the_others_working(world):
+    assert world.run(dropped_early, size=2, timeout_s=20) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def nested():

@@ -42,24 +42,20 @@ def test_the_structure_goes_once():
     assert over(packer, unpacker, {"x": torch.ones(3), "y": "other"})[1]
 
 
-def test_batches_share_no_memory():
+LEAVES = {"array": lambda: numpy.zeros(2), "sparse": lambda: torch.zeros(2).to_sparse(), "list": lambda: [1]}
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_batches_share_no_memory(kind):
     packer, unpacker = Packer(), Unpacker()
-
-    def make():
-        sparse = torch.eye(2).to_sparse()
-        return {"x": torch.zeros(2), "array": numpy.zeros(2), "list": [1], "sparse": sparse}
-
-    first, _ = over(packer, unpacker, make())
+    first, _ = over(packer, unpacker, {"x": torch.zeros(2), "other": LEAVES[kind]()})
+    before = repr(first)
     first["x"] += 1
-    first["array"] += 1
-    first["list"].append(2)
-    first["sparse"].mul_(2)
-    second, _ = over(packer, unpacker, make())
+    first["other"] += {"list": [2], "array": 1, "sparse": torch.ones(2).to_sparse()}[kind]
+    assert repr(first) != before
+    second, _ = over(packer, unpacker, {"x": torch.zeros(2), "other": LEAVES[kind]()})
 
-    assert second["x"].tolist() == [0, 0]
-    assert second["array"].tolist() == [0, 0]
-    assert second["list"] == [1]
-    assert second["sparse"].to_dense().tolist() == [[1, 0], [0, 1]]
+    assert repr(second) == before
 
 
 def test_views_and_gradients_arrive_as_values():

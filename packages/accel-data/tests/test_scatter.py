@@ -174,3 +174,30 @@ def fails():
 
 def test_a_failure_reaches_the_others(world):
     world.run(fails, size=2)
+
+
+def fails_between():
+    owners = range(3)
+    if not current_process().is_main:
+        receiver, received = Receiver(open_line(), owners), []
+        receiver.begin()
+        received.append(receiver.receive().batch)
+        with pytest.raises(RuntimeError, match="cannot be pickled"):
+            receiver.receive()
+        receiver.begin()
+        received.append(receiver.receive().batch)
+        return received
+    sender = Sender(open_line(), owners)
+    sender.begin()
+    sender.send(sender.pack(["a"] * 3), None, False)
+    with pytest.raises(TypeError, match="cannot be pickled") as caught:
+        sender.pack(["b", "b", lambda: 0])  # the second is ready to be sent by then
+    sender.fail(caught.value)
+    sender.begin()
+    sender.send(sender.pack(["b"] * 3), None, True)
+    sender.leave()
+    return []
+
+
+def test_a_structure_that_was_not_sent_is_sent_later(world):
+    assert world.run(fails_between, size=3) == [[], ["a", "b"], ["a", "b"]]
