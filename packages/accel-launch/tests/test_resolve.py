@@ -131,7 +131,6 @@ def test_the_nearer_source_wins_where_two_exclude_each_other() -> None:
         (("--tpu",), "TPU"),
         (("--vm", "a"), "TPU"),
         (("--aws_access_key_id", "x"), "SageMaker"),
-        (("--mpirun_hostfile", "h"), "mpirun"),
     ],
 )
 def test_what_this_version_cannot_start_is_refused(flags: tuple[str, ...], feature: str) -> None:
@@ -148,7 +147,6 @@ def test_what_this_version_cannot_start_is_refused(flags: tuple[str, ...], featu
         ({"distributed_type": "MEGATRON_LM"}, {}),
         ({"distributed_type": "XLA"}, {}),
         ({"tpu_use_cluster": True}, {}),
-        ({"mpirun_config": {"mpirun_hostfile": "h"}}, {}),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, {}),
         (None, {"ACCELERATE_USE_DEEPSPEED": "true"}),
     ],

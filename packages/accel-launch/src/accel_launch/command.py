@@ -100,6 +100,14 @@ def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
         if held is not None:
             held.close()
         command, changed = torchrun_command(plan, port), torchrun_environment(plan)
+    elif plan.how == "mpirun":
+        from accel_launch.mpi import mpirun_command, mpirun_environment, mpirun_port
+
+        port, held = mpirun_port(plan)
+        if held is not None:
+            held.close()
+        changed = mpirun_environment(plan, port)
+        command = mpirun_command(plan, changed, environ)
     elif plan.how == "local":
         from accel_launch.environment import worker_environment
         from accel_launch.ports import reserve_port
@@ -130,6 +138,15 @@ def _start(plan: Plan) -> None:
         if held is not None:
             held.set_inheritable(True)  # stays reserved until torchrun ends
         _replace(torchrun_command(plan, port), torchrun_environment(plan))
+    elif plan.how == "mpirun":
+        from accel_launch.mpi import mpirun_command, mpirun_environment, mpirun_port
+
+        port, held = mpirun_port(plan)
+        changed = mpirun_environment(plan, port)
+        command = mpirun_command(plan, changed, env.snapshot())
+        if held is not None:
+            held.set_inheritable(True)  # stays reserved until mpirun ends
+        _replace(command, changed)
     else:
         _replace(plan.command, plan.environ)
 

@@ -16,7 +16,7 @@ from accel_launch.script import worker_command
 
 __all__ = ["Plan", "make_plan"]
 
-How = Literal["exec", "local", "torchrun"]
+How = Literal["exec", "local", "torchrun", "mpirun"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Plan:
 
     Args:
         settings: The effective settings, detected values included.
-        how: exec replaces this process, local supervises workers, torchrun runs torch.distributed.run.
+        how: exec replaces this process, local supervises workers, torchrun
+            runs torch.distributed.run, mpirun runs mpirun.
         script: The script, module or program.
         arguments: Its arguments.
         command: What one worker runs.
@@ -73,7 +74,7 @@ def make_plan(
     visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
     gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
     settings = _count_processes(settings, len(gpus), machines[1])
-    processes = _per_machine(settings, machines[1], len(gpus))
+    processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
     _check_mesh(settings)
     how = _how(settings, processes, machines)
     settings = _count_threads(settings, machine.cores, processes)
@@ -108,7 +109,7 @@ def _machines(settings: Settings) -> tuple[int, int]:
             f"machine_rank={rank} (from {settings['machine_rank'].detail}) but num_machines={high}; ranks "
             f"run from 0 to {high - 1}."
         )
-    if high > 1 and settings.value("main_process_ip") is None:
+    if high > 1 and settings.value("main_process_ip") is None and not _hosts(settings):
         raise LaunchError(
             f"num_machines={settings.value('num_machines')} needs the address of machine 0: give "
             "--main_process_ip (and --main_process_port)."
@@ -153,6 +154,15 @@ def _count_processes(settings: Settings, gpus: int, machines: int) -> Settings:
     return settings.replace(
         num_processes=Effective(max(gpus, 1) * machines, Source.DETECTED, f"detected: {reason}")
     )
+
+
+def _hosts(settings: Settings) -> int:
+    """Number of machines in the hostfile of mpirun; 0 without one."""
+    if settings.value("mpirun_hostfile") is None or settings.value("launcher") not in ("auto", "mpirun"):
+        return 0
+    from accel_launch.mpi import read_hostfile
+
+    return len(read_hostfile(settings.value("mpirun_hostfile")))
 
 
 def _per_machine(settings: Settings, machines: int, gpus: int) -> int:
@@ -208,6 +218,12 @@ def _how(settings: Settings, processes: int, machines: tuple[int, int]) -> How:
         if wanted
     ]
     launcher = settings.value("launcher")
+    if launcher == "mpirun" or (launcher == "auto" and settings.value("mpirun_hostfile") is not None):
+        wrong = [name for name in reasons if name != "num_machines"]  # the hostfile says how many
+        if wrong:
+            given = ", ".join(f"{name}={settings.value(name)}" for name in wrong)
+            raise LaunchError(f"mpirun cannot serve {given}; leave that out, or give --launcher torchrun.")
+        return "mpirun"
     if launcher == "local" and reasons:
         raise LaunchError(
             f"--launcher local cannot serve {', '.join(f'{n}={settings.value(n)}' for n in reasons)}; "
@@ -238,14 +254,15 @@ def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
 
 
 _UNUSED: dict[How, tuple[str, ...]] = {
-    "exec": ("role", "grace_period", "monitor_interval"),
-    "local": ("monitor_interval",),
-    "torchrun": ("grace_period", "quiet"),
+    "exec": ("role", "grace_period", "monitor_interval", "mpirun_ccl"),
+    "local": ("monitor_interval", "mpirun_hostfile", "mpirun_ccl"),
+    "torchrun": ("grace_period", "quiet", "mpirun_hostfile", "mpirun_ccl"),
+    "mpirun": ("grace_period", "quiet", "monitor_interval", "tee", "log_dir", "role"),
 }
 
 
 def _warn_unused(settings: Settings, how: How) -> None:
     names: list[Any] = [f"--{name}" for name in _UNUSED[how] if settings[name].source == Source.FLAG]
     if names:
-        what = {"exec": "one process", "local": "workers of this machine", "torchrun": "torchrun"}[how]
+        what = {"exec": "one process", "local": "workers of this machine"}.get(how, how)
         warnings.warn(f"Ignored for {what}: {', '.join(names)}.", UserWarning, stacklevel=4)

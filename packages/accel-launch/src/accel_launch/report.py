@@ -86,4 +86,6 @@ def plan_note(plan: Plan) -> str:
         return "one process, in place of this one"
     if plan.how == "torchrun":
         return f"torchrun with {plan.processes} processes on this machine"
+    if plan.how == "mpirun":
+        return f"mpirun with {plan.settings.value('num_processes')} processes"
     return f"{plan.processes} processes on this machine; of these, rank 0:"

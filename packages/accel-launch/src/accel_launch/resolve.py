@@ -192,7 +192,7 @@ def _settle_exclusive(settings: Settings) -> Settings:
     return settings
 
 
-_DEMANDING = ("tpu", "tpu_cluster", "use_deepspeed", "use_megatron_lm", "mpirun_hostfile")
+_DEMANDING = ("tpu", "tpu_cluster", "use_deepspeed", "use_megatron_lm")
 
 
 def _refuse_missing(settings: Settings, config: LaunchConfig | None) -> None:

@@ -19,7 +19,7 @@ GENERAL_GROUPS = {
     "training": Group("Training"),
     "tpu": Group("TPU", missing="TPU"),
     "sagemaker": Group("Amazon SageMaker", missing="Amazon SageMaker"),
-    "mpirun": Group("MPI", missing="mpirun"),
+    "mpirun": Group("MPI"),
 }
 
 
@@ -90,9 +90,9 @@ _LAUNCH = [
         "launcher",
         "str",
         "auto",
-        "How workers are started: by this process, or by torch.distributed.run. auto takes torchrun for "
-        "several machines and for restarts.",
-        choices=("auto", "local", "torchrun"),
+        "How workers are started: by this process, torch.distributed.run or mpirun. auto takes torchrun for "
+        "several machines and for restarts, mpirun with a hostfile for it.",
+        choices=("auto", "local", "torchrun", "mpirun"),
     ),
     _own(
         "launch",
