@@ -55,7 +55,7 @@ class Packer:
             TypeError: If something in it cannot be pickled.
         """
         tensors: list[torch.Tensor] = []
-        outline = outline_of(batch, tensors)
+        outline = _outline_of(batch, tensors)
         if outline is not None and outline == self._outline:
             return Packet(b"", tensors)
         self._outline = outline
@@ -137,7 +137,7 @@ def check_alike(batches: Sequence[Any]) -> None:
             )
 
 
-def outline_of(batch: Any, tensors: list[torch.Tensor]) -> Any:
+def _outline_of(batch: Any, tensors: list[torch.Tensor]) -> Any:
     """Return what equals that of another batch only if both have one structure; quick, for the usual batch.
 
     Args:
@@ -163,7 +163,7 @@ def outline_of(batch: Any, tensors: list[torch.Tensor]) -> Any:
         return None
     outlines = []
     for child in inside:
-        outline = outline_of(child, tensors)
+        outline = _outline_of(child, tensors)
         if outline is None:
             return None
         outlines.append(outline)

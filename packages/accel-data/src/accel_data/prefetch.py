@@ -14,7 +14,7 @@ from accel_ops.tree import flatten, recursively_apply, send_to_device
 from accel_ops.walk import children, find_path
 from accel_state.devices import DEVICES, DeviceRow
 
-__all__ = ["SideStream", "copied_ahead"]
+__all__ = ["Copy", "SideStream", "copied_ahead"]
 
 
 class Copy(NamedTuple):
