@@ -8,7 +8,7 @@ divides itself over the workers is left to do so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from accel_data.checks import check_divides, check_place
 from accel_data.layout import Layout
 from accel_data.place import Mark, Place
-from accel_data.stream import Source, Stream, read
+from accel_data.stream import Reading, Source, read
 from accel_ops.tree import ignorant_find_batch_size
 
 __all__ = [
@@ -149,16 +149,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         """
         layout = self._layout()
         needs_head = layout.even and not layout.drop_last
-        stream, head, mark = read(self._source, layout.group, start, place, needs_head)
-        over = _surely_before(start // layout.group, stream) if place is None else 0
+        reading = read(self._source, layout.group, start, place, needs_head)
+        over = _surely_before(start // layout.group, reading) if place is None else 0
         for number in count():
-            group = list(islice(stream.samples, layout.group))
+            group = reading.take(layout.group)
             if not group:
                 return
-            mine = stream.divided or number % stream.num_workers == stream.worker
-            if mine and (own := self._own(group, head, layout)):
+            mine = reading.divided or number % reading.num_workers == reading.worker
+            if mine and (own := self._own(group, reading.head, layout)):
                 samples, real = own
-                yield Block([] if number < over else samples, real, mark())
+                yield Block([] if number < over else samples, real, reading.mark())
 
     def _own(
         self, group: list[Any], head: list[Any], layout: Layout
@@ -263,9 +263,9 @@ class CollateBlock:
         return block.real, batch, block.mark
 
 
-def _surely_before(number: int, stream: Stream) -> int:
+def _surely_before(number: int, reading: Reading) -> int:
     """Return how many batches of this worker come before batch `number` of all, whoever ends early."""
-    return len(range(stream.worker, number, stream.num_workers)) if stream.divided else 0
+    return len(range(reading.worker, number, reading.num_workers)) if reading.divided else 0
 
 
 def count_rows(item: Any) -> int:

@@ -37,18 +37,24 @@ class Reading(NamedTuple):
     """A stream that is being read from some place on.
 
     Args:
-        stream: What is left of it.
-        head: The first samples of its epoch, as many as a step of all processes has.
+        worker: Index of the worker that reads; 0 where there is none.
+        num_workers: Number of workers; 1 where there are none.
+        divided: Whether the dataset gives each worker samples of its own.
+        take: Returns the next samples, fewer only at the end.
         mark: Returns where the stream is.
+        head: The first samples of its epoch, as many as a step of all processes has.
     """
 
-    stream: Stream
-    head: list[Any]
+    worker: int
+    num_workers: int
+    divided: bool
+    take: Callable[[int], list[Any]]
     mark: Callable[[], Place | Mark]
+    head: list[Any]
 
 
 class Counted:
-    """An iterator that counts what it gives.
+    """Gives samples and counts them.
 
     Args:
         samples: What it gives.
@@ -60,15 +66,12 @@ class Counted:
         self.count = count
         self.ended = False
 
-    def __iter__(self) -> Counted:
-        return self
-
-    def __next__(self) -> Any:
-        for sample in self.samples:
-            self.count += 1
-            return sample
-        self.ended = True
-        raise StopIteration
+    def take(self, number: int) -> list[Any]:
+        """Return the next samples, fewer only at the end."""
+        taken = list(islice(self.samples, number))
+        self.count += len(taken)
+        self.ended = len(taken) < number
+        return taken
 
 
 class Source:
@@ -142,34 +145,29 @@ def _from_start(source: Source, group: int, start: int) -> Reading:
     stream = source.open()
     head = list(islice(stream.samples, group))
     samples = chain(head, stream.samples)
-    if not stream.divided:
-        counted = Counted(islice(samples, start, None), start)
-        return Reading(
-            stream._replace(samples=counted),
-            head,
-            lambda: Place(group, group, parts=(source.part(counted),)),
-        )
-    counted = Counted(samples)
-    worker, workers = stream.worker, stream.num_workers
-    return Reading(
-        stream._replace(samples=counted),
-        head,
-        lambda: Mark(worker, workers, group, source.part(counted)),
-    )
+    counted = Counted(samples) if stream.divided else Counted(islice(samples, start, None), start)
+
+    def mark() -> Place | Mark:
+        part = source.part(counted)
+        if stream.divided:
+            return Mark(stream.worker, stream.num_workers, group, part)
+        return Place(group, group, parts=(part,))
+
+    return Reading(stream.worker, stream.num_workers, stream.divided, counted.take, mark, head)
 
 
 def _own_part(source: Source, group: int, place: Place, worker: int, needs_head: bool) -> Reading:
     """Go on with one part of a divided stream; the loader's first worker gets the one whose turn it is."""
-    workers = len(place.parts)
+    workers = place.num_workers
     number = (worker + place.turn) % workers
     part = place.parts[number]
     head = _head(source, group, (number, workers)) if needs_head else []
     counted = Counted(source.open(part, (number, workers)).samples, part.read)
-    return Reading(
-        Stream(counted, number, workers, divided=True),
-        head,
-        lambda: Mark(number, workers, group, source.part(counted)),
-    )
+
+    def mark() -> Mark:
+        return Mark(number, workers, group, source.part(counted))
+
+    return Reading(number, workers, True, counted.take, mark, head)
 
 
 def _all_parts(source: Source, group: int, place: Place, needs_head: bool) -> Reading:
@@ -179,7 +177,7 @@ def _all_parts(source: Source, group: int, place: Place, needs_head: bool) -> Re
     head = _head(source, group, (0, place.num_workers)) if needs_head else []
     turns = _Turns(source, place)
     turns.pass_over(place.ahead)
-    return Reading(Stream(turns, worker, workers), head, turns.place)
+    return Reading(worker, workers, False, turns.take, turns.place, head)
 
 
 def _head(source: Source, count: int, worker: tuple[int, int]) -> list[Any]:
@@ -197,59 +195,53 @@ class _Turns:
         self.sources = [copy.deepcopy(source) if copied else source for _ in self.parts]
         # A part is opened when it is its turn: opening reads a sample ahead.
         self.open: list[Counted | None] = [None] * len(self.parts)
-        self.ended = 0  # parts in a row that had nothing to give
+        self.ended = 0  # parts in a row that had nothing to give in a whole turn
 
-    def __iter__(self) -> _Turns:
-        return self
-
-    def __next__(self) -> Any:
-        while self.ended < len(self.parts):
-            if not self.left:
-                self._next_turn()
-            for sample in self._samples():
-                self.left -= 1
-                self.ended = 0
-                return sample
-            self.ended += self.left == self.chunk
-            self.left = 0
-        raise StopIteration
+    def take(self, number: int) -> list[Any]:
+        """Return the next samples, fewer only at the end."""
+        taken: list[Any] = []
+        while len(taken) < number and self.ended < len(self.parts):
+            taken += self._turn(number - len(taken))[0]
+        return taken
 
     def pass_over(self, samples: int) -> None:
         """Leave out samples, counted as a run counts them: a part's last, short chunk as a whole one."""
         while samples > 0 and self.ended < len(self.parts):
-            wanted = min(self.left, samples)
-            taken = sum(1 for _ in islice(self._samples(), wanted))
-            has_ended = not taken and self.left == self.chunk
-            self.ended = self.ended + 1 if has_ended else 0
-            if taken < wanted:
-                samples -= 0 if has_ended else self.left
-                self.left = 0
-            else:
-                samples -= wanted
-                self.left -= wanted
-            if not self.left:
-                self._next_turn()
+            samples -= self._turn(samples)[1]
 
     def place(self) -> Place:
         """Return where the stream is."""
         for number, samples in enumerate(self.open):
             if samples is not None:
                 self.parts[number] = self.sources[number].part(samples)
-        turn, left = self.turn, self.left
-        if not left:
-            turn, left = (turn + 1) % len(self.parts), self.chunk
-        return Place(self.chunk, left, turn, tuple(self.parts), self.num_workers)
+        return Place(self.chunk, self.left, self.turn, tuple(self.parts), self.num_workers)
 
-    def _samples(self) -> Counted:
+    def _turn(self, most: int) -> tuple[list[Any], int]:
+        """Read from the part whose turn it is.
+
+        Args:
+            most: Samples to read, at most.
+
+        Returns:
+            The samples, and how many of the turn they take: more if the part ends with them.
+        """
+        wanted = min(self.left, most)
+        taken = self._opened().take(wanted)
+        has_ended = not taken and self.left == self.chunk
+        self.ended = self.ended + 1 if has_ended else 0
+        used = wanted if len(taken) == wanted else 0 if has_ended else self.left
+        self.left -= used
+        if has_ended or not self.left:
+            self.turn, self.left = (self.turn + 1) % len(self.parts), self.chunk
+        return taken, used
+
+    def _opened(self) -> Counted:
         found = self.open[self.turn]
         if found is None:
             part = self.parts[self.turn]
             stream = self.sources[self.turn].open(part, (self.turn, self.num_workers))
             found = self.open[self.turn] = Counted(stream.samples, part.read)
         return found
-
-    def _next_turn(self) -> None:
-        self.turn, self.left = (self.turn + 1) % len(self.parts), self.chunk
 
 
 def open_stream(dataset: Iterable[Any], worker: tuple[int, int] | None = None) -> Stream:

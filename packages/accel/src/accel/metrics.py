@@ -43,16 +43,19 @@ def gather_for_metrics(
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
     """
+    copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
     counts: Sequence[int] | None = getattr(loader, "real_samples", None)
     rows: int = getattr(loader, "batch_rows", None) or 0
     if use_gather_object or not _holds_only_tensors(data):
         if counts is not None:
             data = _cut_objects(data, counts[shard[0]], rows)
-        return gather_object(data, process=process)
+        return gather_object([] if process.rank % copies else data, process=process)
     if process.world_size > 1 and _may_be_uneven(loader):
-        return _gather_uneven(data, process)
+        return _gather_uneven(data, process, copies)
     gathered = gather(data, process=process)
-    if counts is None or process.world_size != len(counts):
+    if copies > 1:
+        gathered = recursively_apply(_first_copies, gathered, process.world_size, copies)
+    if counts is None or shard[1] != len(counts):
         return gathered
     return recursively_apply(_drop_padding, gathered, counts, rows)
 
@@ -71,14 +74,19 @@ def _may_be_uneven(loader: Any | None) -> bool:
     return any(getattr(holder, "even_batches", True) is False for holder in holders)
 
 
-def _gather_uneven(data: Any, process: Process) -> Any:
+def _first_copies(gathered: torch.Tensor, world_size: int, copies: int) -> torch.Tensor:
+    return gathered.unflatten(0, (world_size, -1))[::copies].flatten(0, 1)
+
+
+def _gather_uneven(data: Any, process: Process, copies: int) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
     own = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
-    sizes = gather(own, process=process).view(process.world_size, len(leaves)).t().tolist()
+    sizes = gather(own, process=process).view(process.world_size, len(leaves)).t()
+    sizes = sizes * (torch.arange(process.world_size, device=sizes.device) % copies == 0)
     gathered, _ = flatten(gather(pad_across_processes(data, process=process), process=process))
     return rebuild(
-        [_kept_rows(leaf, counts, max(counts)) for leaf, counts in zip(gathered, sizes, strict=True)]
+        [_kept_rows(leaf, counts, max(counts)) for leaf, counts in zip(gathered, sizes.tolist(), strict=True)]
     )
 
 
