@@ -19,6 +19,19 @@ Answers = Mapping[str, Any]
 _Test = Callable[[Answers], bool]
 
 
+def _no_default(answers: Answers) -> None:
+    """There is none."""
+
+
+def _always(answers: Answers) -> bool:
+    """Whatever the answers are."""
+    return True
+
+
+def _anything(value: Any, answers: Answers) -> None:
+    """Every value fits."""
+
+
 @dataclass(frozen=True)
 class Question:
     """One question.
@@ -35,9 +48,9 @@ class Question:
     name: str
     title: str
     choices: tuple[tuple[Any, str], ...] = ()
-    default: Callable[[Answers], Any] = lambda answers: None
-    when: _Test = lambda answers: True
-    check: Callable[[Any, Answers], None] = lambda value, answers: None
+    default: Callable[[Answers], Any] = _no_default
+    when: _Test = _always
+    check: Callable[[Any, Answers], None] = _anything
 
     @property
     def setting(self) -> Setting | None:

@@ -34,7 +34,7 @@ def _expect(true: bool, what: str) -> None:
         raise RuntimeError(what)
 
 
-def check_processes(accelerator: Accelerator) -> None:
+def _check_processes(accelerator: Accelerator) -> None:
     """Every rank is there once, and they share out work without loss."""
     size = accelerator.num_processes
     ranks = gather_object([accelerator.process_index])
@@ -44,7 +44,7 @@ def check_processes(accelerator: Accelerator) -> None:
     _expect(everything == list(range(2 * size + 1)), f"shares of 0 to {2 * size} add up to {everything}")
 
 
-def check_collectives(accelerator: Accelerator) -> None:
+def _check_collectives(accelerator: Accelerator) -> None:
     """Gather, reduce, broadcast and padding move the right numbers."""
     rank, size = accelerator.process_index, accelerator.num_processes
     mine = torch.full((2,), float(rank), device=accelerator.device)
@@ -62,7 +62,7 @@ def check_collectives(accelerator: Accelerator) -> None:
     )
 
 
-def check_sharding(accelerator: Accelerator) -> None:
+def _check_sharding(accelerator: Accelerator) -> None:
     """Every sample of a loader comes once, also where batches do not come out even, and shuffled alike."""
     samples = _BATCH * accelerator.num_processes * 3 + 1
     for shuffle in (False, True):
@@ -75,7 +75,7 @@ def check_sharding(accelerator: Accelerator) -> None:
         _expect(len(set(orders)) == 1, f"shuffle={shuffle}: the processes disagree about the order")
 
 
-def check_training(accelerator: Accelerator) -> None:
+def _check_training(accelerator: Accelerator) -> None:
     """The losses of all processes together are those of a plain loop on one process over the same samples."""
     losses = list(_train(accelerator))
     reference = list(_train_alone(accelerator.device, _BATCH * accelerator.num_processes))
@@ -88,7 +88,7 @@ def check_training(accelerator: Accelerator) -> None:
         )
 
 
-def check_checkpoint(accelerator: Accelerator) -> None:
+def _check_checkpoint(accelerator: Accelerator) -> None:
     """Training that was saved and loaded goes on exactly as if nothing had happened."""
     with _shared_folder(accelerator) as folder:
         training = _train(accelerator)
@@ -103,11 +103,11 @@ def check_checkpoint(accelerator: Accelerator) -> None:
 
 
 CHECKS: dict[str, Callable[[Accelerator], None]] = {
-    "processes": check_processes,
-    "collectives": check_collectives,
-    "sharding of data": check_sharding,
-    "one versus many": check_training,
-    "checkpoint": check_checkpoint,
+    "processes": _check_processes,
+    "collectives": _check_collectives,
+    "sharding of data": _check_sharding,
+    "one versus many": _check_training,
+    "checkpoint": _check_checkpoint,
 }
 """The checks by name, in the order in which they run."""
 
