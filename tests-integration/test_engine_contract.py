@@ -55,6 +55,12 @@ def hsdp() -> dict[str, Any]:
     return fsdp2() | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
 
 
+def fsdp2_tp() -> dict[str, Any]:
+    """Two groups of two processes that split weights, each with half of the shards."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}
+
+
 def in_parts(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The same, with checkpoints in parts, as version 2 has them by default."""
     options = make()
@@ -68,6 +74,8 @@ CASES: dict[str, Case] = {
     "fsdp2 alone": Case(1, "fsdp2", fsdp2),
     "fsdp2": Case(2, "fsdp2", fsdp2),
     "hsdp": Case(4, "fsdp2", hsdp),
+    "tp": Case(2, "tp", lambda: {"parallelism_config": ParallelismConfig(tp_size=2)}, replicas=2),
+    "fsdp2 x tp": Case(4, "fsdp2 x tp", fsdp2_tp, replicas=2),
 }
 
 IN_PARTS = {
@@ -91,11 +99,13 @@ class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False), torch.nn.Linear(WIDTH, WIDTH)
+        self.q, self.k, self.v = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = torch.nn.Linear(WIDTH, WIDTH)
         self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        parts = (layer(self.norm_1(x)) for layer in (self.q, self.k, self.v))
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)) for part in parts)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         weights = scores.masked_fill(~causal, float("-inf")).softmax(-1).to(v.dtype)
@@ -106,7 +116,11 @@ class Block(torch.nn.Module):
 class Transformer(torch.nn.Module):
     """Two blocks; the output shares the embedding's weight."""
 
-    _no_split_modules = ["Block"]  # noqa: RUF012 - as transformers' models have it
+    _no_split_modules = ("Block",)
+    _tp_plan = {  # noqa: RUF012 - as transformers' models have it
+        **dict.fromkeys(["blocks.*.q", "blocks.*.k", "blocks.*.v", "blocks.*.up"], "colwise"),
+        **dict.fromkeys(["blocks.*.out", "blocks.*.down"], "rowwise"),
+    }
 
     def __init__(self) -> None:
         super().__init__()

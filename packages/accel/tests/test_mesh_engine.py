@@ -354,3 +354,71 @@ def save_in_a_window(folder: str) -> str:
 
 def test_a_window_that_is_held_back_is_not_lost_by_a_save(world, tmp_path):
     assert "sync_gradients is True" in world.run(save_in_a_window, str(tmp_path / "saved"))[0]
+
+
+class Pair(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def tensor_refusals() -> list[str]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+    plans: list[Any] = [None, {"middle": "colwise"}, {"up": "diagonal"}]
+    found = []
+    for plan in plans:
+        model = Pair()
+        model._tp_plan = plan
+        with pytest.raises(ValueError, match="Pair") as error:
+            accelerator.prepare(model)
+        found.append(str(error.value))
+        assert type(model.up.weight) is torch.nn.Parameter
+    tied = Net()
+    tied._tp_plan = {"head": "colwise"}
+    with pytest.raises(ValueError, match="are one weight") as error:
+        accelerator.prepare(tied)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(ValueError, match="nothing to shard over"):
+        Accelerator(parallelism_config=ParallelismConfig(tp_size=2), fsdp_plugin=plugin)
+    return [*found, str(error.value)]
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_split(world):
+    none, lost, strange, tied = world.run(tensor_refusals)[0]
+
+    assert "model._tp_plan =" in none
+    assert "names 'middle', and no module" in lost
+    assert "'diagonal' for 'up'; known: colwise, rowwise" in strange
+    assert "embed.weight and head.weight are one weight" in tied
+
+
+def tensor_parallel_metrics() -> tuple[Any, Any, tuple[int, int], set[torch.Size]]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+    model = Pair()
+    model._tp_plan = {"up": "colwise", "down": "rowwise"}
+    model = accelerator.prepare(model)
+    shapes = {model.up.weight.to_local().shape, model.down.weight.to_local().shape}
+    rows = accelerator.gather_for_metrics(torch.arange(3)).tolist()
+    texts = accelerator.gather_for_metrics(["a", "b"], use_gather_object=True)
+    return rows, texts, accelerator.engine.data_shard, shapes
+
+
+def test_a_tensor_parallel_group_counts_once(world):
+    for rows, texts, shard, shapes in world.run(tensor_parallel_metrics):
+        assert rows == [0, 1, 2]
+        assert texts == ["a", "b"]
+        assert shard == (0, 1)
+        assert shapes == {(4, 4)}
+
+
+def replicas_and_tensors() -> str:
+    with pytest.raises(ValueError, match="dp_replicate_size=2") as error:
+        Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2))
+    return str(error.value)
+
+
+def test_replicas_of_split_weights_are_refused_with_the_alternative(world):
+    assert "dp_shard_size=2" in world.run(replicas_and_tensors, size=4)[0]

@@ -75,7 +75,8 @@ def _may_be_uneven(loader: Any | None) -> bool:
 
 
 def _first_copies(gathered: torch.Tensor, world_size: int, copies: int) -> torch.Tensor:
-    return gathered.unflatten(0, (world_size, -1))[::copies].flatten(0, 1)
+    rows = gathered.shape[0] // world_size
+    return gathered.reshape(world_size, rows, *gathered.shape[1:])[::copies].flatten(0, 1)
 
 
 def _gather_uneven(data: Any, process: Process, copies: int) -> Any:

@@ -84,11 +84,11 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     """
     config = state.parallelism_config
     if config is not None:
-        unbuilt = [dim for dim in config.active_mesh_dims if not dim.startswith("dp_")]
+        unbuilt = [dim for dim in config.active_mesh_dims if dim in ("cp", "sp")]
         if unbuilt:
             raise NotImplementedError(
-                f"parallelism_config asks for {', '.join(unbuilt)}; this version has dp_replicate (DDP) and "
-                "dp_shard (FSDP2). Leave the other sizes at 1."
+                f"parallelism_config asks for {', '.join(unbuilt)}; this version has dp_replicate (DDP), "
+                "dp_shard (FSDP2) and tp. Leave the other sizes at 1."
             )
     if state.torch_tp_plugin is not None:
         raise NotImplementedError(
@@ -101,7 +101,8 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
         )
     if state.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not there yet; use 'bf16'.")
-    found = engine_class(state.distributed_type)
+    is_split = config is not None and config.tp_enabled
+    found = engine_class(DistributedType.FSDP if is_split else state.distributed_type)
     _logger.info(
         "engine %s on %s, precision %s: %d process(es), distributed type %s",
         found.name,

@@ -1,4 +1,4 @@
-"""Parallelism over one device mesh: FSDP2 and HSDP.
+"""Parallelism over one device mesh: FSDP2, HSDP, tensor parallelism, and FSDP2 with tensor parallelism.
 
 How a model becomes parallel is the function `parallelize`, read from top to bottom.
 """
@@ -23,6 +23,7 @@ from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.repoint import Replaced, repoint
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, check_weights, shard, upcast
+from accel.parallel.tensor import apply_tensor_parallel, tensor_plan
 from accel.parallel.wrapping import aliases, ignored_parameters, modules_to_shard
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ops import collectives
@@ -32,11 +33,29 @@ from accel_state.env import CPUInformation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
-    from accel_state.parallelism import ParallelismConfig
     from accel_state.process import Process
 
 __all__ = ["MeshEngine", "Plan", "parallelize", "plan_for"]
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The axes that the engine works on.
+
+    Attributes:
+        fsdp: Shards, or replicas x shards; None: models are not sharded.
+        tensor: The tensor-parallel group; None: weights are not split.
+    """
+
+    fsdp: DeviceMesh | None
+    tensor: DeviceMesh | None = None
+
+    @property
+    def copies(self) -> int:
+        """Processes that work on the same samples together."""
+        return 1 if self.tensor is None else self.tensor.size()
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,10 @@ class Plan:
     """What is done to one model.
 
     Attributes:
-        sharding: How it is sharded.
+        sharding: How it is sharded; None: not at all.
+        tensor: How its weights are split over the tensor-parallel group; empty: not at all.
+        tensor_mesh: The axis of that group.
+        device: This process's device.
         groups: The modules that are sharded by themselves, inner ones first.
         ignored: The parameters that are left whole.
         checkpointed: The modules that compute their activations again in backward.
@@ -52,7 +74,10 @@ class Plan:
         upcasts: Whether trainable parameters are kept in float32.
     """
 
-    sharding: Sharding
+    sharding: Sharding | None
+    tensor: dict[str, ParallelStyle]
+    tensor_mesh: DeviceMesh | None
+    device: torch.device
     groups: tuple[torch.nn.Module, ...]
     ignored: set[torch.nn.Parameter]
     checkpointed: tuple[torch.nn.Module, ...]
@@ -64,14 +89,20 @@ def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """Make a model parallel; the order matters."""
     if plan.upcasts:
         _tell_upcast(model, upcast(model, plan.ignored))
+    # First, as sharding takes the parts that it leaves, and not the other way round.
+    if plan.tensor_mesh is not None:
+        apply_tensor_parallel(model, plan.tensor_mesh, plan.tensor, plan.device)
     # Checkpointing changes the forward that the sharding's hooks go around: parameters are gathered once for
     # the second computation too.
     apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)
-    return shard(model, plan.groups, plan.ignored, plan.sharding)
+    return model if plan.sharding is None else shard(model, plan.groups, plan.ignored, plan.sharding)
 
 
 def plan_for(
-    model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin, mesh: DeviceMesh, context: EngineContext
+    model: torch.nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    meshes: Meshes,
+    context: EngineContext,
 ) -> Plan:
     """Decide what is done to a model, and refuse what cannot be done; nothing is changed.
 
@@ -89,11 +120,23 @@ def plan_for(
             "'size_based_wrap' with min_num_params)."
         )
     process, is_mixed = context.process, context.precision.is_mixed
-    size = mesh.size()
-    is_source = not any(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    mesh = meshes.fsdp
     sync = plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
-    check_weights(model, is_source, sync)
-    check_ignored(model, ignored, size)
+    is_source = mesh is None or not any(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    # Tensor parallelism splits before anything is taken from the first process.
+    check_weights(model, is_source or meshes.tensor is not None, sync)
+    tensor = {} if meshes.tensor is None else tensor_plan(model, meshes.tensor.size())
+    if tensor and ignored:
+        raise ValueError(
+            f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.copies}: which parameters "
+            "are ignored is not kept when tensor parallelism splits them. Leave one of the two out."
+        )
+    checkpointed = groups if plugin.activation_checkpointing else ()
+    offloads = bool(plugin.activation_checkpointing_offload)
+    split = (tensor, meshes.tensor, process.device, groups, ignored, checkpointed, offloads, is_mixed)
+    if mesh is None:
+        return Plan(None, *split)
+    check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
     policy.set_mixed_precision(context.precision.name)
     sharding = Sharding(
@@ -104,9 +147,7 @@ def plan_for(
         offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         sync=sync,
     )
-    checkpointed = groups if plugin.activation_checkpointing else ()
-    offloads = bool(plugin.activation_checkpointing_offload)
-    return Plan(sharding, groups, ignored, checkpointed, offloads, is_mixed)
+    return Plan(sharding, *split)
 
 
 class MeshEngine(Engine):
@@ -120,7 +161,9 @@ class MeshEngine(Engine):
         super().__init__(context)
         self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
         _ensure_group(context.process)
-        self._mesh = _fsdp_mesh(context.mesh, context.parallelism, context.process)
+        self._meshes = _find_meshes(context)
+        if self._meshes.tensor is not None:
+            self.name = "tp" if self._meshes.fsdp is None else "fsdp2 x tp"
         self._replaced = Replaced()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -128,12 +171,13 @@ class MeshEngine(Engine):
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of the parallelism configuration; without one, all processes in a row of shards."""
-        return self.context.mesh if self.context.mesh is not None else self._mesh
+        return self.context.mesh if self.context.mesh is not None else self._meshes.fsdp
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data."""
-        return self.context.process.rank, self.context.process.world_size
+        """Every process has its own share of the data, but for tensor-parallel groups, which have one."""
+        process, copies = self.context.process, self._meshes.copies
+        return process.rank // copies, process.world_size // copies
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be sharded, before anything is changed."""
@@ -150,8 +194,8 @@ class MeshEngine(Engine):
                     f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and FSDP "
                     "places parameters by itself. Load it without device_map."
                 )
-            if not objects.evaluation_mode and not _is_sharded(model):
-                plan_for(model, self.plugin, self._mesh, self.context)
+            if not objects.evaluation_mode and not self._is_done(model):
+                plan_for(model, self.plugin, self._meshes, self.context)
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
@@ -166,9 +210,9 @@ class MeshEngine(Engine):
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model in place; twice is once."""
-        if _is_sharded(model):
+        if self._is_done(model):
             return model
-        plan = plan_for(model, self.plugin, self._mesh, self.context)
+        plan = plan_for(model, self.plugin, self._meshes, self.context)
         before = aliases(model)
         model = parallelize(model, plan)
         self._replaced.note(before, model)
@@ -181,6 +225,10 @@ class MeshEngine(Engine):
         prepared = super().prepare_optimizer(optimizer, place)
         self._known.add(prepared)
         return prepared
+
+    def _is_done(self, model: torch.nn.Module) -> bool:
+        plain = getattr(model, "_orig_mod", model)
+        return isinstance(plain, FSDPModule) or plain in self._models
 
     # Gradients
 
@@ -200,6 +248,7 @@ class MeshEngine(Engine):
         if not isinstance(weight, torch.Tensor):
             weight = torch.full((), weight, dtype=dtype, device=process.device)
         total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        total = total / self._meshes.copies
         return total if total.device.type != "cpu" else float(total)
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -240,7 +289,7 @@ class MeshEngine(Engine):
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """The model as a whole state is loaded into it."""
         inner = self.unwrap_model(model, keep_torch_compile=False)
-        return WholeModel(inner) if _is_sharded(inner) else model
+        return WholeModel(inner) if self._is_done(inner) else model
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its whole state, which is gathered now, by all processes."""
@@ -262,10 +311,6 @@ def _sharded(model: torch.nn.Module) -> FSDPModule | None:
     return plain if isinstance(plain, FSDPModule) else None
 
 
-def _is_sharded(model: torch.nn.Module) -> bool:
-    return _sharded(model) is not None
-
-
 def _ensure_group(process: Process) -> None:
     """Make a group of one process where none was launched: FSDP asked for is FSDP."""
     if process.world_size == 1 and not rendezvous.has_group():
@@ -274,15 +319,32 @@ def _ensure_group(process: Process) -> None:
         rendezvous.start(row(process.device), alone, process.device, {"store": store})
 
 
-def _fsdp_mesh(mesh: DeviceMesh | None, config: ParallelismConfig | None, process: Process) -> DeviceMesh:
-    """The axes that models are sharded and replicated over."""
-    if mesh is not None and config is not None and config.dp_shard_enabled:
-        return config.get_submesh(config.fsdp_dim_names)
+def _find_meshes(context: EngineContext) -> Meshes:
+    """The axes that models are sharded, replicated and split over.
+
+    Raises:
+        ValueError: If the axes do not go together; the message names the alternative.
+    """
+    mesh, config, process = context.mesh, context.parallelism, context.process
     kind, size = process.device.type, process.world_size
-    if mesh is None:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
-    # Replicas alone: each is one shard.
-    return init_device_mesh(kind, (size, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    if mesh is None or config is None:
+        return Meshes(init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",)))
+    tensor = mesh["tp"] if config.tp_enabled else None
+    if tensor is not None and config.dp_replicate_enabled:
+        raise ValueError(
+            f"dp_replicate_size={config.dp_replicate_size} beside tp_size={config.tp_size} is not there: "
+            f"shard instead of replicating, dp_shard_size={config.data_parallel_size}."
+        )
+    if config.dp_shard_enabled:
+        return Meshes(config.get_submesh(config.fsdp_dim_names), tensor)
+    if tensor is None:  # replicas alone: each is one shard
+        return Meshes(init_device_mesh(kind, (size, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+    if context.fsdp is not None:
+        raise ValueError(
+            f"fsdp_plugin beside tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "
+            "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
+        )
+    return Meshes(None, tensor)
 
 
 def _tell_upcast(model: torch.nn.Module, names: list[str]) -> None:

@@ -80,7 +80,7 @@ def _axes(gradient: torch.Tensor) -> Any:
     if not isinstance(gradient, DTensor):
         return None
     mesh = gradient.device_mesh
-    sharded = (axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    sharded = (axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return mesh, tuple(axis for axis in sharded if mesh.size(axis) > 1)
 
 
