@@ -302,8 +302,9 @@ def handed_on(
     """
     trail = started.trail
     assert trail is not None
-    for number, (real, batch, mark) in enumerate(blocks):
-        if number < over and isinstance(mark, Mark):
+    for real, batch, mark in blocks:
+        if over and isinstance(mark, Mark):
+            over -= 1
             trail.pass_over(mark)
         else:
             trail.add(mark, started.steps)
