@@ -226,6 +226,11 @@ def test_device_maps(tmp_path: Path) -> None:
         load_checkpoint_in_model(model, tmp_path, {"": "disk"})
     with pytest.raises(ValueError, match="not 'float99'"):
         load_checkpoint_in_model(model, tmp_path, dtype="float99")
+    with pytest.raises(TypeError, match=r"must be a dict of devices by name of a module.*not 'auto'"):
+        load_checkpoint_in_model(model, tmp_path, "auto")  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="broadcast_from_rank0 is ignored"):
+        load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, broadcast_from_rank0=True)
+    load_checkpoint_in_model(model, tmp_path, broadcast_from_rank0=True, full_state_dict=False)
     with pytest.raises(NotImplementedError, match="offload_8bit_bnb"):
         load_checkpoint_in_model(model, tmp_path, offload_8bit_bnb=True)
 

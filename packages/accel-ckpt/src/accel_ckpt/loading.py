@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import zipfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel_ckpt import tensors
-from accel_ckpt.offload import load_offloaded_weight, offload_weight, save_offload_index
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.offload import load_offloaded_weight
+from accel_ckpt.paths import listed_file
+from accel_ckpt.placing import DeviceMap, Placing, device_for, memory_device
 from accel_ckpt.slots import Slots
 from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import model_has_dtensor
@@ -22,7 +23,6 @@ from accel_state.process import current_process
 
 __all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
 
-DeviceMap = Mapping[str, int | str | torch.device]
 Folder = str | os.PathLike[str]
 
 
@@ -30,50 +30,26 @@ def load_state_dict(checkpoint_file: Folder, device_map: DeviceMap | None = None
     """Read one file of weights.
 
     Args:
-        checkpoint_file: A safetensors file, or one that torch has saved.
-        device_map: Device by name of a module or weight; "" is the whole model. A weight goes to the device
-            of the longest name that fits; those of "disk" are read to the CPU, and mapped from the file.
-            Without a map, all are.
+        checkpoint_file: A safetensors file, by its suffix, or else one of `torch.save`.
+        device_map: Device by name of a module or weight, "" for all; of several that fit, the longest name
+            decides. Weights of safetensors go there; those of "disk" and those that it leaves out stay on the
+            CPU, as do all of a torch file.
 
     Returns:
         Tensors by name.
 
     Raises:
-        CheckpointError: If a torch file holds more than tensors and plain containers.
+        CheckpointError: If a torch file holds more than tensors and plain containers, or no dict.
     """
+    state = _read(checkpoint_file)
     if device_map is None or not str(checkpoint_file).endswith(".safetensors"):
-        return dict(tensors.load(checkpoint_file, map_location="cpu"))
-    state: dict[str, torch.Tensor] = {}
-    copies: dict[tuple[int, str], torch.Tensor] = {}
-    for name, value in tensors.load(checkpoint_file, map_location="cpu").items():
-        device = _memory_device(device_for(name, device_map, default="cpu"))
-        # Names of one tensor stay names of one tensor.
-        state[name] = copies.setdefault((id(value), device), value.to(device) if device != "cpu" else value)
+        return state
+    moved: dict[tuple[int, str], torch.Tensor] = {}
+    for name, value in state.items():
+        device = memory_device(device_for(name, device_map, default="cpu"))
+        # One tensor under two names stays one on each device.
+        state[name] = moved.setdefault((id(value), device), value if device == "cpu" else value.to(device))
     return state
-
-
-def device_for(name: str, device_map: DeviceMap, default: Any = None) -> Any:
-    """Look a weight up in a device map.
-
-    Args:
-        name: Name of the weight.
-        device_map: Device by name of a module or weight.
-        default: What to return for a weight that the map does not cover; without it, that is an error.
-
-    Raises:
-        ValueError: If the map does not cover the weight.
-    """
-    part = name
-    while part and part not in device_map:
-        part = part.rpartition(".")[0]
-    if part in device_map:
-        return device_map[part]
-    if default is None:
-        raise ValueError(
-            f"device_map says nothing about {name}. It has: {', '.join(map(repr, device_map))}. "
-            'Add the module, or "" for all others.'
-        )
-    return default
 
 
 def load_checkpoint_in_model(
@@ -90,194 +66,185 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load weights into a model, one file after the other.
+    """Load the weights that `save_model` wrote, or another tool under the same file names.
 
-    A model on the meta device gets its weights from the files; otherwise they are copied into the weights
-    that it has, and take their dtype.
+    Names and shapes are compared before the model changes. At most one file is open at a time, and mapped
+    into memory rather than read into it where its format allows.
 
     Args:
-        model: The model.
-        checkpoint: A file of weights, an index of several, or a folder with either.
-        device_map: Device by name of a module or weight; "" is the whole model, "disk" leaves a weight on the
-            meta device and its value in `offload_folder`. To run a model that is spread like this, dispatch
-            it.
-        offload_folder: Where weights of "disk" go.
-        dtype: Type that floating-point parameters become; by default they keep theirs.
-        offload_state_dict: Whether weights for the CPU are put on the disk until all files are read, for
-            models of which the weights and a file do not fit into memory together.
-        offload_buffers: Whether buffers of modules on "disk" go there too, or stay on the CPU.
-        keep_in_fp32_modules: Parts of names of modules that stay float32 whatever `dtype` is.
-        offload_8bit_bnb: Whether modules that bitsandbytes has quantized may be on the CPU or disk.
-        strict: Whether it is an error if names of the files and the model differ; otherwise it is told.
-        full_state_dict: Whether the files hold whole tensors, where the model is sharded over processes.
-        broadcast_from_rank0: Whether the main process alone reads the files, and gives each process its part
-            of the weights, or all of them; the process group must be there.
+        model: The model. Parameters on the meta device are replaced; others are filled in place, unless a
+            device map says where they go.
+        checkpoint: A file of weights, an index (`.index.json`), or a folder with either.
+        device_map: Device by name of a module or weight, "" for the whole model; it must cover all weights.
+            What goes to "disk" is written to `offload_folder`, and is on the meta device in the model. Tied
+            weights stay tied, and in memory if one of their names does.
+        offload_folder: The folder for "disk", as `offload_state_dict` writes them: in the dtype of the
+            checkpoint. It is made if needed, and weights that are there already stay.
+        dtype: What floating-point parameters and buffers become, such as `torch.bfloat16` or "bfloat16". By
+            default they become what they are in the model.
+        offload_state_dict: Keep weights on the disk until each is placed. The files themselves serve for
+            that, so it changes nothing.
+        offload_buffers: Write the buffers of modules on "disk" there too. By default they go to the CPU.
+        keep_in_fp32_modules: Names of modules, or the ends of their dotted paths, that are float32 whatever
+            `dtype` says.
+        offload_8bit_bnb: Place weights that bitsandbytes quantized to 8 bits on the CPU or the disk.
+        strict: Raise if the model or the checkpoint has weights that the other lacks; by default, warn.
+        full_state_dict: Each process's files have whole tensors, of which a sharded model takes its part; if
+            False, they have that process's part as DTensors. Without effect on other models.
+        broadcast_from_rank0: Only the main process reads the files, and sends the weights to the others.
 
     Raises:
-        FileNotFoundError: If there are no weights.
-        ValueError: If the device map does not cover a weight or has no folder for the disk, or an option is
-            unknown.
+        FileNotFoundError: If there are no weights at `checkpoint`.
+        ValueError: If `device_map` does not cover a weight, or has "disk" and there is no `offload_folder`;
+            or `dtype` is unknown.
+        TypeError: If `device_map` is not a mapping.
+        RuntimeError: If a shape differs; or names differ and `strict` is set.
         CorruptCheckpointError: If an index is damaged, or leads out of its folder.
-        RuntimeError: If names differ and `strict` is set, or a shape differs.
-        NotImplementedError: For quantized weights.
+        NotImplementedError: If `offload_8bit_bnb` is set.
     """
     if offload_8bit_bnb:
-        raise NotImplementedError("offload_8bit_bnb needs quantized models, which are not there yet.")
-    if device_map is not None and offload_folder is None and "disk" in map(str, device_map.values()):
-        raise ValueError("device_map puts weights on the disk: say where with offload_folder=.")
-    wanted = _dtype(dtype)
-    if broadcast_from_rank0 or not full_state_dict or model_has_dtensor(model):
-        if device_map is not None:
-            raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
-        _load_sharded(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+        raise NotImplementedError(
+            "offload_8bit_bnb=True needs models quantized by bitsandbytes, which cannot be loaded yet. Load "
+            "the weights before they are quantized, with offload_8bit_bnb=False."
+        )
+    placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
+    if model_has_dtensor(model) and device_map is not None:
+        raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
+    if broadcast_from_rank0 and device_map is not None:
+        warnings.warn(
+            "broadcast_from_rank0 is ignored: with a device_map each process reads for itself.", stacklevel=2
+        )
+    elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
+        if dtype is not None:
+            warnings.warn(
+                "dtype is ignored: weights that are sharded or sent take the model's dtype. Convert the "
+                "model instead.",
+                stacklevel=2,
+            )
+        _load_collectively(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
+    slots = Slots(model)
+    placing.check(slots)
     files = find_weight_files(checkpoint)
-    with ExitStack() as stack:
-        later = Path(stack.enter_context(tempfile.TemporaryDirectory())) if offload_state_dict else None
-        target = _Target(model, device_map, offload_folder, later, wanted, tuple(keep_in_fp32_modules or ()))
-        target.offload_buffers = offload_buffers
-        for file in files:
-            for name, value in load_state_dict(file, device_map).items():
-                target.put(name, value)
-        target.finish(strict, checkpoint)
+    _check_files(slots, files, checkpoint, strict)
+    _place_files(slots, files, placing)
 
 
 def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], offload_folder: Folder) -> None:
-    """Load weights from a folder of offloaded weights into a model, on the CPU.
+    """Bring offloaded weights back into a model, on the CPU and in the dtype of the model.
 
     Args:
         model: The model.
-        index: The folder's index, or a part of it; nothing happens if it is empty.
-        offload_folder: The folder.
+        index: Entries of the folder's index: which weights to bring. None or empty for nothing.
+        offload_folder: The folder. The weights are copied, so that it may be deleted afterwards.
+
+    Raises:
+        ValueError: If the model has no such weight, or one of another shape.
+        CorruptCheckpointError: If a file is damaged, or a name leads out of the folder.
     """
-    if not index:
-        return
-    slots = Slots(model)
-    for name, info in index.items():
-        value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
-        # A copy, so that the folder may be deleted; the model keeps its own type.
-        slots.put(name, value.to(slots.get(name).dtype, copy=True))
-
-
-@dataclass
-class _Target:
-    """Where weights go that are read one by one."""
-
-    model: torch.nn.Module
-    device_map: DeviceMap | None
-    offload_folder: Folder | None
-    later: Path | None
-    dtype: torch.dtype | None
-    keep_in_fp32: tuple[str, ...]
-    offload_buffers: bool = False
-    unexpected: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-    others: dict[str, Any] = field(default_factory=dict)
-    offloaded: dict[str, dict[str, Any]] = field(default_factory=dict)
-    delayed: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.slots = Slots(self.model)
-        if self.device_map is not None:
-            for name in sorted(self.slots.expected):
-                device_for(name, self.device_map)
-        if self.offload_folder is not None:
-            os.makedirs(self.offload_folder, exist_ok=True)
-
-    def put(self, name: str, value: torch.Tensor) -> None:
-        if name not in self.slots.expected:
-            self.unexpected.append(name)
-            return
-        if name not in self.slots:  # extra state of a module
-            self.others[name] = value
-            self.seen.add(name)
-            return
-        own = self.slots.get(name)
-        if own.shape != value.shape:
-            raise RuntimeError(
-                f"{name} has the shape {list(value.shape)} in the file and {list(own.shape)} in "
-                f"{type(self.model).__name__}."
+    slots, folder = Slots(model), Path(offload_folder)
+    for name, entry in (index or {}).items():
+        if name not in slots:
+            raise ValueError(
+                f"{type(model).__name__} has no weight {name!r}, which {folder} has. Leave it out of index."
             )
-        self.seen.update(self.slots.names(name))
-        value = value.to(self._dtype_of(name, own, value))
-        device = "cpu" if self.device_map is None else device_for(name, self.device_map)
-        if str(device) == "disk" and (self.offload_buffers or name not in self.slots.buffers):
-            assert self.offload_folder is not None
-            offload_weight(value, name, self.offload_folder, self.offloaded)
-            self.slots.put(name, value.to("meta"))
-        elif self.device_map is None and not own.is_meta and own.dtype == value.dtype:
-            with torch.no_grad():
-                own.copy_(value)
-        elif self.later is not None and _memory_device(device) == "cpu":
-            offload_weight(value, name, self.later, self.delayed)
-        else:
-            home = own.device if self.device_map is None and not own.is_meta else _memory_device(device)
-            self.slots.put(name, value.to(home, copy=True))
-
-    def finish(self, strict: bool, checkpoint: Folder) -> None:
-        for name, info in self.delayed.items():
-            assert self.later is not None
-            self.slots.put(name, load_offloaded_weight(self.later / f"{name}.dat", info).clone())
-        if self.offload_folder is not None:
-            save_offload_index(self.offloaded, self.offload_folder)
-        if self.others:
-            self.model.load_state_dict(self.others, strict=False)
-        _compare(self.slots.expected - self.seen, self.unexpected, self.model, checkpoint, strict)
-
-    def _dtype_of(self, name: str, own: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-        if not value.is_floating_point() or name in self.slots.buffers:
-            return own.dtype
-        parts = name.split(".")
-        if any(part in parts or part in name for part in self.keep_in_fp32):
-            return torch.float32
-        return own.dtype if self.dtype is None else self.dtype
+        value = load_offloaded_weight(listed_file(folder, f"{name}.dat", folder / "index.json"), entry)
+        own = slots.get(name)
+        if value.shape != own.shape:
+            raise ValueError(
+                f"{name} has the shape {list(value.shape)} in {folder} and {list(own.shape)} in "
+                f"{type(model).__name__}."
+            )
+        slots.put(name, value.to(own.dtype, copy=True))
 
 
-def _load_sharded(
+def _map_file(file: Path) -> dict[str, Any]:
+    """Open a file of weights; safetensors and torch's zip files are mapped, older torch files are read."""
+    if file.name.endswith(".safetensors") or not zipfile.is_zipfile(file):
+        return _read(file)
+    return _read(file, mmap=True)
+
+
+def _read(file: Folder, **options: Any) -> dict[str, Any]:
+    state = tensors.load(file, map_location="cpu", **options)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{file} holds a {type(state).__name__}, not weights by name. Save a state dict."
+        )
+    return dict(state)
+
+
+def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bool) -> None:
+    """Compare names and shapes, while the model is as it was."""
+    found: set[str] = set()
+    for file in files:
+        for name, value in _map_file(file).items():
+            found.add(name)
+            if name in slots and name in slots.expected:
+                _check_shape(slots, name, value)
+    known = found & slots.expected
+    tied = {other for name in known if name in slots for other in slots.names(name)}
+    _tell_differences(slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict)
+
+
+def _check_shape(slots: Slots, name: str, value: Any) -> None:
+    own = slots.get(name)
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError(f"{name} is a {type(value).__name__} in the file, where a tensor is expected.")
+    if value.shape != own.shape:
+        raise RuntimeError(
+            f"{name} has the shape {list(value.shape)} in the file and {list(own.shape)} in "
+            f"{type(slots.model).__name__}."
+        )
+
+
+def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:
+    extra: dict[str, Any] = {}
+    for file in files:
+        for name, value in _map_file(file).items():
+            if name in slots and name in slots.expected:
+                placing.place(slots, name, value)
+            elif name in slots.expected:
+                extra[name] = value  # what a module's get_extra_state gave
+    placing.finish()
+    if extra:
+        slots.model.load_state_dict(extra, strict=False)
+
+
+def _load_collectively(
     model: torch.nn.Module, checkpoint: Folder, strict: bool, full: bool, broadcast: bool
 ) -> None:
+    # The two options are those of torch's StateDictOptions, and mean what its documentation says.
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     state: dict[str, Any] = {}
-    if not broadcast or current_process().is_main:
+    if current_process().is_main or not broadcast:
         for file in find_weight_files(checkpoint):
-            state |= load_state_dict(file)
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict)
-    told = set_model_state_dict(model, state, options=options)
-    if told is not None and state:
-        _compare(set(told.missing_keys), told.unexpected_keys, model, checkpoint, strict)
+            state.update(load_state_dict(file))
+    told = set_model_state_dict(
+        model,
+        state,
+        options=StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict),
+    )
+    if state and told is not None:
+        _tell_differences(told.missing_keys, told.unexpected_keys, model, checkpoint, strict)
 
 
-def _compare(
-    missing: set[str], unexpected: Iterable[str], model: torch.nn.Module, checkpoint: Folder, strict: bool
+def _tell_differences(
+    missing: Collection[str],
+    unexpected: Collection[str],
+    model: torch.nn.Module,
+    checkpoint: Folder,
+    strict: bool,
 ) -> None:
-    found = [
-        f"{label}: {', '.join(sorted(names))}"
-        for label, names in (
-            ("in the model and not in the files", missing),
-            ("in the files and not in the model", unexpected),
-        )
-        if names
-    ]
-    if not found:
+    told = []
+    if missing:
+        told.append(f"in the model and not in the files: {', '.join(sorted(missing))}")
+    if unexpected:
+        told.append(f"in the files and not in the model: {', '.join(sorted(unexpected))}")
+    if not told:
         return
-    message = f"{checkpoint} and {type(model).__name__} have different weights; {'; '.join(found)}."
+    message = f"{checkpoint} and {type(model).__name__} have different weights; {'; '.join(told)}."
     if strict:
         raise RuntimeError(f"{message} Load what fits with strict=False.")
     warnings.warn(message, stacklevel=4)
-
-
-def _memory_device(device: Any) -> str:
-    if isinstance(device, int):
-        kind = current_process().device.type
-        return f"{kind}:{device}" if kind != "cpu" else "cpu"
-    return "cpu" if str(device) == "disk" else str(device)
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}.")
-    return found
