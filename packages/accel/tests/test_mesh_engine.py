@@ -94,7 +94,7 @@ def step_with(options: dict[str, Any], precision: str) -> dict[str, torch.Tensor
     "options",
     [
         {"auto_wrap_policy": "no_wrap"},
-        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 40},
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 30},
         {"reshard_after_forward": False},
         {"cpu_offload": True},
         {"activation_checkpointing": True},

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from accel_state.process import Process
 
-__all__ = ["MeshEngine", "Plan", "parallelize", "plan_for"]
+__all__ = ["MeshEngine", "Meshes", "Plan", "parallelize", "plan_for"]
 
 
 @dataclass(frozen=True)
