@@ -126,13 +126,13 @@ def test_what_does_not_fit_leaves_the_model_alone(tmp_path: Path, device_map: An
 def test_a_loaded_model_does_not_need_its_files(tmp_path: Path, zipped: bool) -> None:
     file = tmp_path / "pytorch_model.bin"
     torch.save(sevens(), file, _use_new_zipfile_serialization=zipped)
-    model, empty = Normed(), Normed().to("meta")
-    for target, device_map in ((model, None), (empty, {"": "cpu"})):
+    models = [Normed(), Normed().to("meta"), Normed().to("meta")]
+    for target, device_map in zip(models, (None, None, {"": "cpu"}), strict=True):
         load_checkpoint_in_model(target, tmp_path, device_map, offload_state_dict=True)
     with file.open("r+b") as raw:
         raw.write(b"\0" * file.stat().st_size)
 
-    assert all((p == 7).all() for p in [*model.parameters(), *empty.parameters()])
+    assert all((p == 7).all() for model in models for p in model.parameters())
 
 
 def _sharded(folder: str) -> list[Any]:
