@@ -274,7 +274,7 @@ def assert_same_run(run: Run, expected: Run, precision: str) -> None:
 def test_the_losses_norms_and_weights_are_those_of_one_process(world, case, precision, accumulation):
     expected = plain_run(precision, accumulation)
 
-    runs = world.run(train, case, precision, accumulation, size=CASES[case].size)
+    runs = world.run(train, case, precision, accumulation, size=CASES[case].size, timeout_s=100)
 
     for run in runs:
         assert_same_run(run, expected, precision)
@@ -289,7 +289,7 @@ def test_the_losses_norms_and_weights_are_those_of_one_process(world, case, prec
 @over_engines
 @pytest.mark.parametrize("order", ["reversed", "model first", "optimizer first"])
 def test_the_order_of_preparing_does_not_matter(world, case, order):
-    for run in world.run(train, case, order=order, size=CASES[case].size):
+    for run in world.run(train, case, order=order, size=CASES[case].size, timeout_s=100):
         assert_same_run(run, plain_run(), "no")
 
 
@@ -314,7 +314,7 @@ def resume(case: str, folder: str) -> tuple[Run, Run]:
 @pytest.mark.parametrize("case", [*CASES, "fsdp2 in parts", "hsdp in parts"])
 def test_a_run_is_resumed_exactly(world, case, tmp_path):
     size = (CASES | IN_PARTS)[case].size
-    for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size):
+    for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size, timeout_s=100):
         assert rest.losses == whole.losses[8:]
         assert rest.norms == whole.norms[8:]
         assert rest.rates == whole.rates[8:]
@@ -345,9 +345,9 @@ def go_on(case: str, folder: str) -> list[float]:
 )
 def test_a_run_is_resumed_on_another_world(world, tmp_path, before, after):
     cases = CASES | IN_PARTS
-    world.run(start, before, str(tmp_path / "saved"), size=cases[before].size)
+    world.run(start, before, str(tmp_path / "saved"), size=cases[before].size, timeout_s=100)
 
-    for losses in world.run(go_on, after, str(tmp_path / "saved"), size=cases[after].size):
+    for losses in world.run(go_on, after, str(tmp_path / "saved"), size=cases[after].size, timeout_s=100):
         assert losses == pytest.approx(plain_run().losses[8:10], rel=1e-5)
 
 
@@ -361,7 +361,7 @@ def save_weights(case: str, folder: str) -> bool:
 
 @over_engines
 def test_saved_weights_open_with_safetensors_and_fit_the_plain_model(world, case, tmp_path):
-    saving = world.run(save_weights, case, str(tmp_path), size=CASES[case].size)
+    saving = world.run(save_weights, case, str(tmp_path), size=CASES[case].size, timeout_s=100)
 
     assert saving[0]
     (file,) = Path(tmp_path).glob("*.safetensors")
@@ -390,7 +390,7 @@ def evaluate(case: str) -> tuple[list[int], list[int]]:
 
 @over_engines
 def test_evaluation_on_uneven_data_sees_every_sample_once_in_order(world, case):
-    for seen, expected in world.run(evaluate, case, size=CASES[case].size):
+    for seen, expected in world.run(evaluate, case, size=CASES[case].size, timeout_s=100):
         assert seen == expected
 
 
@@ -428,7 +428,7 @@ def test_a_frozen_model_beside_the_trained_one(world, case):
         optimizer.zero_grad()
         expected.append(loss.item())
 
-    for losses in world.run(train_beside_a_teacher, case, size=CASES[case].size):
+    for losses in world.run(train_beside_a_teacher, case, size=CASES[case].size, timeout_s=100):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -479,7 +479,7 @@ def expected_first_step(shards: int, weighted: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_window_has_the_gradient_of_one_big_batch(world, case, weighted):
     chosen = CASES[case]
-    (state, *_) = world.run(first_step, case, weighted, size=chosen.size)
+    (state, *_) = world.run(first_step, case, weighted, size=chosen.size, timeout_s=100)
 
     expected = expected_first_step(chosen.size // chosen.replicas, weighted)
     for name, value in state.items():
