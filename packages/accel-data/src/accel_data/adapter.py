@@ -24,6 +24,7 @@ __all__ = [
     "innermost",
     "loader_class",
     "opened",
+    "part_of",
     "settings",
 ]
 
