@@ -339,6 +339,21 @@ def test_lomo_clips_by_its_own_norm():
         torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_clipping_what_lomo_has_used_up_already_is_told():
+    accelerator, model = Accelerator(), make_model()
+    model, _ = accelerator.prepare(model, lomo(model))
+    accelerator.backward(loss_of(model, batches(1)[0]))
+    with pytest.warns(UserWarning, match=r"Clipping is ignored: Lomo steps .*clip_grad_norm=") as told:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="Clipping is ignored: Lomo"):
+        accelerator.clip_grad_value_(next(model.parameters()), 1.0)
+
+    other = torch.nn.Linear(2, 1)
+    other(torch.ones(1, 2)).sum().backward()
+    assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 1
+
+
 def test_lomo_in_bf16_trains():
     accelerator, model = Accelerator(mixed_precision="bf16"), make_model()
     model, _ = accelerator.prepare(model, lomo(model))

@@ -284,6 +284,37 @@ def test_extra_moves_stop_at_the_end_of_the_schedule_and_real_ones_do_not() -> N
         scheduler.step()
 
 
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        (
+            lambda o: lrs.SequentialLR(
+                o, [lrs.LinearLR(o, total_iters=2), lrs.OneCycleLR(o, 0.1, total_steps=5)], milestones=[2]
+            ),
+            7,
+        ),
+        (lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.OneCycleLR(o, 0.1, total_steps=7)]), 7),
+        # a part that has come to its end does not hold up the parts after it
+        (
+            lambda o: lrs.SequentialLR(
+                o, [lrs.OneCycleLR(o, 0.1, total_steps=2), lrs.LinearLR(o, total_iters=9)], milestones=[3]
+            ),
+            8,
+        ),
+    ],
+    ids=["sequence that ends", "chain", "sequence that goes on"],
+)
+def test_extra_moves_stop_where_a_part_of_the_schedule_ends(make: Make, length: int) -> None:
+    _, optimizer = parameter_and_optimizer()
+    scheduler = AcceleratedScheduler(make(optimizer), optimizer, num_processes=2)
+    moves, plain = [], scheduler.scheduler.step
+    scheduler.scheduler.step = lambda: moves.append(plain())
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    assert len(moves) == length
+
+
 def test_a_measurement_after_the_epoch_counts_although_a_window_is_open() -> None:
     state = GradientState.new(GradientAccumulationPlugin(num_steps=4))
     _, optimizer = parameter_and_optimizer()

@@ -225,6 +225,29 @@ def test_clipping_inside_a_window_leaves_the_partial_gradients_alone():
     assert max(parameter.grad.abs().max() for parameter in model.parameters()) <= 0.01
 
 
+def test_the_norm_inside_an_fp16_window_is_that_of_the_unscaled_gradients():
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    model = torch.nn.Linear(2, 1, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 2.5
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_clipping_without_gradients_does_nothing(precision):
+    accelerator = Accelerator(mixed_precision=precision)
+    model = make_model()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    accelerator.clip_grad_value_(model[0].weight, 1.0)
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0
+
+
 def test_the_trigger_is_lowered_by_the_check():
     accelerator = Accelerator()
 
@@ -307,7 +330,7 @@ def test_wrong_kinds_are_named_with_the_fix():
 
 def test_what_is_documented_and_not_built_raises_by_name():
     accelerator = Accelerator()
-    for name in ("maybe_context_parallel", "deepspeed_ulysses_dl_adapter", "save_model"):
+    for name in ("maybe_context_parallel", "deepspeed_ulysses_dl_adapter"):
         with pytest.raises(NotImplementedError, match=f"Accelerator.{name}"):
             getattr(accelerator, name)()
     with pytest.raises(NotImplementedError, match="fp8"):

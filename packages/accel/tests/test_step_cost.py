@@ -133,8 +133,7 @@ def accel_loop(fp16: bool, weight: float | None) -> Callable[[], None]:
             with accelerator.accumulate(model):
                 loss = model(batch).square()
                 accelerator.backward(loss.mean() if weight is None else loss.sum(), weight=weight)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)  # inside a window it waits for nothing
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

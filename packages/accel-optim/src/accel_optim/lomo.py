@@ -6,12 +6,13 @@ itself (`lomo-optim`) is never imported.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["find_lomo", "lomo_backward", "refuse_lomo", "steps_in_backward"]
+__all__ = ["find_lomo", "lomo_backward", "refuse_lomo", "steps_in_backward", "warn_of_clipping"]
 
 
 def steps_in_backward(optimizer: Any) -> bool:
@@ -90,3 +91,17 @@ def lomo_backward(optimizer: Any | None, loss: torch.Tensor, learning_rate: floa
             f"gradient_accumulation_steps is {num_steps}. Set it to 1 and make the batches larger."
         )
     optimizer.fused_backward(loss, learning_rate)
+
+
+def warn_of_clipping(optimizer: Any) -> None:
+    """Warn that the gradients of an optimizer that steps in backward are gone before they could be clipped.
+
+    Args:
+        optimizer: What `find_lomo` found.
+    """
+    name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    warnings.warn(
+        f"Clipping is ignored: {name} steps during the backward pass, which leaves no gradients to clip. Use "
+        "the optimizer's own clipping (clip_grad_norm= or clip_grad_value= where it is made).",
+        stacklevel=4,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR
 
 from accel_state.gradient import GradientState
 from accel_state.process import current_process
@@ -22,7 +22,8 @@ class AcceleratedScheduler:
     **Each real step moves the schedule `num_processes` times**, unless `split_batches` is set. N processes
     that each read full batches go through the data in 1/N of the steps, and a schedule whose length was
     chosen for one process ends at the same place in the data. Extra moves stop at the `total_steps` of a
-    schedule that has one. To have one move per optimizer step instead, on any number of processes, set
+    schedule that has one, also as a part of SequentialLR or ChainedScheduler. To have one move per optimizer
+    step instead, on any number of processes, set
     `GradientAccumulationPlugin(step_scheduler_per_process=False)` and give the schedule's length in optimizer
     steps; with `split_batches` it is so already.
 
@@ -129,9 +130,19 @@ class AcceleratedScheduler:
         self.scheduler.step(*args, **kwargs)
         if self._moves == 1 or not self.gradient_state.step_scheduler_per_process:
             return
-        length = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._moves - 1):
             # The number of processes need not divide the schedule's length; torch refuses a step beyond it.
-            if length is not None and self.scheduler.last_epoch >= length:
+            if _has_ended(self.scheduler):
                 return
             self.scheduler.step(*args, **kwargs)
+
+
+def _has_ended(scheduler: Any) -> bool:
+    """Whether a schedule, or a part of it that the next step moves, is at its total_steps."""
+    length = getattr(scheduler, "total_steps", None)
+    if length is not None:
+        return bool(scheduler.last_epoch >= length)
+    parts = getattr(scheduler, "_schedulers", ())  # of SequentialLR and ChainedScheduler
+    if isinstance(scheduler, SequentialLR):
+        parts = parts[-1:]  # no earlier part goes beyond its milestone
+    return any(_has_ended(part) for part in parts)

@@ -174,10 +174,12 @@ class GradientControl:
         self, parameters: Iterable[torch.Tensor] | torch.Tensor
     ) -> Iterable[torch.Tensor] | torch.Tensor:
         """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
-        if self.scaler is None:
+        if self.scaler is None and self._lomo is None:
             return parameters
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self.scaler.is_enabled():
+        if self._lomo is not None and holds_any(self._lomo, {id(tensor) for tensor in tensors}):
+            lomo.warn_of_clipping(self._lomo)
+        if self.scaler is not None and self.scaler.is_enabled():
             wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
             owners = [item for item in self._optimizers if holds_any(item, wanted)]
             held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
@@ -196,7 +198,8 @@ class GradientControl:
         """Clip the gradients of `parameters` by their total norm, and return the norm before clipping.
 
         Inside an accumulation window the gradients are not whole yet: the norm is returned and nothing is
-        clipped. In fp16 the gradients are unscaled first, unless that was done since the last step.
+        clipped. In fp16 the gradients are unscaled first, unless that was done since the last step. An
+        optimizer that steps in backward (LOMO) leaves nothing to clip, of which a warning tells.
 
         Raises:
             ValueError: If fp16 gradients belong to no prepared optimizer.
@@ -205,12 +208,19 @@ class GradientControl:
             parameters = self._unscale_gradients_of(parameters)
             return self.engine.clip_grad_norm(parameters, max_norm, norm_type)
         norm = self.engine.grad_norm(parameters, norm_type)
-        return norm if norm is None or self.scaler is None else norm / self.scaler.get_scale()
+        if norm is None or self.scaler is None:
+            return norm
+        return norm / self.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
-        if self.sync_gradients:
-            torch.nn.utils.clip_grad_value_(self._unscale_gradients_of(parameters), clip_value)
+        if not self.sync_gradients:
+            return
+        parameters = self._unscale_gradients_of(parameters)
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        clipped = [tensor for tensor in tensors if tensor.grad is not None]
+        if clipped:  # torch 2.13 fails on none
+            torch.nn.utils.clip_grad_value_(clipped, clip_value)
 
 
 class _MicroBatch:
