@@ -37,7 +37,7 @@ def merge_row(*, quick: bool = False) -> Row:
 def write_parts(rank: int, size: int, folder: str, rows: int) -> None:
     """Write one process's part of the checkpoint; runs in a worker."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -50,7 +50,7 @@ def write_parts(rank: int, size: int, folder: str, rows: int) -> None:
         )
         for number in range(TENSORS)
     }
-    dcp.save({"model": weights}, checkpoint_id=folder)
+    save({"model": weights}, checkpoint_id=folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -246,7 +246,7 @@ def first_fails(kind):
         (
             "pickle",
             "TypeError",
-            "batch['x'][1] is of type Unpicklable, which cannot be pickled to be sent to another process (this",
+            "batch['x'][1] is of type Unpicklable, which cannot be pickled to be sent to another",
         ),
         ("slice", "ZeroDivisionError", "division by zero"),
     ],
