@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from accel_world import leaks
@@ -33,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the world and the guard; their processes start when a test first needs them."""
     config.stash[_world] = World()
     config.stash[_guard] = Guard()
+    # hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
+    hypothesis.settings.register_profile("accel", deadline=None)
+    hypothesis.settings.load_profile("accel")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
