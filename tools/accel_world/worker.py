@@ -99,9 +99,12 @@ def _join_world(call: Call) -> None:
 def _leave_world() -> list[str]:
     import torch.distributed as dist
 
+    from accel_state.settle import settle
+
     try:
         leaks.reset_singletons()
         if dist.is_initialized():
+            settle()
             dist.destroy_process_group()
     except Exception as error:
         return [_describe(error)]

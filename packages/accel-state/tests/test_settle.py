@@ -1,4 +1,4 @@
-"""Waiting for gloo's threads before the interpreter goes down."""
+"""Waiting for gloo's threads before a process group or the interpreter ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_state import env
+from accel_state.process import PartialState
 from accel_state.settle import settle
 
 THREAD = "pt_gloo_runloop"
@@ -89,3 +94,31 @@ def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
     errors = [worker.communicate(timeout=100)[1] for worker in workers]
 
     assert [worker.returncode for worker in workers] == [0, 0], errors
+
+
+def destroy_while_held(folder: str) -> None:
+    """End groups that a model holds a little longer."""
+    rounds = 10
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10)  # the interpreter's lock is given away at a wait alone
+    try:
+        for number in range(rounds):
+            state = PartialState()
+            rank = state.process_index
+            held = DistributedDataParallel(torch.nn.Linear(4, 4))
+            held(torch.ones(2, 4)).sum().backward()
+            gathered = [torch.empty(3) for _ in range(2)]
+            dist.all_gather(gathered, torch.ones(3))
+            state.destroy_process_group()
+            PartialState._reset_state()
+            del held
+            if number < rounds - 1:
+                store = dist.FileStore(f"{folder}/store{number}", 2)  # type: ignore[attr-defined]
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_group_that_is_held_after_its_end_does_not_hang(world: Any, tmp_path: Path) -> None:
+    """Without settle, both processes hang in the first rounds."""
+    world.run(destroy_while_held, str(tmp_path), size=2, timeout_s=20)

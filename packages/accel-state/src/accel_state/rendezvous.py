@@ -250,6 +250,7 @@ def destroy(group: Any = None) -> None:
     if group is None:
         for function in _before:
             function()
+        settle()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
     dist.destroy_process_group(group)
     if not dist.is_initialized():
         _made = None

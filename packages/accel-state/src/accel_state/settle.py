@@ -1,9 +1,14 @@
-"""Waits, before the interpreter goes down, until gloo has let go of the tensors of the last collectives.
+"""Waits, before a process group or the interpreter ends, until gloo has let go of the last tensors.
 
 A thread of gloo that ends a collective drops its tensors after it has woken whoever waits for them, and needs
-the interpreter's lock for that. Asked for when the interpreter is going down already, it is not given: the
-thread is unwound in the middle of a destructor, and the process aborts ("terminate called without an active
-exception") although the script ended well. torch 2.13 does so in plain scripts too.
+the interpreter's lock for that. Two things go wrong when it has not had it yet, in plain torch 2.13 scripts
+too:
+
+- The last reference to the group is dropped: its destructor waits for the thread and keeps the lock, and the
+  process hangs.
+- The interpreter is going down: the lock is not given any more, the thread is unwound in the middle of a
+  destructor, and the process aborts ("terminate called without an active exception") although the script
+  ended well.
 """
 
 from __future__ import annotations
