@@ -24,3 +24,18 @@ def test_the_numbers_that_the_page_on_gradients_explains(launched, processes):
 
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == GRADIENTS.strip()
+
+
+ENGINE = """
+gradient norm 1.157883
+gradient norm 4.853258
+weight 0.566064
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_engine_that_the_page_on_engines_shows_trains_as_one_process_does(launched, processes):
+    run = launched(DOCS / "worked_engine.py", num_processes=processes, timeout_s=120)
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == ENGINE.strip()
