@@ -16,6 +16,7 @@ from accel.engines.single import SingleEngine
 from accel_ops.contract import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
+from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -44,6 +45,29 @@ def test_every_distributed_type_has_a_row():
 def test_an_engine_that_is_not_built_is_refused_by_name(kind):
     with pytest.raises(NotImplementedError, match=kind):
         engine_class(DistributedType(kind))
+
+
+def test_a_log_line_says_which_engine_was_chosen_and_why(caplog):
+    with caplog.at_level("INFO", logger="accel.engines"):
+        Accelerator(cpu=True)
+        with patch_environment(
+            ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_MIXED_PRECISION="bf16"
+        ):
+            accelerator = Accelerator(cpu=True)
+            Accelerator(cpu=True, mixed_precision="no", fsdp_plugin=accelerator.state.fsdp_plugin)
+    accelerator.end_training()
+
+    first, second, third = [record.getMessage() for record in caplog.records]
+    assert first.startswith(
+        "engine single, because of the number of processes; 1 process(es) on cpu, mesh none;"
+    )
+    assert first.endswith("precision no, because of the default")
+    assert second.startswith(
+        "engine fsdp2, because of ACCELERATE_USE_FSDP; 1 process(es) on cpu, mesh dp_shard=1"
+    )
+    assert second.endswith("precision bf16, because of ACCELERATE_MIXED_PRECISION")
+    assert third.startswith("engine fsdp2, because of fsdp_plugin;")
+    assert third.endswith("precision no, because of mixed_precision")
 
 
 def train(

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from accel import configuration, metrics, tracking
 from accel.agreement import Agreement
 from accel.configuration import UNSET
-from accel.engines import EngineContext, choose_engine
+from accel.engines import EngineContext, start_engine
 from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
@@ -153,7 +153,15 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self.gradient_state = GradientState.new(accumulation)
         self.window = Window(self.gradient_state)
         self.scaler = self._make_scaler()
-        self.engine = choose_engine(self.state)(self._engine_context())
+        asked = {
+            "mixed_precision": mixed_precision,
+            "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        self.engine = start_engine(self.state, self._engine_context(), asked)
         self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[GeneralTracker] = []
         self.flag_tensor: torch.Tensor | None = None

@@ -5,20 +5,33 @@ Adding an engine adds one file to this folder and one row to `ENGINES`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.engines.base import Engine, EngineContext, Prepared
+from accel_state import env
 from accel_state.enums import DistributedType
 from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_state.accelerator_state import AcceleratorState
 
 _logger = get_logger(__name__)
 
-__all__ = ["ENGINES", "Engine", "EngineContext", "EngineRow", "Prepared", "choose_engine", "engine_class"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineContext",
+    "EngineRow",
+    "Prepared",
+    "choose_engine",
+    "engine_class",
+    "start_engine",
+]
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ def engine_class(distributed_type: DistributedType) -> type[Engine]:
 
 
 def choose_engine(state: AcceleratorState) -> type[Engine]:
-    """The engine class that a state asks for; a log line says which and why.
+    """The engine class that a state asks for.
 
     Raises:
         NotImplementedError: If the engine, mesh dimension, plugin or precision is documented but not built
@@ -102,13 +115,55 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     if state.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not there yet; use 'bf16'.")
     is_split = config is not None and config.tp_enabled
-    found = engine_class(DistributedType.FSDP if is_split else state.distributed_type)
+    return engine_class(DistributedType.FSDP if is_split else state.distributed_type)
+
+
+def start_engine(state: AcceleratorState, context: EngineContext, asked: Mapping[str, Any]) -> Engine:
+    """Make the engine that a state asks for; a log line says which one, where, and what asked for it.
+
+    Args:
+        state: The settings.
+        context: What the engine may know.
+        asked: The arguments that choose an engine or a precision, as they were given; None: not given.
+
+    Raises:
+        NotImplementedError: As `choose_engine`.
+    """
+    engine = choose_engine(state)(context)
     _logger.info(
-        "engine %s on %s, precision %s: %d process(es), distributed type %s",
-        found.name,
-        state.device,
-        state.mixed_precision,
+        "engine %s, because of %s; %d process(es) on %s, mesh %s; precision %s, because of %s",
+        engine.name,
+        " and ".join(_reasons(asked, _CHOOSE_ENGINE)) or "the number of processes",
         state.num_processes,
-        state.distributed_type.value,
+        state.device.type,
+        _sizes(engine.mesh),
+        state.mixed_precision,
+        " and ".join(_reasons(asked, _CHOOSE_PRECISION)) or "the default",
     )
+    return engine
+
+
+_CHOOSE_ENGINE = {
+    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp_plugin": "ACCELERATE_USE_FSDP",
+    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+    "torch_tp_plugin": None,
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+_CHOOSE_PRECISION = {"mixed_precision": "ACCELERATE_MIXED_PRECISION"}
+
+
+def _reasons(asked: Mapping[str, Any], variables: Mapping[str, str | None]) -> list[str]:
+    """The arguments and variables that chose; an argument comes before its variable."""
+    found = []
+    for name, variable in variables.items():
+        if asked.get(name) is not None:
+            found.append(name)
+        elif variable is not None and env.is_set(variable) and env.get(variable):
+            found.append(variable)
     return found
+
+
+def _sizes(mesh: DeviceMesh | None) -> str:
+    names = None if mesh is None else mesh.mesh_dim_names
+    return " x ".join(f"{name}={mesh[name].size()}" for name in names) if mesh and names else "none"
