@@ -100,6 +100,10 @@ def test_compiled_regions_are_found_inside():
     model.a = torch.compile(model.a, backend="eager")
 
     assert has_compiled_regions(model)
+    in_place = Outer()
+    in_place.b.compile(backend="eager")
+    assert has_compiled_regions(in_place)
+    assert extract_model_from_parallel(in_place, keep_torch_compile=False) is in_place
 
 
 def check_dtensor() -> None:

@@ -66,10 +66,8 @@ def test_dynamo_backend_by_name_by_plugin_and_not_both():
     assert configuration.resolve_dynamo(None, None).backend == "NO"
     with pytest.raises(ValueError, match="pass one"):
         configuration.resolve_dynamo("inductor", TorchDynamoPlugin(backend="inductor"))
-    with pytest.raises(NotImplementedError, match="compile_regions"):
-        configuration.resolve_dynamo(
-            None, TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-        )
+    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    assert configuration.resolve_dynamo(None, plugin) is plugin
 
 
 def test_rng_types_by_name_and_by_enum():

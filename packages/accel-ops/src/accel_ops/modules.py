@@ -41,7 +41,8 @@ def extract_model_from_parallel(
         keep_fp32_wrapper: Keep what mixed precision put around `forward`. Otherwise it is taken off, from the
             model itself.
         keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
-            plain module is returned, also from inside of a container.
+            plain module is returned, also from inside of a container. What was compiled in place
+            (`torch.nn.Module.compile`) has nothing around it, and stays as it is.
         recursive: Also take submodules out of their containers, in place.
 
     Returns:
@@ -102,12 +103,12 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Tell whether the module or one inside of it was compiled.
+    """Tell whether the module or one inside of it was compiled, by `torch.compile` or in place.
 
     Args:
         module: The module.
     """
-    return any(is_compiled_module(part) for part in module.modules())
+    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules())
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:

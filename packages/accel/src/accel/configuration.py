@@ -175,18 +175,12 @@ def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynam
 
     Raises:
         ValueError: If both are given, or the backend is unknown.
-        NotImplementedError: If regional compilation is asked for.
     """
     if backend is not None and plugin is not None:
         raise ValueError("Accelerator got dynamo_backend and dynamo_plugin: pass one of them.")
-    if plugin is None:
-        plugin = TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
-    if plugin.use_regional_compilation:
-        raise NotImplementedError(
-            "TorchDynamoPlugin(use_regional_compilation=True): compile_regions is not there yet; "
-            "leave it out to compile the whole model."
-        )
-    return plugin
+    if plugin is not None:
+        return plugin
+    return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
 
 
 def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:

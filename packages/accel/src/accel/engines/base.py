@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from accel.compilation import compile_regions
 from accel.precision import Precision, wrap_forward
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
@@ -156,6 +157,8 @@ class Engine:
         dynamo = self.context.dynamo
         if dynamo is None or dynamo.backend == "NO" or is_compiled_module(model):
             return model
+        if dynamo.use_regional_compilation:
+            return compile_regions(model, **dynamo.to_kwargs())
         return cast("torch.nn.Module", torch.compile(model, **dynamo.to_kwargs()))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:

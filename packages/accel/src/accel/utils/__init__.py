@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from accel_state.lazy import attach
 
 if TYPE_CHECKING:
+    from accel.compilation import compile_regions as compile_regions
+    from accel.compilation import compile_regions_deepspeed as compile_regions_deepspeed
+    from accel.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
     from accel.estimate import convert_bytes as convert_bytes
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
@@ -176,6 +179,7 @@ if TYPE_CHECKING:
     from accel_state.process import wait_for_everyone as wait_for_everyone
 
 _NAMES = {
+    "accel.compilation": ("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel.estimate": ("convert_bytes",),
     "accel.utils.tqdm": ("tqdm", "tqdm"),

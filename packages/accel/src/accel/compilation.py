@@ -1,0 +1,80 @@
+"""Regional compilation: the blocks that a model repeats are compiled, each kind of block once.
+
+Regions are compiled in place (`torch.nn.Module.compile`): the model stays the same object, names of
+parameters and checkpoints stay as they are, and copies and pickles of it are not compiled. What is around
+the blocks runs as it is. torch looks its compiled code up by the code of a block's forward, so that all
+blocks of one class share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from accel_ops.modules import has_compiled_regions, is_compiled_module
+
+__all__ = ["compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2", "repeated_blocks"]
+
+
+def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile the repeated blocks of a model in place; without any, the model itself. Twice is once.
+
+    Args:
+        module: The model, plain or inside a container of parallel training.
+        **compile_kwargs: Arguments of `torch.compile` (backend, mode, fullgraph, dynamic, options).
+
+    Returns:
+        `module`.
+    """
+    if not has_compiled_regions(module):
+        for block in repeated_blocks(module) or [module]:
+            block.compile(**compile_kwargs)
+    return module
+
+
+def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """`compile_regions` for a model that is or becomes sharded with FSDP2; either order is right.
+
+    Args:
+        module: The model.
+        **compile_kwargs: Arguments of `torch.compile`.
+
+    Returns:
+        `module`.
+    """
+    return compile_regions(module, **compile_kwargs)
+
+
+def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) -> None:
+    """`compile_regions` for a model that DeepSpeed trains, whose engine keeps its own reference to it.
+
+    Args:
+        module: The model.
+        **compile_kwargs: Arguments of `torch.compile`.
+    """
+    compile_regions(module, **compile_kwargs)
+
+
+def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the modules that stand in a `ModuleList` beside another one of their class, outermost ones alone.
+
+    A list without such a pair, and lists of modules that have no modules inside (one operation each, which
+    compiling does not make faster), hold no blocks.
+
+    Args:
+        module: The model.
+
+    Returns:
+        The blocks, in the order of the model.
+    """
+    blocks: list[torch.nn.Module] = []
+    for child in module.children():
+        parts = [part for part in child.children() if any(part.children())]
+        repeats = Counter(type(part) for part in parts)
+        if isinstance(child, torch.nn.ModuleList) and any(count > 1 for count in repeats.values()):
+            blocks += [part for part in parts if not is_compiled_module(part)]
+        else:
+            blocks += repeated_blocks(child)
+    return blocks
