@@ -155,6 +155,53 @@ def test_a_run_may_be_interrupted_at_every_step(world, tmp_path, kind):
     assert sorted(first) == list(range(LENGTH))
 
 
+STEPS = 3  # that the script below takes in an epoch on 2 processes: 11 samples, 4 at a time
+
+
+def documented(way: str | None, folder: str, dispatch: bool) -> list[int]:
+    """Run a script of 3 epochs that saves at the last batch of its first, or goes on from there.
+
+    Args:
+        way: How it finds where it was: by loading alone, by its number of steps, or by the number of its
+            epoch and that of the batch in it. None for the run that saves.
+    """
+    config = DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=3)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(Numbers(), BATCH_SIZE, shuffle=True))
+    starting_epoch, resume_step, overall_step = 0, None, 0
+    if way is not None:
+        accelerator.load_state(folder)
+        starting_epoch, overall_step = 1, STEPS
+        resume_step = {"load": None, "steps": overall_step % STEPS, "epoch and batch": STEPS}[way]
+    seen = []
+    for epoch in range(starting_epoch, 3):
+        active = loader
+        if epoch == starting_epoch and resume_step is not None:
+            active = accelerator.skip_first_batches(loader, resume_step)
+        for batch in active:
+            seen += accelerator.gather_for_metrics(batch).tolist()
+            overall_step += 1
+            if way is None and overall_step == STEPS:
+                accelerator.save_state(folder)
+    return seen
+
+
+class Numbers(Recorded):
+    def __len__(self) -> int:
+        return 11
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_script_saved_at_the_last_batch_of_an_epoch_goes_on_with_the_next(world, tmp_path, dispatch):
+    folder = str(tmp_path / "state")
+    whole = world.run(documented, None, folder, dispatch)[0]
+    epochs = [whole[start : start + 11] for start in range(0, 33, 11)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
+
+    for way in ("load", "steps", "epoch and batch"):
+        assert world.run(documented, way, folder, dispatch)[0] == epochs[1] + epochs[2], way
+
+
 def wrong_dataset(folder: str) -> str:
     accelerator = prepared("shuffled", 0)[0]
     accelerator.save_state(folder)

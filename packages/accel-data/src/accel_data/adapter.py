@@ -141,6 +141,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a place: the next iteration has the rest of its epoch, on any number of processes.
 
+        The state of an epoch's last batch is that of its end: the next iteration is the next epoch.
+
         Args:
             state_dict: What `state_dict` returned, maybe in another run.
 
@@ -152,7 +154,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._seed = int(state_dict["seed"])
         self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
-        self._tell_epoch(cursor.epoch)
+        self._tell_epoch(self._progress.epoch)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: a state counts what was handed out, never what was read ahead."""

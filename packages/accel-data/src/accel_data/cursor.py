@@ -29,11 +29,12 @@ class Cursor:
             batch size is not known).
         batches: Batches handed out to each process in this epoch.
         step_size: Samples of one step, all processes together, in the run that stopped here.
-        generator: State of the user's generator when the epoch began.
+        generator: State of the user's generator when the epoch began; if it has ended, that for the next.
         stream: The place in a dataset that can only be read from the front; None for others, and where it is
             not known, so that `consumed` samples are passed over.
         part: (index, number) of the process whose samples these are, where they were divided before they were
             given to the loader, so that another number of processes cannot go on; None where they were not.
+        ended: Whether the last batch of the epoch was handed out, so that the next epoch comes next.
     """
 
     epoch: int = 0
@@ -43,6 +44,7 @@ class Cursor:
     generator: torch.Tensor | None = None
     stream: Place | None = None
     part: tuple[int, int] | None = None
+    ended: bool = False
 
     def after(self, num_batches: int) -> int:
         """Return how many samples the epoch's first `num_batches` batches hold, counted as that run did."""
@@ -58,7 +60,9 @@ class Pass:
         limit: Length of the global order, beyond which there is only padding; None if not known.
         steps: Batches handed out since.
         generator: State of the user's generator when it began.
+        loaded: Whether it began at a loaded place.
         resumed: Whether it goes on with an epoch that another run has begun.
+        ended: Whether the last batch was handed out.
         trail: Where the batches of a stream were read.
     """
 
@@ -66,16 +70,22 @@ class Pass:
     limit: int | None = None
     steps: int = 0
     generator: torch.Tensor | None = None
+    loaded: bool = False
     resumed: bool = False
+    ended: bool = False
     trail: Trail | None = None
 
-    def cursor(self) -> Cursor:
-        """Return the present place."""
+    def cursor(self, generator: torch.Tensor | None) -> Cursor:
+        """Return the present place, where the user's generator is in this state."""
         begin = self.begin
         consumed = begin.consumed + self.steps * begin.step_size
         if self.limit is not None:
             consumed = min(consumed, max(self.limit, begin.consumed))
         batches = begin.batches + self.steps
+        if self.ended:
+            return replace(
+                begin, consumed=consumed, batches=batches, generator=generator, stream=None, ended=True
+            )
         stream = begin.stream if self.trail is None else self.trail.place(self.steps)
         return replace(begin, consumed=consumed, batches=batches, generator=self.generator, stream=stream)
 
@@ -105,18 +115,22 @@ class Progress:
         return self._resume is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. A loaded place in this epoch is kept."""
+        """Choose the epoch of the next pass. A loaded place in this epoch, or just before it, is kept."""
         self.epoch = epoch
         self._begun = False
         self._latest = None
-        if self._resume is not None and self._resume.epoch != epoch:
+        if self._resume is not None and epoch not in (self._resume.epoch, _next_epoch(self._resume)):
             self._resume = None
 
-    def start(self, skip_batches: int, step_size: int, limit: int | None) -> Pass:
+    def start(self, skip_batches: int, skips_all: bool, step_size: int, limit: int | None) -> Pass:
         """Begin a pass: at the loaded place, or else with a new epoch.
+
+        A place at the end of an epoch is that at the start of the next one: who passes over all batches of
+        the former goes on with the latter.
 
         Args:
             skip_batches: Batches of the epoch to pass over; 0 to go on where the loaded place says.
+            skips_all: Whether these are known to be all batches of an epoch.
             step_size: Samples of one step, all processes together.
             limit: Length of the global order; None if not known.
 
@@ -126,16 +140,22 @@ class Progress:
         if self._begun:
             self.epoch += 1
         self._begun = True
-        resumed, self._resume = self._resume, None
-        place = resumed or Cursor(self.epoch, step_size=step_size)
+        loaded, self._resume = self._resume, None
+        place = loaded or Cursor(self.epoch, step_size=step_size)
+        if place.ended and self.epoch > place.epoch:
+            if skips_all or skip_batches == place.batches:
+                skip_batches = 0
+            place = Cursor(self.epoch, step_size=place.step_size, generator=place.generator)
         consumed, batches = place.consumed, place.batches
         if skip_batches:
             consumed, batches = place.after(skip_batches), skip_batches
         parts = self.part[1] if self.part else 1
         distance = (consumed - place.consumed) // parts
         stream = place.stream and place.stream.moved(distance, consumed // parts)
-        begin = Cursor(self.epoch, consumed, batches, step_size, place.generator, stream, self.part)
-        self._latest = Pass(begin, limit, resumed=resumed is not None and resumed.batches > 0)
+        generator, ended = place.generator, place.ended
+        begin = Cursor(self.epoch, consumed, batches, step_size, generator, stream, self.part, ended)
+        resumed = loaded is not None and place.batches > 0
+        self._latest = Pass(begin, limit, loaded=loaded is not None, resumed=resumed)
         return self._latest
 
     def finish(self, done: Pass, exhausted: bool) -> None:
@@ -162,12 +182,17 @@ class Progress:
             return self._resume
         if self._latest is None:
             return Cursor(self.epoch, step_size=step_size, generator=generator, part=self.part)
-        return self._latest.cursor()
+        return self._latest.cursor(generator)
 
     def resume(self, cursor: Cursor) -> None:
-        """Begin the next pass at a place, whose epoch it finishes."""
-        self.set_epoch(cursor.epoch)
+        """Begin the next pass at a place: it finishes its epoch, or is the next one if that has ended."""
+        self.set_epoch(_next_epoch(cursor))
         self._resume = cursor
+
+
+def _next_epoch(cursor: Cursor) -> int:
+    """Return the epoch of what comes after a place."""
+    return cursor.epoch + cursor.ended
 
 
 @dataclass(frozen=True)
@@ -207,7 +232,7 @@ def to_state(cursor: Cursor, kind: Kind, sample_seed: int) -> dict[str, Any]:
     return {"version": _VERSION, **known, "is_stream": kind.is_stream, **place}
 
 
-_PLACE = ("epoch", "consumed", "batches", "step_size", "generator")
+_PLACE = ("epoch", "consumed", "batches", "step_size", "generator", "ended")
 _EXPECTED = {"version", "seed", "sample_seed", "length", "is_stream", *_PLACE, "stream", "part"}
 _FIX = "Load the states in the order in which the loaders were prepared when they were saved."
 
@@ -281,6 +306,8 @@ def _check_place(cursor: Cursor, limit: int | None) -> None:
             raise ValueError(
                 f"Loader state with an impossible {name}={value!r}: it must be an integer from {low} on."
             )
+    if not isinstance(cursor.ended, bool):
+        raise ValueError(f"Loader state with an impossible ended={cursor.ended!r}: it must be True or False.")
     if limit is not None and cursor.consumed > limit:
         raise ValueError(
             f"Loader state with an impossible consumed={cursor.consumed}: an epoch of this loader has "

@@ -18,12 +18,12 @@ from accel_data.checks import check_divides
 from accel_data.cursor import Pass
 from accel_data.iterable import IterableDatasetShard, count_rows
 from accel_data.layout import Layout, Share
-from accel_data.link import Link, Parts, Step, hand_out
+from accel_data.link import Link, Parts, hand_out
 from accel_data.loader import Item, PreparedLoader, look_ahead, noted
 from accel_data.mesh import data_ranks
 from accel_data.rounds import Read, Round, Rounds
 from accel_data.samplers import AllShards, BatchSamplerShard
-from accel_data.scatter import ABSENT, Receiver, Sender
+from accel_data.scatter import ABSENT, Message, Receiver, Sender
 from accel_ops import contract
 from accel_ops.tree import slice_tensors
 from accel_state.process import Process, current_process
@@ -187,7 +187,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._handed_out(steps, sender, number)
 
     def _handed_out(
-        self, steps: Generator[Step, None, None], sender: Sender, number: int
+        self, steps: Generator[Message, None, None], sender: Sender, number: int
     ) -> Generator[Item, None, None]:
         try:
             while True:

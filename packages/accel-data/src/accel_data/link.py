@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_data.checks import explained
-from accel_data.scatter import Receiver, Sender, open_line
+from accel_data.scatter import Message, Receiver, Sender, open_line
 
-__all__ = ["Link", "Parts", "Step", "hand_out"]
+__all__ = ["Link", "Parts", "hand_out"]
 
 Parts = tuple[list[Any], tuple[int, ...] | None, bool]
 """The batches of all processes in one step, the padding in them, and whether it is the last step."""
 
 
-class Step(NamedTuple):
-    """What process 0 gets of a step by itself.
-
-    Args:
-        batch: The batch.
-        real: How many samples of each process are real; None if none is padded.
-        last: Whether this is the last step.
-    """
-
-    batch: Any
-    real: tuple[int, ...] | None
-    last: bool
-
-
-def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Step | None:
+def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Message | None:
     """Read one step and send it. Whatever fails, the others are told.
 
     Args:
@@ -38,7 +24,7 @@ def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Step 
         num_workers: Number of worker processes that read.
 
     Returns:
-        The step; None if there is none.
+        What process 0 itself gets; None if there is no step.
     """
     try:
         found = next(rounds, None)
@@ -52,7 +38,7 @@ def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Step 
         return None
     parts, real, last = found
     sender.send(packets, real, last)
-    return Step(parts[0], real, last)
+    return Message(parts[0], real, last)
 
 
 @dataclass
@@ -65,7 +51,7 @@ class Link:
     """
 
     end: Sender | Receiver | None = None
-    reading: Generator[Step, None, None] | None = None
+    reading: Generator[Message, None, None] | None = None
 
     def sender(self, owners: list[int]) -> Sender:
         """Return the end of process 0, when nothing is read for an older pass any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -72,18 +73,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         exhausted = False
         batches: Iterator[Any] = iter(())
+        share = Share()
         try:
-            batches, share = self._read(started)
+            if not started.begin.ended:
+                batches, share = self._read(started)
             if self.tell_uneven is not None:
                 self._tell_uneven(self.tell_uneven)
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
+                started.steps = step
                 if step == share.num_batches or share.now is not self.real_samples:
                     last = step == share.num_batches
                     self._mark(batch, share.real if last else share.now, last)
-                started.steps = step
+                    started.ended = last and self._ends_for_all(started)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
+            self._check_something(started)
         except (OSError, EOFError) as raised:
             error = explained(raised, self.num_workers)
             if error is raised:
@@ -94,6 +99,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 batches.close()
             self._progress.finish(started, exhausted)
             self.end()
+
+    def _ends_for_all(self, started: Pass) -> bool:
+        """Whether no process has a batch after this process's last one."""
+        shard = self._shard
+        is_even = shard is None or shard.is_even or self._limit is None
+        return is_even or started.cursor(None).consumed == self._limit
+
+    def _check_something(self, started: Pass) -> None:
+        """Warn if no process got anything of the rest of an epoch that a loaded state has begun."""
+        begin = started.begin
+        if started.steps or not started.loaded or not begin.batches:
+            return
+        others = None if self._shard is None or begin.ended else self._shard.batches_of_each
+        if not any(others or ()):
+            warnings.warn(
+                f"Nothing is left of epoch {begin.epoch} after its first {begin.batches} batches "
+                f"({begin.consumed} samples of all processes), from where the loaded state, or skipping "
+                "after it, wanted to go on. The next pass is the next epoch.",
+                stacklevel=3,
+            )
 
     def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None]) -> None:
         shard = self._stream_shard() if self._shard is None else self._shard
@@ -109,7 +134,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _start_pass(self) -> Pass:
         generator = self.synchronized_generator
         try:
-            started = self._progress.start(self.skip_batches, self._step_size, self._limit)
+            started = self._progress.start(self.skip_batches, self._skips_all(), self._step_size, self._limit)
             self._tell_epoch(started.begin.epoch)
             if generator is not None and started.begin.generator is not None:
                 generator.set_state(started.begin.generator)
@@ -119,6 +144,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._synchronize()
         started.generator = None if generator is None else generator.get_state()
         return started
+
+    def _skips_all(self) -> bool:
+        try:
+            return self.skip_batches > 0 and len(self) == 0
+        except TypeError:  # its length is not known
+            return False
 
     def _synchronize(self) -> None:
         """Make random generators those of process 0."""

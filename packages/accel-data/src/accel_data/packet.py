@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_ops.layout import as_bytes
 from accel_ops.tree import TensorInformation, is_tensor_information, recursively_apply
 from accel_ops.walk import children, find_path, keys
 
@@ -229,10 +230,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     usual = tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.requires_grad
     if usual and not tensor.is_conj() and not tensor.is_neg():  # the same as below, in a third of the time
         return tensor.view(-1).view(torch.uint8)
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    if flat.stride(0) != 1:  # a single element has any stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
+    return as_bytes(tensor.detach().cpu())
 
 
 def _is_plain(leaf: Any) -> bool:
