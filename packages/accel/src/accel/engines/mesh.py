@@ -20,9 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, StateDictType
 from accel.engines.base import Engine, EngineContext, Prepared
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
+from accel.parallel.filling import Filling, check_weights
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.repoint import Replaced, repoint
-from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, check_weights, shard, upcast
+from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.parallel.tensor import apply_tensor_parallel, tensor_plan
 from accel.parallel.wrapping import aliases, ignored_parameters, modules_to_shard
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -140,12 +141,10 @@ def plan_for(
     check_dtypes(model, groups, is_mixed)
     policy.set_mixed_precision(context.precision.name)
     sharding = Sharding(
-        mesh=mesh,
-        device=process.device,
+        filling=Filling(mesh, process.device, sync),
         reshard_after_forward=plugin.reshard_after_forward,
         precision=policy.mixed_precision_policy,
         offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        sync=sync,
     )
     return Plan(sharding, *split)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from accel.parallel.sharding import local
+from accel.parallel.filling import local
 
 __all__ = ["gradients_of", "local_gradients", "scale", "total_norm"]
 

@@ -1,0 +1,181 @@
+"""Giving a model its weights on this process's device, from the first process, one group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from accel.parallel.wrapping import aliases
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Filling", "check_weights", "ensure_weights_retied", "fill_group", "fill_rest", "local"]
+
+ParamInitFn = Callable[[torch.nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Where weights come from and go to.
+
+    Attributes:
+        mesh: All processes that have the model: one axis of shards, or replicas x shards.
+        device: Where parameters are computed with.
+        sync: Whether the weights of the first process count; else each shard is of its own process's weights.
+        param_init_fn: Gives memory, and perhaps values, to a module's parameters on the meta device; called
+            for each module. None: memory alone.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    sync: bool = True
+    param_init_fn: ParamInitFn | None = None
+
+
+def check_weights(model: torch.nn.Module, is_source: bool, sync: bool) -> None:
+    """Refuse a model without weights where they are needed.
+
+    Raises:
+        ValueError: If parameters are on the meta device of the process whose weights count.
+    """
+    bare = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if bare and (is_source or not sync):
+        raise ValueError(
+            f"{type(model).__name__}.{bare[0]} (and {len(bare) - 1} more) is on the meta device, so that "
+            "there are no weights to shard. Load them on rank 0; other processes may stay on meta with "
+            "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
+        )
+
+
+def fill_rest(
+    model: torch.nn.Module, ignored: set[torch.nn.Parameter], how: Filling
+) -> set[torch.nn.Parameter]:
+    """Fill buffers and ignored parameters; returns the latter, new objects where they were on meta."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _filled(buffer, how)
+    keep = set()
+    for parameter, names in aliases(model).items():
+        if parameter in ignored:
+            keep.add(_fill_parameter(model, parameter, names, how))
+    return keep
+
+
+def fill_group(
+    model: torch.nn.Module, group: torch.nn.Module, done: set[torch.nn.Parameter], how: Filling
+) -> None:
+    """Fill the parameters of a group, in place where they have memory.
+
+    Args:
+        model: The model, which shows the other names of a parameter.
+        group: The model, or a module of it.
+        done: Parameters that are left alone.
+        how: Where weights come from and go to.
+
+    Raises:
+        ValueError: If `param_init_fn` gave no memory to a parameter, and no other process has its values.
+    """
+    if how.param_init_fn is not None:
+        _initialise(group, done, ensure_weights_retied(how.param_init_fn, model, how.device))
+    names = aliases(model)
+    for parameter in list(group.parameters()):
+        if parameter in done:
+            continue
+        if parameter.is_meta and not how.sync:
+            raise ValueError(
+                f"param_init_fn left {names[parameter][0]} on the meta device, and with "
+                "sync_module_states=False nobody gives it values. Initialise it there."
+            )
+        _fill_parameter(model, parameter, names[parameter], how)
+
+
+def ensure_weights_retied(
+    param_init_fn: ParamInitFn, model: torch.nn.Module, device: torch.device
+) -> ParamInitFn:
+    """Make an initialiser of modules on the meta device keep tied weights tied.
+
+    Args:
+        param_init_fn: Gives memory to the parameters of one module.
+        model: The model, with its weights tied.
+        device: Where the weights are put.
+
+    Returns:
+        The initialiser: the first of the modules that share a parameter gives it memory, and the others get
+        that parameter.
+    """
+    shared = [names for names in aliases(model).values() if len(names) > 1]
+    paths = {module: name for name, module in model.named_modules()}
+
+    def initialise(module: torch.nn.Module) -> None:
+        param_init_fn(module)
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        prefix = f"{paths[module]}." if paths[module] else ""
+        own = {
+            f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        for names in shared:
+            for name in own & set(names):
+                given = next((item for other in names if not (item := _get(model, other)).is_meta), None)
+                if given is not None:
+                    _set(model, name, given)
+
+    return initialise
+
+
+def _initialise(group: torch.nn.Module, done: set[torch.nn.Parameter], initialise: ParamInitFn) -> None:
+    for module in list(group.modules()):
+        own = module.parameters(recurse=False)
+        if any(parameter.is_meta and parameter not in done for parameter in own):
+            initialise(module)
+
+
+def _get(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    return model.get_parameter(name)
+
+
+def _set(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, parameter)
+
+
+def _fill_parameter(
+    model: torch.nn.Module, parameter: torch.nn.Parameter, names: Sequence[str], how: Filling
+) -> torch.nn.Parameter:
+    if not parameter.is_meta:
+        parameter.data = _filled(parameter.data, how)
+        return parameter
+    fresh = torch.nn.Parameter(_filled(parameter.detach(), how), requires_grad=parameter.requires_grad)
+    for name in names:
+        _set(model, name, fresh)
+    return fresh
+
+
+@torch.no_grad()
+def _filled(value: torch.Tensor, how: Filling) -> torch.Tensor:
+    """The tensor on the device, as the first process has it."""
+    if value.is_meta:
+        value = torch.empty_like(value, device=how.device)
+    value = value.to(how.device)
+    if how.sync and value.numel():
+        own = local(value)
+        whole = own.contiguous()
+        for axis in range(how.mesh.ndim):
+            if how.mesh.size(axis) > 1:
+                dist.broadcast(whole, group=how.mesh.get_group(axis), group_src=0)
+        if whole is not own:
+            own.copy_(whole)
+    return value
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor; all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
