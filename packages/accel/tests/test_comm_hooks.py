@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel import (
+    Accelerator,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -88,3 +93,33 @@ def test_a_whole_rank_is_no_approximation(world):
 
     assert after == pytest.approx(wanted, rel=1e-3)
     assert abs(low - wanted) > 10 * abs(after - wanted)
+
+
+def fp16_run(options: dict[str, Any]) -> tuple[list[bool], float, list[torch.Tensor]]:
+    """Nine steps of fp16 training, the sixth of which overflows on one rank."""
+    handlers = [DistributedDataParallelKwargs(**options), GradScalerKwargs(init_scale=256.0)]
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.2))
+    x, y = data()
+    share = slice(accelerator.process_index, None, accelerator.num_processes)
+    skipped = []
+    for step in range(9):
+        overflows = step == 5 and accelerator.is_main_process
+        loss = nn.functional.mse_loss(model(x[share]), y[share])
+        accelerator.backward(loss * float("inf") if overflows else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    return skipped, accelerator.scaler.get_scale(), [parameter.detach() for parameter in plain.parameters()]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_one_overflow_in_fp16_is_one_skipped_step_on_all_ranks(world, name):
+    ranks = world.run(fp16_run, HOOKS[name][0], timeout_s=SLOW_S)
+
+    for skipped, scale, parameters in ranks:
+        assert skipped == [step == 5 for step in range(9)]
+        assert scale == 128.0
+        assert all(torch.equal(*pair) for pair in zip(parameters, ranks[0][2], strict=True))

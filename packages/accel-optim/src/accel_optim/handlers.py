@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_optim import comm_hooks
 from accel_state.enums import DDPCommunicationHookType
 from accel_state.handlers import KwargsHandler
 
 if TYPE_CHECKING:
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["AutocastKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs"]
-
-Hook = Callable[[Any, Any], Any]
 
 _HOOK_OPTIONS = ("comm_hook", "comm_wrapper", "comm_state_option")
 _WRAPPERS = ("no", "fp16", "bf16")
@@ -133,90 +129,4 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ValueError: If `comm_state_option` has an option that PowerSGDState has not.
         """
         wrapper = str(getattr(self.comm_wrapper, "value", self.comm_wrapper))
-        hook_type = DDPCommunicationHookType(self.comm_hook)
-        compresses = hook_type in _POWER_SGD
-        if self.comm_state_option and not compresses:
-            warnings.warn(
-                f"comm_state_option={self.comm_state_option} is ignored: it belongs to the hooks power_sgd "
-                f"and batched_power_sgd, and comm_hook is {hook_type.value!r}.",
-                stacklevel=2,
-            )
-        if hook_type == DDPCommunicationHookType.NO and wrapper == "no":
-            return
-        if not hasattr(model, "register_comm_hook"):
-            raise TypeError(
-                "A communication hook needs a model in DistributedDataParallel, got "
-                f"{type(model).__name__}. Prepare the model in a run with several processes first."
-            )
-        group = model.process_group
-        state = _power_sgd_state(group, self.comm_state_option) if compresses else group
-        model.register_comm_hook(state, _accepted_by(group, _wrapped(_hook(hook_type), wrapper)))
-
-
-_POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
-
-
-def _hook(hook_type: DDPCommunicationHookType) -> Hook:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if hook_type == DDPCommunicationHookType.BATCHED_POWER_SGD:
-        _let_orthogonalize_take_matrices()
-    hooks: dict[DDPCommunicationHookType, Hook] = {
-        DDPCommunicationHookType.NO: default_hooks.allreduce_hook,
-        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
-        DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }
-    return hooks[hook_type]
-
-
-def _wrapped(hook: Hook, wrapper: str) -> Hook:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    if wrapper == "no":
-        return hook
-    wrap = default_hooks.fp16_compress_wrapper if wrapper == "fp16" else default_hooks.bf16_compress_wrapper
-    return wrap(hook)
-
-
-def _accepted_by(group: torch.distributed.ProcessGroup, hook: Hook) -> Hook:
-    """Rename torch's bf16 hooks for backends that torch does not know to reduce bf16 (gloo and MPI do).
-
-    DistributedDataParallel refuses them by name wherever there is no NCCL or XCCL.
-    """
-    import torch.distributed as dist
-
-    if dist.get_backend(group) in ("nccl", "xccl") or not hook.__name__.startswith("bf16"):
-        return hook
-    return lambda state, bucket: hook(state, bucket)
-
-
-def _power_sgd_state(group: torch.distributed.ProcessGroup, options: dict[str, Any]) -> Any:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
-    allowed = [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
-    unknown = sorted(set(options) - set(allowed))
-    if unknown:
-        raise ValueError(f"comm_state_option has unknown options {unknown}; allowed: {', '.join(allowed)}.")
-    return PowerSGDState(process_group=group, **options)
-
-
-def _let_orthogonalize_take_matrices() -> None:
-    """Repair torch's batched PowerSGD hook, which gives a matrix to a function that takes batches of them.
-
-    Needed up to torch 2.13 at least; delete when `batched_powerSGD_hook` runs past `start_powerSGD_iter`
-    without it.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    original = powerSGD_hook._orthogonalize
-    if getattr(original, "takes_matrices", False):
-        return
-
-    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-        batch = matrices.unsqueeze(0) if matrices.dim() == 2 else matrices
-        original(batch, epsilon)  # type: ignore[no-untyped-call]
-
-    orthogonalize.takes_matrices = True  # type: ignore[attr-defined]
-    powerSGD_hook._orthogonalize = orthogonalize
+        comm_hooks.register(model, DDPCommunicationHookType(self.comm_hook), wrapper, self.comm_state_option)
