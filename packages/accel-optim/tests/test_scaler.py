@@ -313,6 +313,68 @@ def test_the_scaler_is_forgotten_with_its_optimizers() -> None:
     assert len(scaling._SHARING) == before
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_gradients_that_are_dropped_after_clipping_count_as_in_torchs_recipe(bad: bool) -> None:
+    # "if norm < limit: optimizer.step()": torch's recipe updates the scale all the same.
+    ours, plain = Pair(True), Pair(False)
+    for index in range(4):
+        for pair in (ours, plain):
+            loss = (pair.parameters[0] * (INF if bad and index == 1 else 3.0)).sum()
+            pair.scaler.scale(loss).backward()
+        ours.optimizers[0].unscale_gradients()
+        plain.scaler.unscale_(plain.inner[0])
+        assert torch.equal(ours.parameters[0].grad, plain.parameters[0].grad)
+        if index != 1:
+            ours.optimizers[0].step()
+            plain.scaler.step(plain.inner[0])
+        plain.scaler.update()
+        ours.optimizers[0].zero_grad()
+        plain.inner[0].zero_grad()
+
+        assert ours.record() == plain.record()
+
+
+def steps_of_one_of_two(pair: Pair, *factors: float) -> None:
+    """The second optimizer holds gradients meanwhile, which keeps the round open."""
+    first, second = pair.parameters
+    for factor in factors:
+        pair.scaler.scale((first * factor).sum() + second.sum()).backward()
+        pair.optimizers[0].step()
+
+
+def test_the_end_of_a_round_counts_what_its_steps_found() -> None:
+    pair = Pair(True)
+    scaling.end_round(pair.scaler)  # nothing has happened yet
+    steps_of_one_of_two(pair, INF)
+    assert pair.scaler.get_scale() == 1024.0
+    scaling.end_round(pair.scaler)
+    scaling.end_round(pair.scaler)
+
+    assert pair.scaler.get_scale() == 512.0
+    pair.optimizers[1].step()
+    assert pair.parameters[1].tolist() == [2 - 0.125] * 2  # its gradients followed the scale
+
+
+def test_a_round_that_is_forgotten_does_not_change_the_scale() -> None:
+    pair = Pair(True)
+    steps_of_one_of_two(pair, INF)
+    pair.optimizers[1].unscale_gradients()
+    scaling.forget_round(pair.scaler)
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    pair.scaler.scale(pair.parameters[1].sum()).backward()
+    pair.optimizers[1].step()
+
+    assert (pair.scaler.get_scale(), pair.scaler._get_growth_tracker()) == (1024.0, 1)
+    assert pair.parameters[1].tolist() == [2 - 0.125] * 2
+
+
+@pytest.mark.parametrize("scaler", [None, get_grad_scaler(device_type="cpu", enabled=False)], ids=type)
+def test_there_are_no_rounds_without_a_scaler(scaler: GradScaler | None) -> None:
+    scaling.end_round(scaler)
+    scaling.forget_round(scaler)
+
+
 # Making a scaler
 
 

@@ -271,3 +271,43 @@ def overflow_on_one_rank() -> list[tuple[bool, float]]:
 def test_a_step_skipped_for_one_rank_moves_the_schedule_on_none(world):
     for rank in world.run(overflow_on_one_rank, timeout_s=SLOW_S):
         assert rank == [(False, 0.25), (True, 0.25), (False, 0.0625)]
+
+
+def fp16_adversaries() -> tuple[Accelerator, list[Any], list[Any]]:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**6)])
+    models, optimizers, _ = adversaries()
+    prepared = accelerator.prepare(*(model.float() for model in models), *optimizers)
+    return accelerator, prepared[:2], prepared[2:]
+
+
+def train_in_fp16(accelerator: Accelerator, models: Any, optimizers: Any, part: slice, bad: int) -> list[Any]:
+    """Both losses in turn; that of the generator also writes gradients of the critic, which has stepped."""
+    seen = []
+    for index, batch in list(enumerate(batches(8).float()))[part]:
+        for which, loss_of in ((1, critic_loss), (0, generator_loss)):
+            loss = loss_of(*models, batch)
+            accelerator.backward(loss * float("inf") if which == 0 and index == bad else loss)
+            accelerator.clip_grad_norm_(models[which].parameters(), 1.0)
+            optimizers[which].step()
+            seen.append(accelerator.optimizer_step_was_skipped)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("bad", [2, 3])
+def test_adversaries_in_fp16_go_on_from_a_checkpoint(bad, tmp_path):
+    run = fp16_adversaries()
+    seen = train_in_fp16(*run, slice(0, 4), bad)
+    # the last step of any optimizer counts: that of the generator, until it has stepped again
+    assert seen == [index in (2 * bad + 1, 2 * bad + 2) for index in range(8)]
+    run[0].save_state(str(tmp_path))
+    assert run[0].scaler.get_scale() == 2.0**5
+    resumed = fp16_adversaries()
+    train_in_fp16(*resumed, slice(0, 1), 0)  # its own overflow is not that of the checkpoint
+    resumed[0].load_state(str(tmp_path))
+    for each in (run, resumed):
+        train_in_fp16(*each, slice(4, 8), -1)
+
+    assert resumed[0].scaler.state_dict() == run[0].scaler.state_dict()
+    assert all(torch.equal(*pair) for pair in zip(weights(*resumed[1]), weights(*run[1]), strict=True))

@@ -185,6 +185,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "gradients of the micro-batches before it. Call zero_grad() after step().",
                 stacklevel=2,
             )
+        if self.scaler is not None:
+            scaling.leave_out_step(self.scaler, self.optimizer)
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:

@@ -24,7 +24,17 @@ from accel_state.process import current_process
 if TYPE_CHECKING:
     from accel_optim.optimizer import AcceleratedOptimizer
 
-__all__ = ["begin_step", "end_step", "get_grad_scaler", "has_gradients", "share", "unscale"]
+__all__ = [
+    "begin_step",
+    "end_round",
+    "end_step",
+    "forget_round",
+    "get_grad_scaler",
+    "has_gradients",
+    "leave_out_step",
+    "share",
+    "unscale",
+]
 
 _SHARING: WeakKeyDictionary[GradScaler, WeakSet[AcceleratedOptimizer]] = WeakKeyDictionary()
 
@@ -117,6 +127,45 @@ def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if inner is not optimizer and _stage(scaler, inner) is not OptState.STEPPED and has_gradients(inner):
             return
     scaler.update()
+
+
+def leave_out_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Note that gradients are dropped instead of stepped with, if they were unscaled.
+
+    The next ones have to be unscaled as well; and the scale is updated as after a step, by what was found.
+
+    Args:
+        scaler: The scaler, enabled.
+        optimizer: The torch optimizer whose gradients are about to be cleared.
+    """
+    if _stage(scaler, optimizer) is OptState.UNSCALED:
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        end_step(scaler, optimizer)
+
+
+def end_round(scaler: GradScaler | None) -> None:
+    """End the round at hand, so that the scale counts all steps so far: what a checkpoint needs.
+
+    An optimizer that holds gradients, and has not stepped in this round, keeps the round open. Its gradients
+    are multiplied by the change of the scale.
+
+    Args:
+        scaler: The scaler; nothing happens without one, or when it is disabled.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return
+    if any(state["stage"] is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
+        _update_with_gradients_at_hand(scaler)
+
+
+def forget_round(scaler: GradScaler | None) -> None:
+    """Forget what the steps and gradients of the round at hand were like: a loaded scale is that of others.
+
+    Args:
+        scaler: The scaler; nothing happens without one, or when it is disabled.
+    """
+    if scaler is not None and scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
 
 
 def _stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:

@@ -16,6 +16,7 @@ from accel_ckpt.sharded import save_sharded_state
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
+from accel_optim.scaler import end_round
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +101,7 @@ def save_state(
     """
     background.wait()
     _check_window(accelerator)
+    end_round(accelerator.scaler)  # or what the last steps found would not count in the scale that is saved
     if options:
         warnings.warn(
             f"save_state ignores {', '.join(options)}: the {accelerator.engine.name} engine saves without "

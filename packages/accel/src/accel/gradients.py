@@ -67,7 +67,11 @@ class GradientControl:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped, because fp16 gradients overflowed."""
+        """Whether the last step of any prepared optimizer was skipped, because fp16 gradients overflowed.
+
+        Each optimizer answers for its own last step, so that of two that step in turn one may be meant that
+        has not stepped in this micro-batch yet; its own `step_was_skipped` tells which.
+        """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self._optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:

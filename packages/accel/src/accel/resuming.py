@@ -13,6 +13,7 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
 from accel_ckpt.sharded import load_sharded_state
+from accel_optim.scaler import forget_round
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -80,6 +81,7 @@ def load_state(
     if in_parts:  # on any number of processes, and under any engine
         parts = parts_of(accelerator)
         load_sharded_state(reading.folder, **parts, process=accelerator.process, verify=False)
+    forget_round(accelerator.scaler)
     if "window" in result:
         accelerator.window.load_state_dict(result["window"])
     else:
