@@ -520,6 +520,7 @@ def test_both_kinds_of_losses_in_a_window_are_refused() -> None:
         (-1, ValueError, r"weight=-1\.0.*at least 0"),
         (float("nan"), ValueError, "weight=nan"),
         (float("inf"), ValueError, "weight=inf"),
+        (10**400, ValueError, r"beyond 1\.8e\+308"),
         (torch.ones(2), ValueError, r"shape \(2,\).*the sum"),
         ("many", TypeError, "weight='many'"),
         (1j, TypeError, "1j"),

@@ -18,6 +18,7 @@ which the host never reads.
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
@@ -99,7 +100,7 @@ def check_weight(weight: Any) -> Weight:
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If it is negative or not finite, or a tensor of several elements.
+        ValueError: If it is negative, not finite or beyond all floats, or a tensor of several elements.
     """
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
@@ -111,7 +112,13 @@ def check_weight(weight: Any) -> Weight:
         weight = weight.item()
     if not isinstance(weight, Real):
         raise TypeError(f"backward got weight={weight!r}; it takes a number, or a tensor of one element.")
-    number = float(weight)
+    try:
+        number = float(weight)
+    except OverflowError:
+        raise ValueError(
+            f"backward got a weight beyond {sys.float_info.max:.1e}, the largest float; it takes how many "
+            "items the loss is the sum over."
+        ) from None
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(
             f"backward got weight={number}; it takes a number of at least 0: how many items the loss is the "
