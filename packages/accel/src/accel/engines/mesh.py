@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, StateDictType
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from accel.engines.base import Engine, EngineContext, Prepared
+from accel.engines.base import EngineContext, Prepared
+from accel.engines.sharded import ShardedEngine
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.filling import Filling, check_weights
@@ -25,18 +24,13 @@ from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.repoint import Replaced, repoint
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.parallel.tensor import apply_tensor_parallel, tensor_plan
-from accel.parallel.wrapping import aliases, ignored_parameters, modules_to_shard
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_ops import collectives
-from accel_state import rendezvous
-from accel_state.devices import row
-from accel_state.env import CPUInformation
+from accel.parallel.wrapping import aliases, choose_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from accel_state.process import Process
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 
 __all__ = ["MeshEngine", "Meshes", "Plan", "parallelize", "plan_for"]
 
@@ -110,16 +104,8 @@ def plan_for(
     Raises:
         ValueError: If the model and the settings do not fit; the message names the fix.
     """
-    policy = replace(plugin)  # its own, as the policy is completed for this model
-    policy.set_auto_wrap_policy(model)
-    ignored = ignored_parameters(model, plugin.ignored_modules)
-    groups = tuple(modules_to_shard(model, policy.auto_wrap_policy, ignored))
-    if plugin.activation_checkpointing and not groups:
-        raise ValueError(
-            f"activation_checkpointing recomputes the modules that auto_wrap_policy chooses, and it chooses "
-            f"none of {type(model).__name__}. Set auto_wrap_policy='transformer_based_wrap' (or "
-            "'size_based_wrap' with min_num_params)."
-        )
+    chosen = choose_groups(model, plugin)
+    groups, ignored = chosen.modules, chosen.ignored
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp
     sync = plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
@@ -132,13 +118,13 @@ def plan_for(
             f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.copies}: which parameters "
             "are ignored is not kept when tensor parallelism splits them. Leave one of the two out."
         )
-    checkpointed = groups if plugin.activation_checkpointing else ()
     offloads = bool(plugin.activation_checkpointing_offload)
-    split = (tensor, meshes.tensor, process.device, groups, ignored, checkpointed, offloads, is_mixed)
+    split = (tensor, meshes.tensor, process.device, groups, ignored, chosen.checkpointed, offloads, is_mixed)
     if mesh is None:
         return Plan(None, *split)
     check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
+    policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
     policy.set_mixed_precision(context.precision.name)
     sharding = Sharding(
         filling=Filling(mesh, process.device, sync),
@@ -149,23 +135,17 @@ def plan_for(
     return Plan(sharding, *split)
 
 
-class MeshEngine(Engine):
+class MeshEngine(ShardedEngine):
     """Parameters, gradients and optimizer states in shards over the axes of a mesh."""
 
     name = "fsdp2"
 
-    keeps_open_window = False
-
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
-        _ensure_group(context.process)
         self._meshes = _find_meshes(context)
         if self._meshes.tensor is not None:
             self.name = "tp" if self._meshes.fsdp is None else "fsdp2 x tp"
         self._replaced = Replaced()
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -173,43 +153,42 @@ class MeshEngine(Engine):
         return self.context.mesh if self.context.mesh is not None else self._meshes.fsdp
 
     @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data, but for tensor-parallel groups, which have one."""
-        process, copies = self.context.process, self._meshes.copies
-        return process.rank // copies, process.world_size // copies
+    def copies(self) -> int:
+        """The processes of a tensor-parallel group work on the same samples."""
+        return self._meshes.copies
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be sharded, before anything is changed."""
-        super().check(objects)
         if self.context.scaler is not None:
             raise ValueError(
                 "mixed_precision='fp16' with fsdp_version=2 is not there yet: the processes would have to "
                 "agree on skipped steps. Use mixed_precision='bf16', or fsdp_version=1."
             )
-        for model in objects.models:
-            devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
-            if len(devices) > 1:
-                raise ValueError(
-                    f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and FSDP "
-                    "places parameters by itself. Load it without device_map."
-                )
-            if not objects.evaluation_mode and not self._is_done(model):
-                plan_for(model, self.plugin, self._meshes, self.context)
+        super().check(objects)
 
-    def prepare(self, objects: Prepared) -> Prepared:
-        """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
-        done = super().prepare(objects)
-        for optimizer in self._known:
-            repoint(optimizer, self._replaced)
-        return done
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that does not fit the settings; nothing is changed."""
+        plan_for(model, self.plugin, self._meshes, self.context)
 
-    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
-        """As the base engine does; sharding places parameters by itself, group by group."""
-        return super().prepare_model(model, place and evaluation_mode, evaluation_mode)
+    def is_done(self, model: torch.nn.Module) -> bool:
+        """Whether the model is sharded already."""
+        plain = getattr(model, "_orig_mod", model)
+        return isinstance(plain, FSDPModule) or plain in self._models
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the parameters that models have now."""
+        repoint(optimizer, self._replaced)
+
+    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
+        """Replace layers by those of fp8, whose weights are gathered in fp8 where they are sharded."""
+        if self.context.fp8 is not None and not self.is_done(model):
+            before = aliases(model)
+            self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
+            self._replaced.note(before, model)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model in place; twice is once."""
-        if self._is_done(model):
+        if self.is_done(model):
             return model
         plan = plan_for(model, self.plugin, self._meshes, self.context)
         before = aliases(model)
@@ -218,37 +197,12 @@ class MeshEngine(Engine):
         self._models.add(model)
         return model
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
-        """Point an optimizer to the parameters that its model has now, and wrap it."""
-        repoint(optimizer, self._replaced)
-        prepared = super().prepare_optimizer(optimizer, place)
-        self._known.add(prepared)
-        return prepared
-
-    def _is_done(self, model: torch.nn.Module) -> bool:
-        plain = getattr(model, "_orig_mod", model)
-        return isinstance(plain, FSDPModule) or plain in self._models
-
     # Gradients
-
-    @property
-    def holds_gradients_back(self) -> bool:
-        """Gradients of a window are kept whole on their process, and reduced at its end."""
-        return True
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
         sharded = _sharded(model)
         return contextlib.nullcontext() if sharded is None else held_back.holding(sharded)
-
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over the processes that have data of their own."""
-        process = self.context.process
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.full((), weight, dtype=dtype, device=process.device)
-        total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
-        total = total / self._meshes.copies
-        return total if total.device.type != "cpu" else float(total)
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
@@ -273,11 +227,6 @@ class MeshEngine(Engine):
 
     # States
 
-    @property
-    def saves_parts(self) -> bool:
-        """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
-        return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
-
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state, on the first process of each machine; others take part and get an empty dict."""
         state = self.unwrap_model(model, keep_torch_compile=False).state_dict(keep_vars=True)
@@ -288,7 +237,7 @@ class MeshEngine(Engine):
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """The model as a whole state is loaded into it."""
         inner = self.unwrap_model(model, keep_torch_compile=False)
-        return WholeModel(inner) if self._is_done(inner) else model
+        return WholeModel(inner) if self.is_done(inner) else model
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its whole state, which is gathered now, by all processes."""
@@ -308,14 +257,6 @@ def _detached(value: Any) -> Any:
 def _sharded(model: torch.nn.Module) -> FSDPModule | None:
     plain = getattr(model, "_orig_mod", model)
     return plain if isinstance(plain, FSDPModule) else None
-
-
-def _ensure_group(process: Process) -> None:
-    """Make a group of one process where none was launched: FSDP asked for is FSDP."""
-    if process.world_size == 1 and not rendezvous.has_group():
-        alone = CPUInformation(0, 1, 0, 1)
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        rendezvous.start(row(process.device), alone, process.device, {"store": store})
 
 
 def _find_meshes(context: EngineContext) -> Meshes:

@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["aliases", "ignored_parameters", "modules_to_shard"]
+if TYPE_CHECKING:
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+
+__all__ = ["Groups", "aliases", "choose_groups", "ignored_parameters", "modules_to_shard"]
 
 Policy = Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which parts of a model are treated by themselves.
+
+    Attributes:
+        modules: Those that are sharded by themselves, inner ones first.
+        ignored: The parameters that are left whole.
+        checkpointed: The modules that compute their activations again in backward.
+    """
+
+    modules: tuple[torch.nn.Module, ...]
+    ignored: set[torch.nn.Parameter]
+    checkpointed: tuple[torch.nn.Module, ...]
+
+
+def choose_groups(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> Groups:
+    """What the plugin says of a model.
+
+    Raises:
+        ValueError: If the policy, ignored modules or activation checkpointing mean nothing in this model.
+    """
+    policy = replace(plugin)  # its own, as the policy is completed for this model
+    policy.set_auto_wrap_policy(model)
+    ignored = ignored_parameters(model, plugin.ignored_modules)
+    modules = tuple(modules_to_shard(model, policy.auto_wrap_policy, ignored))
+    if plugin.activation_checkpointing and not modules:
+        raise ValueError(
+            f"activation_checkpointing recomputes the modules that auto_wrap_policy chooses, and it chooses "
+            f"none of {type(model).__name__}. Set auto_wrap_policy='transformer_based_wrap' (or "
+            "'size_based_wrap' with min_num_params)."
+        )
+    return Groups(modules, ignored, modules if plugin.activation_checkpointing else ())
 
 
 def aliases(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:

@@ -1,0 +1,122 @@
+"""What the engines have in common whose models are sharded: FSDP in both versions, and the mesh."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import StateDictType
+
+from accel.engines.base import Engine, EngineContext, Prepared
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_ops import collectives
+from accel_state import rendezvous
+from accel_state.devices import row
+from accel_state.env import CPUInformation
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["ShardedEngine"]
+
+
+class ShardedEngine(Engine):
+    """Parameters, gradients and optimizer states in parts; optimizers follow the parameters."""
+
+    version = 2
+
+    keeps_open_window = False
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=self.version)
+        _ensure_group(context.process)
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    def copies(self) -> int:
+        """Processes that work on the same samples together."""
+        return 1
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data, but for those that work on one together."""
+        process = self.context.process
+        return process.rank // self.copies, process.world_size // self.copies
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what cannot be sharded, before anything is changed."""
+        super().check(objects)
+        for model in objects.models:
+            devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+            if len(devices) > 1:
+                raise ValueError(
+                    f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and FSDP "
+                    "places parameters by itself. Load it without device_map."
+                )
+            if not objects.evaluation_mode and not self.is_done(model):
+                self.check_model(model)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that cannot be sharded; nothing is changed.
+
+        Raises:
+            ValueError: With the reason and the alternative.
+        """
+        raise NotImplementedError
+
+    def is_done(self, model: torch.nn.Module) -> bool:
+        """Whether the model is sharded already."""
+        raise NotImplementedError
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the parameters that models have now."""
+        raise NotImplementedError
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
+        done = super().prepare(objects)
+        for optimizer in self._known:
+            self.repoint(optimizer)
+        return done
+
+    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """As the base engine does; sharding places parameters by itself, group by group."""
+        return super().prepare_model(model, place and evaluation_mode, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """Point an optimizer to the parameters that its model has now, and wrap it."""
+        self.repoint(optimizer)
+        prepared = super().prepare_optimizer(optimizer, place)
+        self._known.add(prepared)
+        return prepared
+
+    @property
+    def holds_gradients_back(self) -> bool:
+        """Gradients of a window are kept whole on their process, and reduced at its end."""
+        return True
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over the processes that have data of their own."""
+        process = self.context.process
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), weight, dtype=dtype, device=process.device)
+        total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        total = total / self.copies
+        return total if total.device.type != "cpu" else float(total)
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
+        return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+
+def _ensure_group(process: Process) -> None:
+    """Make a group of one process where none was launched: FSDP asked for is FSDP."""
+    if process.world_size == 1 and not rendezvous.has_group():
+        alone = CPUInformation(0, 1, 0, 1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        rendezvous.start(row(process.device), alone, process.device, {"store": store})
