@@ -55,6 +55,16 @@ def hsdp() -> dict[str, Any]:
     return fsdp2() | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
 
 
+def fsdp1(**options: Any) -> dict[str, Any]:
+    """FSDP1 over all processes, one wrapper for each block."""
+    defaults = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "sync_module_states": True,
+        "use_orig_params": True,
+    }
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, **(defaults | options))}
+
+
 def fsdp2_tp() -> dict[str, Any]:
     """Two groups of two processes that split weights, each with half of the shards."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
@@ -71,6 +81,7 @@ def in_parts(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 CASES: dict[str, Case] = {
     "single": Case(1, "single"),
     "ddp": Case(2, "ddp"),
+    "fsdp1": Case(2, "fsdp1", fsdp1),
     "fsdp2 alone": Case(1, "fsdp2", fsdp2),
     "fsdp2": Case(2, "fsdp2", fsdp2),
     "hsdp": Case(4, "fsdp2", hsdp),
@@ -79,6 +90,7 @@ CASES: dict[str, Case] = {
 }
 
 IN_PARTS = {
+    "fsdp1 in parts": Case(2, "fsdp1", functools.partial(in_parts, fsdp1)),
     "fsdp2 in parts": Case(2, "fsdp2", functools.partial(in_parts, fsdp2)),
     "hsdp in parts": Case(4, "fsdp2", functools.partial(in_parts, hsdp)),
 }
@@ -311,7 +323,7 @@ def resume(case: str, folder: str) -> tuple[Run, Run]:
     return whole, rest
 
 
-@pytest.mark.parametrize("case", [*CASES, "fsdp2 in parts", "hsdp in parts"])
+@pytest.mark.parametrize("case", [*CASES, *IN_PARTS])
 def test_a_run_is_resumed_exactly(world, case, tmp_path):
     size = (CASES | IN_PARTS)[case].size
     for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size, timeout_s=100):

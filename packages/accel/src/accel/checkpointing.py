@@ -163,7 +163,7 @@ def parts_of(accelerator: Accelerator) -> dict[str, Any]:
     Raises:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
-    models = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+    models = [accelerator.engine.state_root(model) for model in accelerator._models]
     owned = [{id(parameter) for parameter in model.parameters()} for model in models]
     optimizers, owners = [], []
     for item in accelerator._optimizers:

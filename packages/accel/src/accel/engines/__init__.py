@@ -50,6 +50,7 @@ class EngineRow:
 _SINGLE = EngineRow("accel.engines.single:SingleEngine", "pip install torch")
 _DDP = EngineRow("accel.engines.ddp:DDPEngine", "pip install torch, built with torch.distributed")
 _MESH = EngineRow("accel.engines.mesh:MeshEngine", "torch 2.6 or newer, built with torch.distributed")
+_FSDP1 = EngineRow("accel.engines.fsdp1:FSDP1Engine", "torch 2.6 or newer, built with torch.distributed")
 _LATER = "this version trains with one process, DDP or FSDP2: leave the plugin and its flags out"
 
 ENGINES: dict[DistributedType, EngineRow] = {
@@ -71,13 +72,16 @@ ENGINES: dict[DistributedType, EngineRow] = {
 
 
 def engine_class(distributed_type: DistributedType) -> type[Engine]:
-    """The engine class for a distributed type.
+    """The engine class for a distributed type; that of FSDP is version 2's.
 
     Raises:
         NotImplementedError: If the engine is documented but not built yet.
         ImportError: If its module does not import; the message says what to install.
     """
-    row = ENGINES[distributed_type]
+    return _load(ENGINES[distributed_type], distributed_type)
+
+
+def _load(row: EngineRow, distributed_type: DistributedType) -> type[Engine]:
     if row.path is None:
         raise NotImplementedError(f"the {distributed_type.value} engine is not there yet; {row.hint}.")
     module, _, name = row.path.partition(":")
@@ -108,10 +112,7 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
             f"torch_tp_plugin={state.torch_tp_plugin!r}: tensor parallelism is not there yet; leave it out."
         )
     if state.distributed_type == DistributedType.FSDP and not state.is_fsdp2:
-        raise NotImplementedError(
-            "fsdp_version=1 is not there yet; set FullyShardedDataParallelPlugin(fsdp_version=2) "
-            "(FSDP_VERSION=2, accel launch --fsdp_version 2)."
-        )
+        return _load(_FSDP1, DistributedType.FSDP)
     if state.mixed_precision == "fp8":
         raise NotImplementedError("mixed_precision='fp8' is not there yet; use 'bf16'.")
     is_split = config is not None and config.tp_enabled

@@ -245,6 +245,10 @@ class Engine:
             model = self.unwrap_model(model, keep_torch_compile=False)
         return model.state_dict()
 
+    def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The part of a prepared model that its parts are saved from and loaded into."""
+        return self.unwrap_model(model, keep_torch_compile=False)
+
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """What a full state is loaded into: it has a state_dict and a load_state_dict."""
         return model

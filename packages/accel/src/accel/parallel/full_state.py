@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.parallel.repoint import shard_like
 
-__all__ = ["WholeModel", "WholeOptimizer", "gather_whole"]
+__all__ = ["WholeModel", "WholeOptimizer", "gather_whole", "stand_ins"]
 
 
 def gather_whole(state: Any, keep: bool) -> Any:
@@ -46,6 +46,18 @@ def _mapped(state: Any, change: Callable[[Any], Any], seen: dict[int, Any]) -> A
     if id(state) not in seen:
         seen[id(state)] = change(state)
     return seen[id(state)]
+
+
+def stand_ins(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors without memory of the shapes and dtypes in a state dict; tied ones are one tensor."""
+    found: dict[int, torch.Tensor] = {}
+    result = type(state)()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            empty = torch.empty(1, dtype=value.dtype)
+            value = found.setdefault(id(value), empty.expand(value.shape) if value.dim() else empty[0])
+        result[name] = value
+    return result
 
 
 class WholeOptimizer:
@@ -92,15 +104,7 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return names and shapes of the whole weights; tied ones are one tensor, and values mean nothing."""
-        stand_ins: dict[int, torch.Tensor] = {}
-        state = self.model.state_dict(keep_vars=True)
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                empty = (
-                    torch.empty(1, dtype=value.dtype).expand(value.shape) if value.dim() else torch.empty(())
-                )
-                state[name] = stand_ins.setdefault(id(value), empty)
-        return state
+        return stand_ins(self.model.state_dict(keep_vars=True))
 
     def load_state_dict(self, state: dict[str, Any], **options: Any) -> Any:
         """Load whole weights, of which each process keeps its part.

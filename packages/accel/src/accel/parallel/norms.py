@@ -11,7 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from accel.parallel.filling import local
 
-__all__ = ["gradients_of", "local_gradients", "scale", "total_norm"]
+__all__ = ["Sets", "gradients_of", "local_gradients", "norm_of_sets", "scale", "total_norm"]
+
+Sets = list[tuple[list[torch.Tensor], list[dist.ProcessGroup]]]
+"""This process's parts of gradients, each list with the groups over which they are parts."""
 
 
 def gradients_of(parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
@@ -49,28 +52,42 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torc
         norm_type: The p of the p-norm; infinity for the maximum.
         device: Where the result is.
     """
-    norm_type = float(norm_type)
     sets: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         gradient = _without_partial(gradient)
         sets.setdefault(_axes(gradient), []).append(local(gradient))
+    return norm_of_sets(
+        [
+            (parts, [] if key is None else [key[0].get_group(axis) for axis in key[1]])
+            for key, parts in sets.items()
+        ],
+        norm_type,
+        device,
+    )
+
+
+@torch.no_grad()
+def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Tensor:
+    """The norm of this process's parts of gradients, and of the others' parts.
+
+    Args:
+        sets: Parts, each with the process groups over which they are parts. All processes of a group have the
+            same sets, in the same order, none of them empty, and first parts of one dtype.
+        norm_type: The p of the p-norm; infinity for the maximum.
+        device: Where the result is.
+    """
+    norm_type = float(norm_type)
     is_max = norm_type == float("inf")
     totals = [torch.zeros((), device=device)]
-    for key, parts in sets.items():
+    for parts, groups in sets:
         filled = [part for part in parts if part.numel()]
-        norm = (
-            torch.nn.utils.get_total_norm(filled, norm_type).to(
-                device, torch.promote_types(parts[0].dtype, torch.float32)
-            )
-            if filled
-            else torch.zeros((), device=device)
-        )
+        precise = torch.promote_types(parts[0].dtype, torch.float32)
+        norm = torch.zeros((), device=device, dtype=precise)
+        if filled:
+            norm = torch.nn.utils.get_total_norm(filled, norm_type).to(device, precise)
         norm = norm if is_max else norm**norm_type
-        if key is not None:
-            mesh, axes = key
-            for axis in axes:
-                operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-                dist.all_reduce(norm, operation, group=mesh.get_group(axis))
+        for group in groups:
+            dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         totals.append(norm)
     joined = torch.stack(totals)
     return joined.max() if is_max else joined.sum() ** (1.0 / norm_type)

@@ -1,0 +1,319 @@
+"""Fully sharded data parallelism with torch's FullyShardedDataParallel: FSDP version 1."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.engines.base import EngineContext, Prepared
+from accel.engines.sharded import ShardedEngine
+from accel.parallel import flat, norms
+from accel.parallel.checkpointing import apply_activation_checkpointing
+from accel.parallel.filling import Filling, check_weights
+from accel.parallel.flat_state import (
+    FlatRecord,
+    WholeFlatModel,
+    WholeFlatOptimizer,
+    names_in_groups,
+    whole_weights,
+)
+from accel.parallel.sharding import check_ignored
+from accel.parallel.wrapping import aliases, choose_groups
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.process import Process
+
+__all__ = ["FSDP1Engine"]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FSDP1Engine(ShardedEngine):
+    """Modules in wrappers that gather their parameters, which lie in one vector each, while they compute."""
+
+    name = "fsdp1"
+
+    version = 1
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        if self.plugin.cpu_offload.offload_params and context.process.device.type == "cpu":
+            raise ValueError(
+                "cpu_offload=True with fsdp_version=1 copies shards between an accelerator and the CPU, and "
+                "this process computes on the CPU, where they rest anyway. Leave cpu_offload out."
+            )
+        self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
+        self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
+        self._flattened = Flattened()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All processes in a row of shards; for hybrid strategies, machines x the processes of one."""
+        return self._mesh
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what cannot be sharded, before anything is changed."""
+        super().check(objects)
+        fresh = [model for model in objects.models if not objects.evaluation_mode and not self.is_done(model)]
+        units = [
+            set(members)
+            for model in fresh
+            for members in flat.members_of(model, choose_groups(model, self.plugin))
+        ]
+        for optimizer in (*objects.optimizers, *self._known):
+            _check_stateless(optimizer, fresh)
+            if not self.plugin.use_orig_params:
+                _check_whole_units(optimizer, units)
+            self._flattened.check(optimizer)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that does not fit the settings; nothing is changed."""
+        groups = choose_groups(model, self.plugin)
+        check_ignored(model, groups.ignored, self._mesh.size())
+        upcasts = self.context.precision.is_mixed
+        flat.check_flat_groups(model, groups, upcasts, bool(self.plugin.use_orig_params))
+        if self.plugin.param_init_fn is None:
+            check_weights(model, self.context.process.is_main, bool(self.plugin.sync_module_states))
+
+    def is_done(self, model: torch.nn.Module) -> bool:
+        """Whether the model is sharded already."""
+        return _root(model) is not None
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap the model; twice is once."""
+        if self.is_done(model):
+            return model
+        groups = choose_groups(model, self.plugin)
+        if self.context.precision.is_mixed:
+            _tell_upcast(model, *flat.upcast_groups(model, groups))
+        record, before = FlatRecord.of(model), aliases(model)
+        # Checkpointing changes the forward that the wrappers go around: parameters are gathered for the
+        # second computation too.
+        apply_activation_checkpointing(
+            groups.checkpointed, bool(self.plugin.activation_checkpointing_offload)
+        )
+        root = flat.shard_flat(model, groups, self._sharding())
+        self._flattened.note(before, root)
+        self._records[root] = record
+        self._models.add(root)
+        return root
+
+    def _sharding(self) -> flat.FlatSharding:
+        plugin, device = self.plugin, self.context.process.device
+        precision = plugin.mixed_precision_policy
+        if precision is None and self.context.precision.is_mixed:
+            policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
+            policy.set_mixed_precision(self.context.precision.name)
+            # As in version 2: a wrapped module gets its inputs in the dtype of its parameters.
+            precision = replace(policy.mixed_precision_policy, cast_forward_inputs=True)
+        options = {
+            "sharding_strategy": plugin.sharding_strategy,
+            "cpu_offload": plugin.cpu_offload,
+            "backward_prefetch": plugin.backward_prefetch,
+            "mixed_precision": precision,
+            "forward_prefetch": bool(plugin.forward_prefetch),
+            "limit_all_gathers": plugin.limit_all_gathers,
+            "use_orig_params": bool(plugin.use_orig_params),
+        }
+        filling = Filling(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
+        return flat.FlatSharding(filling, options)
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the parameters that models have now."""
+        self._flattened.repoint(getattr(optimizer, "optimizer", optimizer))
+
+    # Gradients
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward keeps whole gradients instead of reducing them."""
+        root = _root(model)
+        return contextlib.nullcontext() if root is None else root.no_sync()
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of this window, reduced ones and those that are held back."""
+        managed = flat.managed(self._models)
+        others = [item for item in parameters if id(item) not in managed]
+        norms.scale([*norms.gradients_of(others), *flat.gradients(self._models)], factor)
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the reduced gradients, over all shards."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return norms.norm_of_sets(
+            flat.gradient_sets(tensors, self._models), norm_type, self.context.process.device
+        )
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.grad_norm(tensors, norm_type)
+        assert norm is not None
+        norms.scale(norms.gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    # States
+
+    def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The wrapper, which knows the parts of all parameters."""
+        return _root(model) or super().state_root(model)
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the first process of each machine; others take part and get an empty dict."""
+        root = _root(model)
+        if root is None:
+            return super().state_dict(model, unwrap)
+        keep = self.context.process.is_local_main
+        whole = whole_weights(root, self._records[root], keep)
+        return whole if keep else {}
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        root = _root(model)
+        return model if root is None else WholeFlatModel(root, self._records[root])
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its whole state, which is gathered now, by all processes."""
+        inner, root, names = self._placed(optimizer)
+        if root is None:
+            return optimizer
+        return WholeFlatOptimizer.gathered(inner, root, names, self.context.process.is_local_main)
+
+    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as a whole state is loaded into it."""
+        inner, root, names = self._placed(optimizer)
+        return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
+
+    def _placed(self, optimizer: Any) -> tuple[Any, torch.nn.Module | None, list[list[str]]]:
+        """The optimizer itself, the model whose parameters it has, and their names in each group."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+        for root, record in self._records.items():
+            if held & {id(parameter) for parameter in root.parameters()}:
+                names = names_in_groups(inner, root, record)
+                return inner, root, self._flattened.in_given_order(inner, names)
+        return inner, None, []
+
+
+class Flattened:
+    """Which parameter took the place of which, and what it was called.
+
+    Several parameters may have become one, a flat parameter. What nobody else holds is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._new = WeakIdKeyDictionary()
+        self._names = WeakIdKeyDictionary()
+        self._sizes = WeakIdKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
+
+    def note(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
+        """Note the present parameters of a model.
+
+        Args:
+            before: The names of each parameter that the model had.
+            root: The wrapped model.
+        """
+        now = flat.owners_by_name(root)
+        for old, names in before.items():
+            if now[names[0]] is not old:
+                self._new[old] = now[names[0]]
+                self._names[old] = names[0]
+                self._sizes[now[names[0]]] = self._sizes.get(now[names[0]], 0) + old.requires_grad
+
+    def check(self, optimizer: Any) -> None:
+        """Refuse an optimizer with some of the parameters in a flat parameter, which is stepped as a whole.
+
+        Raises:
+            ValueError: If it has some in a group.
+        """
+        for group in optimizer.param_groups:
+            trained = [item for item in group["params"] if item.requires_grad and item in self._new]
+            for flattened in {self._new[item] for item in trained}:
+                held = sum(self._new[item] is flattened for item in trained)
+                _check_whole(optimizer, held, self._sizes[flattened])
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the present parameters, in place: groups, options and schedules stay."""
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        if not any(parameter in self._new for group in groups for parameter in group):
+            return
+        if all(parameter in self._names for group in groups for parameter in group):
+            self._given[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
+        for group in optimizer.param_groups:
+            group["params"][:] = dict.fromkeys(self._new.get(item, item) for item in group["params"])
+
+    def in_given_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
+        """The names of each group in the order in which the user gave the parameters, where it is known."""
+        given = self._given.get(optimizer)
+        if given is not None and [*map(sorted, given)] == [*map(sorted, names)]:
+            return given
+        return names
+
+
+def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:
+    """The wrapper of a prepared model, below torch.compile's."""
+    plain = getattr(model, "_orig_mod", model)
+    return plain if isinstance(plain, FullyShardedDataParallel) else None
+
+
+def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
+    kind, size, local = process.device.type, process.world_size, process.local_world_size
+    if strategy not in _HYBRID:
+        return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
+    if size % local:
+        raise ValueError(
+            f"sharding_strategy={strategy.name} makes a shard for each process of a machine and a replica "
+            f"for each machine, and {size} processes with {local} on this one are not that. Start as many on "
+            "each, or set FULL_SHARD."
+        )
+    return init_device_mesh(kind, (size // local, local), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
+    """Refuse a state that would have to be cut as parameters are that torch has flattened."""
+    new = {parameter for model in fresh for parameter in model.parameters()}
+    if any(parameter in optimizer.state for parameter in new):
+        raise ValueError(
+            f"{type(optimizer).__name__} has a state for parameters that fsdp_version=1 is going to flatten. "
+            "Prepare first, and then load its state (load_state, load_state_dict), or set fsdp_version=2."
+        )
+
+
+def _check_whole_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
+    """Refuse groups of an optimizer that cut through a flat parameter."""
+    for unit in units:
+        trained = {parameter for parameter in unit if parameter.requires_grad}
+        for group in optimizer.param_groups:
+            _check_whole(optimizer, len(trained & set(group["params"])), len(trained))
+
+
+def _check_whole(optimizer: Any, held: int, size: int) -> None:
+    if held not in (0, size):
+        raise ValueError(
+            f"{type(optimizer).__name__} has a group with {held} of {size} parameters that fsdp_version=1 "
+            "lays into one vector, which is stepped as a whole. Set use_orig_params=True, or fsdp_version=2."
+        )
+
+
+def _tell_upcast(model: torch.nn.Module, trained: list[str], frozen: list[str]) -> None:
+    if trained:
+        beside = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
+        warnings.warn(
+            f"Mixed precision keeps trainable parameters in float32: {len(trained)} of "
+            f"{type(model).__name__} became float32 ({trained[0]} and others){beside}.",
+            stacklevel=2,
+        )
