@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +41,7 @@ def test_it_says_what_is_there(folder: Path) -> None:
         ("sub/notes.txt", 5, "other"),
     ]
     assert read.facts == {"step": 3}
-    assert read.files[2].chunks == (hashlib.sha256(b"hello").hexdigest(),)
+    assert read.files[2].chunks == (xxhash.xxh3_128_hexdigest(b"hello"),)
     assert read.paths() == {"empty.bin", "model.safetensors", "sub/notes.txt"}
     digests.verify(folder, read.files)
 
@@ -48,7 +50,8 @@ def test_it_is_plain_json(folder: Path) -> None:
     document = json.loads((folder / MANIFEST).read_text())
 
     assert document["manifest"]["format"] == "accel-checkpoint"
-    assert document["manifest"]["version"] == 1
+    assert document["manifest"]["version"] == 2
+    assert document["manifest"]["digest"] == "xxh3_128"
     assert not list(folder.glob("*.tmp"))
 
 
@@ -64,7 +67,7 @@ def test_chunks_cover_every_byte(tmp_path_factory: Any, size: int, chunk_bytes: 
     (folder / "x").write_bytes(data)
     entries = digests.describe_files(folder, ["x"], chunk_bytes)
     assert entries[0].chunks == tuple(
-        hashlib.sha256(data[start : start + chunk_bytes]).hexdigest() for start in range(0, size, chunk_bytes)
+        xxhash.xxh3_128_hexdigest(data[start : start + chunk_bytes]) for start in range(0, size, chunk_bytes)
     )
     digests.verify(folder, entries, chunk_bytes)
     if flip < size:
@@ -194,7 +197,17 @@ def test_a_manifest_cannot_point_outside(folder: Path, name: Any) -> None:
         manifest.read(folder)
 
 
-@pytest.mark.parametrize("changes", [{"facts": 3}, {"chunk_bytes": 0}, {"chunk_bytes": "x"}, {"files": [{}]}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"facts": 3},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": "x"},
+        {"digest": "md5"},
+        {"digest": []},
+        {"files": [{}]},
+    ],
+)
 def test_a_manifest_of_the_wrong_shape_is_refused(folder: Path, changes: dict[str, Any]) -> None:
     rewrite(folder, **changes)
     with pytest.raises(CorruptCheckpointError, match=f"{MANIFEST} is damaged"):
@@ -202,9 +215,49 @@ def test_a_manifest_of_the_wrong_shape_is_refused(folder: Path, changes: dict[st
 
 
 def test_a_later_version_is_told(folder: Path) -> None:
-    rewrite(folder, version=2)
-    with pytest.raises(CheckpointError, match="has version 2, and accel-ckpt here reads up to 1: update it"):
+    rewrite(folder, version=3, digest="one of the future")
+    with pytest.raises(CheckpointError, match="has version 3, and accel-ckpt here reads up to 2: update it"):
         manifest.read(folder)
+
+
+def test_the_first_version_is_read_and_its_digests_are_checked(folder: Path) -> None:
+    names = manifest.files_in(folder)
+    contents = {name: (folder / name).read_bytes() for name in names}
+    rewrite(
+        folder,
+        version=1,
+        digest="sha256",
+        files=[
+            {
+                "path": name,
+                "size": len(data),
+                "role": "other",
+                "chunks": [hashlib.sha256(data).hexdigest()] if data else [],
+            }
+            for name, data in contents.items()
+        ],
+    )
+    read = manifest.read(folder)
+    assert read is not None
+    digests.verify(folder, read.files, read.chunk_bytes, algorithm=read.algorithm)
+    (folder / "sub" / "notes.txt").write_text("hellO")
+    with pytest.raises(CorruptCheckpointError, match=r"sub/notes\.txt differs in bytes 0 to 4"):
+        digests.verify(folder, read.files, read.chunk_bytes, algorithm=read.algorithm)
+
+
+def test_what_the_disk_does_not_give_back_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, *args: Any) -> str:
+        if path.name == "model.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return digest_chunk(path, *args)
+
+    digest_chunk = digests.digest_chunk
+    monkeypatch.setattr(digests, "digest_chunk", fail)
+    read = manifest.read(folder)
+    assert read is not None
+    message = r"is damaged: model\.safetensors cannot be read in bytes 0 to 10239: Input/output error\. Load"
+    with pytest.raises(CorruptCheckpointError, match=message):
+        digests.verify(folder, read.files)
 
 
 def test_a_manifest_that_is_a_link_is_refused(folder: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.hashing import ALGORITHM, digest_chunk
 from accel_ckpt.header import tensors_between
 from accel_ckpt.layout import role_of
 from accel_ckpt.progress import Progress
@@ -21,18 +22,18 @@ __all__ = [
     "THREADS",
     "FileEntry",
     "describe_files",
-    "digest_chunk",
     "kind_of",
     "plain_file",
     "verify",
 ]
 
+_T = TypeVar("_T")
+
 CHUNK_BYTES = 16 * 2**20
 
-THREADS = min(4, os.cpu_count() or 1)
-"""How many chunks are digested at once."""
+THREADS = 4
+"""How many chunks are digested at once: a disk gives more if it is asked for several."""
 
-_READ_BYTES = 2**18  # stays in a core's cache
 _NAMED = 8  # weights that are named for a damaged chunk
 
 
@@ -44,7 +45,7 @@ class FileEntry:
         path: Where it is inside the folder, with forward slashes.
         size: Its size, in bytes.
         role: What it is; see `layout.role_of`.
-        chunks: sha256 of each chunk, in hexadecimal; empty for an empty file.
+        chunks: Digest of each chunk, in hexadecimal; none for an empty file.
     """
 
     path: str
@@ -64,7 +65,7 @@ def describe_files(
         chunk_bytes: Size of a digested chunk.
     """
     paths = [folder / name for name in names]
-    digested = _digests(paths, chunk_bytes)
+    digested = _chunk_by_chunk(paths, chunk_bytes, partial(digest_chunk, chunk_bytes=chunk_bytes))
     return tuple(
         FileEntry(name, path.stat().st_size, role_of(name), chunks)
         for name, path, chunks in zip(names, paths, digested, strict=True)
@@ -77,6 +78,7 @@ def verify(
     chunk_bytes: int = CHUNK_BYTES,
     contents: bool = True,
     progress: Progress | None = None,
+    algorithm: str = ALGORITHM,
 ) -> None:
     """Check that files are what the manifest says.
 
@@ -86,14 +88,25 @@ def verify(
         chunk_bytes: Size of a digested chunk.
         contents: Whether to check their bytes, or only that they are plain files of the right size.
         progress: Where checked bytes are counted.
+        algorithm: What the entries' digests are, one of `hashing.ALGORITHMS`.
 
     Raises:
-        CorruptCheckpointError: If files are missing, changed, or not plain files in the folder; it names all
-            of them.
+        CorruptCheckpointError: If files are missing, unreadable, changed, or not plain files in the folder;
+            it names all of them.
     """
+
+    def digest(path: Path, start: int) -> str | OSError:
+        try:
+            return digest_chunk(path, start, chunk_bytes, algorithm)
+        except OSError as error:  # the disk does not give it back
+            return error
+        finally:
+            if progress is not None:
+                progress.add(chunk_bytes)
+
     found = {entry: _unreadable(folder, entry) for entry in entries}
     sound = [entry for entry, problem in found.items() if problem is None and contents]
-    digested = _digests([folder / entry.path for entry in sound], chunk_bytes, progress)
+    digested = _chunk_by_chunk([folder / entry.path for entry in sound], chunk_bytes, digest)
     found |= {
         entry: _difference(folder, entry, chunks, chunk_bytes)
         for entry, chunks in zip(sound, digested, strict=True)
@@ -103,27 +116,6 @@ def verify(
         raise CorruptCheckpointError(
             f"{folder} is damaged: {'; '.join(problems)}. Load another checkpoint, or copy this one anew."
         )
-
-
-def digest_chunk(path: Path, start: int, chunk_bytes: int) -> str:
-    """Digest one chunk of a file.
-
-    Args:
-        path: The file.
-        start: Where the chunk begins, in bytes.
-        chunk_bytes: How long it is, unless the file ends before.
-
-    Returns:
-        Its sha256, in hexadecimal.
-    """
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_READ_BYTES, chunk_bytes)))
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        left = chunk_bytes
-        while left and (count := file.readinto(buffer[: min(left, len(buffer))])):
-            digest.update(buffer[:count])
-            left -= count
-    return digest.hexdigest()
 
 
 def plain_file(folder: Path, name: str) -> Path:
@@ -162,20 +154,13 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
-def _digests(
-    paths: Sequence[Path], chunk_bytes: int, progress: Progress | None = None
-) -> list[tuple[str, ...]]:
-    """Digest the chunks of all files, by several threads also within a file (hashlib frees the lock)."""
-
-    def digest(path: Path, start: int) -> str:
-        found = digest_chunk(path, start, chunk_bytes)
-        if progress is not None:
-            progress.add(chunk_bytes)
-        return found
-
-    with Crew(THREADS, "accel-digest") as pool:
+def _chunk_by_chunk(
+    paths: Sequence[Path], chunk_bytes: int, function: Callable[[Path, int], _T]
+) -> list[tuple[_T, ...]]:
+    """Call a function with every file and start of a chunk in it, by several threads also within a file."""
+    with Crew(THREADS, "accel-digest") as pool:  # digesting frees the interpreter's lock
         pending = [
-            [pool.submit(digest, path, start) for start in range(0, path.stat().st_size, chunk_bytes)]
+            [pool.submit(function, path, start) for start in range(0, path.stat().st_size, chunk_bytes)]
             for path in paths
         ]
         return [tuple(chunk.result() for chunk in chunks) for chunks in pending]
@@ -191,11 +176,15 @@ def _unreadable(folder: Path, entry: FileEntry) -> str | None:
     return None if size == entry.size else f"{entry.path} has {size} bytes and should have {entry.size}"
 
 
-def _difference(folder: Path, entry: FileEntry, chunks: tuple[str, ...], chunk_bytes: int) -> str | None:
+def _difference(
+    folder: Path, entry: FileEntry, chunks: Sequence[str | OSError], chunk_bytes: int
+) -> str | None:
     for index, (found, expected) in enumerate(zip_longest(chunks, entry.chunks)):
         if found != expected:
             first = index * chunk_bytes
             last = min(first + chunk_bytes, entry.size) - 1
+            if isinstance(found, OSError):
+                return f"{entry.path} cannot be read in bytes {first} to {last}: {found.strerror}"
             where = _contents(folder / entry.path, first, last)
             return f"{entry.path} differs in bytes {first} to {last}{where}"
     return None

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint folder: which files it holds, and what their bytes are.
 
 A folder with a readable manifest is complete, because the manifest is written when everything else is on the
-disk. Digests are sha256 over chunks of 16 MiB, so that large files are checked by several threads, and a
-damaged place is known to a chunk.
+disk. Digests are of chunks of 16 MiB, so that large files are checked by several threads, and a damaged place
+is known to a chunk. Version 1 had sha256 alone; version 2 says which digest it has.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 
 from accel_ckpt.digests import CHUNK_BYTES, FileEntry, describe_files, kind_of, plain_file
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.layout import MANIFEST
 from accel_ckpt.paths import check_inside
 
 __all__ = ["Manifest", "describe", "files_in", "is_complete", "read", "write"]
 
 FORMAT = "accel-checkpoint"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Manifest:
         files: Its files, sorted by path.
         facts: What the run was when it was saved: world_size, step ...
         chunk_bytes: Size of a digested chunk.
+        algorithm: What the digests are, one of `hashing.ALGORITHMS`.
         version: Version of this format.
     """
 
     files: tuple[FileEntry, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     chunk_bytes: int = CHUNK_BYTES
+    algorithm: str = ALGORITHM
     version: int = VERSION
 
     def paths(self) -> frozenset[str]:
@@ -135,7 +138,7 @@ def _encode(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "version": manifest.version,
         "facts": dict(manifest.facts),
-        "digest": "sha256",
+        "digest": manifest.algorithm,
         "chunk_bytes": manifest.chunk_bytes,
         "files": [
             {"path": entry.path, "size": entry.size, "role": entry.role, "chunks": list(entry.chunks)}
@@ -160,9 +163,10 @@ def _decode(raw: bytes, path: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} has version {body['version']}, and accel-ckpt here reads up to {VERSION}: update it."
             )
-        if not (isinstance(body["facts"], dict) and body["chunk_bytes"] > 0):
-            raise ValueError("facts or chunk_bytes")
+        known = body["digest"] in (*ALGORITHMS,)  # also where it is no text
+        if not (isinstance(body["facts"], dict) and body["chunk_bytes"] > 0 and known):
+            raise ValueError("facts, chunk_bytes or digest")
         files = tuple(FileEntry(f["path"], f["size"], f["role"], tuple(f["chunks"])) for f in body["files"])
-        return Manifest(files, body["facts"], body["chunk_bytes"], body["version"])
+        return Manifest(files, body["facts"], body["chunk_bytes"], body["digest"], body["version"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(damaged) from error

@@ -105,7 +105,7 @@ def _verify(folder: Path) -> None:
     described = manifest.read(whole)
     if described is not None:
         ours = [entry for entry in described.files if entry.path.startswith(f"{folder.resolve().name}/")]
-        digests.verify(whole, ours, described.chunk_bytes)
+        digests.verify(whole, ours, described.chunk_bytes, algorithm=described.algorithm)
 
 
 def _merge(folder: Path, merged: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from contextlib import closing
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 
 from accel_ckpt import digests, layout, manifest, recovery, tensors
 from accel_ckpt.agree import from_main, together
+from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.progress import Progress
 from accel_state.process import Process
@@ -40,13 +44,37 @@ class Reading:
     has_manifest: bool
     device: Any
     options: dict[str, Any]
+    _opened: dict[str, Any] = field(default_factory=dict)
 
     def load(self, *alternatives: str) -> Any:
         """Load the first of these files that is there; None if there is none."""
         name = next((name for name in alternatives if name in self.names), None)
         if name is None:
             return None
-        return tensors.load(self.folder / name, map_location=self.device, **self.options)
+        return self._opened.pop(name) if name in self._opened else self._open(name)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Open the files of optimizers in a thread, but read none of their tensors, while the block runs."""
+        with Crew(1, "accel-open") as crew:
+            for name in sorted(self.names):
+                if layout.role_of(name) == "optimizer" and self.device == "cpu":
+                    crew.submit(self._open_ahead, name)
+            yield
+
+    def _open_ahead(self, name: str) -> None:
+        if self._maps(name):  # any error comes again in `load`, where it is told
+            self._opened[name] = self._open(name)
+
+    def _open(self, name: str) -> Any:
+        options = {"mmap": True, **self.options} if self._maps(name) else self.options
+        return tensors.load(self.folder / name, map_location=self.device, **options)
+
+    def _maps(self, name: str) -> bool:
+        """Whether a file is mapped: what is large, so that it is not in memory twice."""
+        large = layout.role_of(name) in ("model", "optimizer") and not name.endswith(".safetensors")
+        # Windows deletes no file that is mapped.
+        return large and os.name == "posix" and zipfile.is_zipfile(digests.plain_file(self.folder, name))
 
 
 def open_checkpoint(
@@ -80,14 +108,18 @@ def open_checkpoint(
             names = frozenset(manifest.files_in(folder))
             _tell_foreign(folder, names, process)
             return Reading(folder, names, frozenset(), {}, False, device, options)
+        facts = dict(described.facts)
+        reading = Reading(folder, described.paths(), frozenset(), facts, True, device, options)
         share = described.files[process.local_rank :: process.local_world_size]
         total = sum(entry.size for entry in share)
-        with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
-            digests.verify(folder, share, described.chunk_bytes, verify, progress)
-        paths = described.paths()
-        beside = manifest.files_in(folder) if not described.facts.get("in_place") else []
-        strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - paths
-        return Reading(folder, paths, strangers, dict(described.facts), True, device, options)
+        with (
+            closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress,
+            reading.opening(),
+        ):
+            digests.verify(folder, share, described.chunk_bytes, verify, progress, described.algorithm)
+        beside = [] if facts.get("in_place") else manifest.files_in(folder)
+        strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
+        return replace(reading, strangers=strangers)
 
     reading = together(check, process, "checking the checkpoint")
     saved = from_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")

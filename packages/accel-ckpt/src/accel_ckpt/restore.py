@@ -177,6 +177,7 @@ def restore(
             state = reading.load(*layout.model_files(index))
             if state is not None:
                 _load_model(model, state, options)
+            del state  # what it holds of the file, before the next is opened
         for item, name in objects.stateful():
             if name in reading.names:
                 item.load_state_dict(reading.load(name))

@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from accel_ckpt import digests
 from accel_ckpt.crew import Crew
 from accel_ckpt.digests import CHUNK_BYTES, FileEntry
+from accel_ckpt.hashing import digest_chunk
 from accel_ckpt.layout import role_of
 from accel_ckpt.progress import Progress
 from accel_ckpt.recovery import flush
@@ -117,7 +118,7 @@ class Writer:
     def _digest_next(self, path: Path, written: _Written) -> None:
         start = len(written.chunks) * self._chunk_bytes
         # Read back out of the system's cache, so that no buffer has to be kept until then.
-        future = self._digest.submit(digests.digest_chunk, path, start, self._chunk_bytes)
+        future = self._digest.submit(digest_chunk, path, start, self._chunk_bytes)
         future.add_done_callback(lambda _: self._progress.add(self._chunk_bytes))
         written.chunks.append(future)
 

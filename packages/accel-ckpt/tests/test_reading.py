@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ckpt import reading
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.layout import optimizer_file
+from accel_ckpt.reading import Reading, open_checkpoint
+from accel_ckpt.state import save_accelerator_state
+from accel_state.process import current_process
+
+
+def saved(tmp_path: Path) -> tuple[Path, torch.optim.Optimizer]:
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "c"
+    save_accelerator_state(folder, [model.state_dict()], [optimizer], [], [], 0, 0)
+    return folder, optimizer
+
+
+def opened(folder: Path, verify: bool = True, **options: Any) -> Reading:
+    return open_checkpoint(folder, current_process(), None, options, verify)
+
+
+def mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_the_state_of_an_optimizer_is_in_memory_once_and_outlives_its_file(tmp_path: Path) -> None:
+    folder, optimizer = saved(tmp_path)
+    state = opened(folder).load(optimizer_file())
+    assert mapped(folder / optimizer_file())
+    shutil.rmtree(folder)
+    expected = optimizer.state_dict()["state"]
+    assert all(torch.equal(state["state"][0][name], value) for name, value in expected[0].items())
+    state["state"][0]["exp_avg"].add_(1)  # its own
+    del state
+    assert not mapped(folder / optimizer_file())
+
+
+def test_a_file_of_old_torch_is_read(tmp_path: Path) -> None:
+    folder, optimizer = saved(tmp_path)
+    torch.save(optimizer.state_dict(), folder / optimizer_file(), _use_new_zipfile_serialization=False)
+    (folder / "accel_manifest.json").unlink()
+    with pytest.warns(UserWarning, match="another implementation wrote it"):
+        state = opened(folder).load(optimizer_file())
+    assert state["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_it_is_opened_while_digests_are_checked_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = saved(tmp_path)
+    loaded: list[Path] = []
+    load = reading.tensors.load
+    monkeypatch.setattr(reading.tensors, "load", lambda path, **kw: loaded.append(path) or load(path, **kw))
+    found = opened(folder)
+    assert loaded == [folder / optimizer_file()]
+    found.load(optimizer_file())
+    assert loaded == [folder / optimizer_file()]
+
+
+def test_damage_is_told_whatever_opening_says(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    size = (folder / optimizer_file()).stat().st_size
+    (folder / optimizer_file()).write_bytes(b"PK" + bytes(size - 2))
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin differs in bytes 0 to"):
+        opened(folder)
