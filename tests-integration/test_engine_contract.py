@@ -5,6 +5,7 @@ An engine joins by one row of `CASES`. Every test runs real processes; the refer
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -20,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism import ParallelismConfig, TorchContextParallelConfig
 
-VOCAB, WIDTH, HEADS, LENGTH = 13, 8, 2, 5
+VOCAB, WIDTH, HEADS, LENGTH = 13, 8, 2, 8
 STEPS, ACCUMULATION, GLOBAL_BATCH, MAX_NORM = 20, 2, 8, 0.5
 TOLERANCE = {"no": 1e-5, "bf16": 3e-2}
 
@@ -71,6 +72,17 @@ def fsdp2_tp() -> dict[str, Any]:
     return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}
 
 
+def cp() -> dict[str, Any]:
+    """Two processes that split sequences; they share the parameters too."""
+    handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    return fsdp2() | {"parallelism_config": ParallelismConfig(cp_size=2, cp_handler=handler)}
+
+
+def fsdp2_cp() -> dict[str, Any]:
+    """Two groups of two processes that split sequences; all four share the parameters."""
+    return fsdp2() | {"parallelism_config": ParallelismConfig(dp_shard_size=2, cp_size=2)}
+
+
 def in_parts(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The same, with checkpoints in parts, as version 2 has them by default."""
     options = make()
@@ -87,7 +99,11 @@ CASES: dict[str, Case] = {
     "hsdp": Case(4, "fsdp2", hsdp),
     "tp": Case(2, "tp", lambda: {"parallelism_config": ParallelismConfig(tp_size=2)}, replicas=2),
     "fsdp2 x tp": Case(4, "fsdp2 x tp", fsdp2_tp, replicas=2),
+    "cp": Case(2, "fsdp2 x cp", cp, replicas=2),
 }
+
+FEW = {"fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2)}
+"""Combinations of the others, which are tested where they could differ."""
 
 IN_PARTS = {
     "fsdp1 in parts": Case(2, "fsdp1", functools.partial(in_parts, fsdp1)),
@@ -117,11 +133,9 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = (layer(self.norm_1(x)) for layer in (self.q, self.k, self.v))
-        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)) for part in parts)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        weights = scores.masked_fill(~causal, float("-inf")).softmax(-1).to(v.dtype)
-        x = x + self.out(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2))
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
@@ -141,7 +155,7 @@ class Transformer(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("positions", torch.randn(LENGTH + 1, WIDTH), persistent=False)
+        self.register_buffer("positions", torch.randn(LENGTH, WIDTH), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
@@ -168,8 +182,16 @@ def make_data(count: int = STEPS * GLOBAL_BATCH) -> TensorDataset:
     return TensorDataset(tokens, torch.arange(count))
 
 
-def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+def loss_of(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), labels.flatten())
+
+
+@contextlib.contextmanager
+def pairs_of(accelerator: Accelerator, model: Any, tokens: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    """Inputs and labels: this process's part of them, where sequences are split."""
+    inputs, labels, positions = tokens[:, :-1], tokens[:, 1:], accelerator.unwrap_model(model).positions
+    with accelerator.maybe_context_parallel([inputs, labels, positions], [1, 1, 0], {inputs, labels}):
+        yield inputs, labels
 
 
 @dataclass
@@ -194,7 +216,8 @@ def plain_run(precision: str = "no", accumulation: int = ACCUMULATION) -> Run:
         losses = []
         for _ in range(accumulation):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                losses.append(loss_of(model, next(loader)[0]))
+                tokens = next(loader)[0]
+                losses.append(loss_of(model, tokens[:, :-1], tokens[:, 1:]))
             (losses[-1] / accumulation).backward()
         run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         run.rates.append(optimizer.param_groups[0]["lr"])
@@ -223,9 +246,10 @@ class Session:
             losses = []
             for _ in range(accelerator.gradient_accumulation_steps):
                 with accelerator.accumulate(self.model):
-                    loss = loss_of(self.model, next(batches)[0])
-                    losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-                    accelerator.backward(loss)
+                    with pairs_of(accelerator, self.model, next(batches)[0]) as pair:
+                        loss = loss_of(self.model, *pair)
+                        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                        accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         norm = accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
                         run.norms.append(float(norm))
@@ -239,7 +263,7 @@ class Session:
 def make_session(
     case: str, precision: str = "no", accumulation: int = ACCUMULATION, order: str = "together"
 ) -> Session:
-    chosen = (CASES | IN_PARTS)[case]
+    chosen = (CASES | IN_PARTS | FEW)[case]
     accelerator = Accelerator(
         mixed_precision=precision,
         gradient_accumulation_steps=accumulation,
@@ -305,6 +329,12 @@ def test_the_order_of_preparing_does_not_matter(world, case, order):
         assert_same_run(run, plain_run(), "no")
 
 
+@pytest.mark.parametrize("case", list(FEW))
+def test_combinations_train_as_one_process_does(world, case):
+    for run in world.run(train, case, size=FEW[case].size, timeout_s=100):
+        assert_same_run(run, plain_run(), "no")
+
+
 def resume(case: str, folder: str) -> tuple[Run, Run]:
     """Train to the end, saving on the way; then start anew and continue from there."""
     session = make_session(case)
@@ -325,7 +355,7 @@ def resume(case: str, folder: str) -> tuple[Run, Run]:
 
 @pytest.mark.parametrize("case", [*CASES, *IN_PARTS])
 def test_a_run_is_resumed_exactly(world, case, tmp_path):
-    size = (CASES | IN_PARTS)[case].size
+    size = (CASES | IN_PARTS | FEW)[case].size
     for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size, timeout_s=100):
         assert rest.losses == whole.losses[8:]
         assert rest.norms == whole.norms[8:]
@@ -353,10 +383,16 @@ def go_on(case: str, folder: str) -> list[float]:
 @pytest.mark.filterwarnings("ignore:Checkpoint .* saved on")
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("fsdp2 in parts", "hsdp in parts"), ("hsdp in parts", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "single")],
+    [
+        ("fsdp2 in parts", "hsdp in parts"),
+        ("hsdp in parts", "fsdp2"),
+        ("ddp", "fsdp2"),
+        ("fsdp2", "single"),
+        ("fsdp2 x cp", "single"),
+    ],
 )
 def test_a_run_is_resumed_on_another_world(world, tmp_path, before, after):
-    cases = CASES | IN_PARTS
+    cases = CASES | IN_PARTS | FEW
     world.run(start, before, str(tmp_path / "saved"), size=cases[before].size, timeout_s=100)
 
     for losses in world.run(go_on, after, str(tmp_path / "saved"), size=cases[after].size, timeout_s=100):
@@ -394,7 +430,7 @@ def evaluate(case: str) -> tuple[list[int], list[int]]:
     seen: list[int] = []
     with torch.no_grad():
         for tokens, numbers in loader:
-            loss_of(session.model, tokens)
+            loss_of(session.model, tokens[:, :-1], tokens[:, 1:])
             seen += accelerator.gather_for_metrics(numbers).tolist()
     accelerator.end_training()
     return seen, list(range(11))
@@ -416,9 +452,10 @@ def train_beside_a_teacher(case: str) -> list[float]:
     student, teacher, optimizer, loader = accelerator.prepare(student, teacher, optimizer, loader)
     losses = []
     for tokens, _ in loader:
+        # The two have positions of their own, which are not split: the teacher sees whole sequences.
         with torch.no_grad():
-            target = teacher(tokens)
-        loss = F.mse_loss(student(tokens), target)
+            target = teacher(tokens[:, 1:])
+        loss = F.mse_loss(student(tokens[:, 1:]), target)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -434,7 +471,7 @@ def test_a_frozen_model_beside_the_trained_one(world, case):
     optimizer = make_optimizer(student)
     expected = []
     for tokens, _ in DataLoader(make_data(), batch_size=GLOBAL_BATCH):
-        loss = F.mse_loss(student(tokens), teacher(tokens).detach())
+        loss = F.mse_loss(student(tokens[:, 1:]), teacher(tokens[:, 1:]).detach())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -455,18 +492,20 @@ def first_step(case: str, weighted: bool) -> dict[str, torch.Tensor]:
     own = tokens.chunk(2 * shards)[2 * rank : 2 * rank + 2]
     if weighted:
         for part, kept in zip(own, (1, 3), strict=True):
+            part = part.clone()
+            part[:, 1 + kept + rank % 2 :] = -100
             with accelerator.accumulate(model):
-                logits = model(part[:, :-1]).flatten(0, 1)
-                target = part[:, 1:].clone()
-                target[:, kept + rank % 2 :] = -100
-                loss = F.cross_entropy(logits, target.flatten(), reduction="sum", ignore_index=-100)
-                accelerator.backward(loss, weight=(target != -100).sum())
+                with pairs_of(accelerator, model, part) as (inputs, target):
+                    logits = model(inputs.clamp(min=0)).flatten(0, 1)
+                    loss = F.cross_entropy(logits, target.flatten(), reduction="sum", ignore_index=-100)
+                    accelerator.backward(loss, weight=(target != -100).sum())
                 optimizer.step()
                 optimizer.zero_grad()
     else:
-        with accelerator.no_sync(model):
-            accelerator.backward(loss_of(model, own[0]) / 2)
-        accelerator.backward(loss_of(model, own[1]) / 2)
+        with accelerator.no_sync(model), pairs_of(accelerator, model, own[0]) as pair:
+            accelerator.backward(loss_of(model, *pair) / 2)
+        with pairs_of(accelerator, model, own[1]) as pair:
+            accelerator.backward(loss_of(model, *pair) / 2)
         optimizer.step()
     state = accelerator.get_state_dict(model)
     accelerator.end_training()
@@ -477,12 +516,12 @@ def expected_first_step(shards: int, weighted: bool) -> dict[str, torch.Tensor]:
     model = make_model()
     tokens = make_data(8).tensors[0]
     if weighted:
-        target = tokens[:, 1:].clone()
-        for index, part in enumerate(target.chunk(2 * shards)):
-            part[:, (1, 3)[index % 2] + index // 2 % 2 :] = -100
-        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), target.flatten()).backward()
+        for index, part in enumerate(tokens.chunk(2 * shards)):
+            part[:, 1 + (1, 3)[index % 2] + index // 2 % 2 :] = -100
+        logits = model(tokens[:, :-1].clamp(min=0)).flatten(0, 1)
+        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
     else:
-        loss_of(model, tokens).backward()
+        loss_of(model, tokens[:, :-1], tokens[:, 1:]).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     return model.state_dict()
 

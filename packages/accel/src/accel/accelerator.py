@@ -374,11 +374,33 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         """
         return join_uneven_inputs(self, joinables, even_batches)
 
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context for forward and backward of one step, in which each process has its part of sequences.
+
+        Without `parallelism_config.cp_size` above 1 it does nothing.
+
+        Args:
+            buffers: Every tensor with one entry per token (inputs, labels, a model's table of positions);
+                they change in place.
+            buffer_seq_dims: The dimension of tokens of each.
+            no_restore_buffers: Those that need not be whole again afterwards.
+
+        Raises:
+            ValueError: If sequences cannot be shared: among others if their length does not divide by
+                2 * cp_size, or attention has a mask.
+            RuntimeError: If no attention of the model went around, or backward comes after the context.
+        """
+        return self.engine.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
+
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Profile the code inside; traces are written when the handler names a folder."""
         return profile(self, profile_handler)
 
-    maybe_context_parallel = not_yet("Accelerator.maybe_context_parallel")
     deepspeed_ulysses_dl_adapter = not_yet("Accelerator.deepspeed_ulysses_dl_adapter")
 
     # Collectives

@@ -147,12 +147,14 @@ def resolve_parallelism(config: ParallelismConfig | None) -> ParallelismConfig |
 def resolve_fsdp(plugin: Any, config: ParallelismConfig | None) -> Any:
     """The FSDP options: as given, the environment's, or the defaults where the mesh has shards.
 
+    Processes that share sequences (cp) share parameters too: they are shards.
+
     Raises:
         TypeError: If they are no FullyShardedDataParallelPlugin.
         ValueError: If the mesh asks for shards, and the options for version 1, which has no mesh.
     """
     config = resolve_parallelism(config)
-    shards = config is not None and config.dp_shard_enabled
+    shards = config is not None and bool(config.dp_shard_cp_dim_names)
     if plugin is None and not shards and not env.get("ACCELERATE_USE_FSDP"):
         return None
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin

@@ -271,7 +271,7 @@ class _Gathered:
     def divisor(self) -> int:
         """The number of processes where the engine averages their gradients, 1 where it adds them up."""
         engine = self.control.engine
-        return engine.data_shard[1] if engine.gradient_reduction == "mean" else 1
+        return engine.gradient_shards if engine.gradient_reduction == "mean" else 1
 
     def total_weight(self, weight: Weight) -> Weight:
         """Add up a weight over the processes."""

@@ -100,13 +100,11 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
             yet.
     """
     config = state.parallelism_config
-    if config is not None:
-        unbuilt = [dim for dim in config.active_mesh_dims if dim in ("cp", "sp")]
-        if unbuilt:
-            raise NotImplementedError(
-                f"parallelism_config asks for {', '.join(unbuilt)}; this version has dp_replicate (DDP), "
-                "dp_shard (FSDP2) and tp. Leave the other sizes at 1."
-            )
+    if config is not None and config.sp_enabled:
+        raise NotImplementedError(
+            "parallelism_config asks for sp; this version has dp_replicate (DDP), dp_shard (FSDP2), cp and "
+            "tp. Leave sp_size at 1."
+        )
     if state.torch_tp_plugin is not None:
         raise NotImplementedError(
             f"torch_tp_plugin={state.torch_tp_plugin!r}: tensor parallelism is not there yet; leave it out."

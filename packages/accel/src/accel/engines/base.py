@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -109,6 +110,11 @@ class Engine:
         """(rank, size) along the data-parallel dimension; the loaders shard by it."""
         return 0, 1
 
+    @property
+    def gradient_shards(self) -> int:
+        """Processes whose gradients are reduced together: they have data, or parts of it, of their own."""
+        return self.data_shard[1]
+
     def check(self, objects: Prepared) -> None:
         """Refuse combinations this engine cannot train, before anything is changed.
 
@@ -184,6 +190,21 @@ class Engine:
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context in which backward leaves the gradients of `model` unsynchronised."""
+        return contextlib.nullcontext()
+
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which each process of a group has its part of sequences; nothing without such groups.
+
+        Args:
+            buffers: Tensors with one entry per token.
+            dims: Their dimensions of tokens.
+            no_restore: Those that keep the part afterwards.
+        """
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parallelism over one device mesh: FSDP2, HSDP, tensor parallelism, and FSDP2 with tensor parallelism.
+"""Parallelism over one device mesh: FSDP2, HSDP, tensor and context parallelism, and their combinations.
 
 How a model becomes parallel is the function `parallelize`, read from top to bottom.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from accel.engines.base import EngineContext, Prepared
 from accel.engines.sharded import ShardedEngine
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
+from accel.parallel.context import ContextParallel
 from accel.parallel.filling import Filling, check_weights
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
+from accel.parallel.language_models import check_language_models, tell_part
 from accel.parallel.repoint import Replaced, repoint
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.parallel.tensor import apply_tensor_parallel, tensor_plan
@@ -42,14 +45,21 @@ class Meshes:
     Attributes:
         fsdp: Shards, or replicas x shards; None: models are not sharded.
         tensor: The tensor-parallel group; None: weights are not split.
+        context: The context-parallel group; None: sequences are not split.
     """
 
     fsdp: DeviceMesh | None
     tensor: DeviceMesh | None = None
+    context: DeviceMesh | None = None
 
     @property
     def copies(self) -> int:
         """Processes that work on the same samples together."""
+        return self.tensor_size * (1 if self.context is None else self.context.size())
+
+    @property
+    def tensor_size(self) -> int:
+        """Processes that split each weight."""
         return 1 if self.tensor is None else self.tensor.size()
 
 
@@ -112,11 +122,12 @@ def plan_for(
     is_source = mesh is None or not any(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
     # Tensor parallelism splits before anything is taken from the first process.
     check_weights(model, is_source or meshes.tensor is not None, sync)
-    tensor = {} if meshes.tensor is None else tensor_plan(model, meshes.tensor.size())
+    tensor = {} if meshes.tensor is None else tensor_plan(model, meshes.tensor_size)
     if tensor and ignored:
         raise ValueError(
-            f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.copies}: which parameters "
-            "are ignored is not kept when tensor parallelism splits them. Leave one of the two out."
+            f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.tensor_size}: which "
+            "parameters are ignored is not kept when tensor parallelism splits them. Leave one of the two "
+            "out."
         )
     offloads = bool(plugin.activation_checkpointing_offload)
     split = (tensor, meshes.tensor, process.device, groups, ignored, chosen.checkpointed, offloads, is_mixed)
@@ -143,8 +154,9 @@ class MeshEngine(ShardedEngine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self._meshes = _find_meshes(context)
-        if self._meshes.tensor is not None:
-            self.name = "tp" if self._meshes.fsdp is None else "fsdp2 x tp"
+        axes = {"fsdp2": self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
+        self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
+        self._sequences = _share_sequences(context, self._meshes)
         self._replaced = Replaced()
 
     @property
@@ -154,8 +166,13 @@ class MeshEngine(ShardedEngine):
 
     @property
     def copies(self) -> int:
-        """The processes of a tensor-parallel group work on the same samples."""
+        """The processes of a group that splits weights or sequences work on the same samples."""
         return self._meshes.copies
+
+    @property
+    def gradient_shards(self) -> int:
+        """All processes but those of one tensor-parallel group have gradients of their own."""
+        return self.context.process.world_size // self._meshes.tensor_size
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be sharded, before anything is changed."""
@@ -165,6 +182,9 @@ class MeshEngine(ShardedEngine):
                 "agree on skipped steps. Use mixed_precision='bf16', or fsdp_version=1."
             )
         super().check(objects)
+        if self._sequences is not None:
+            for model in objects.models:
+                check_language_models(model)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that does not fit the settings; nothing is changed."""
@@ -186,6 +206,13 @@ class MeshEngine(ShardedEngine):
             self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
             self._replaced.note(before, model)
 
+    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """As for all sharded engines; language models learn which part of each sequence they see."""
+        model = super().prepare_model(model, place, evaluation_mode)
+        if self._sequences is not None:
+            tell_part(model, self._sequences.present)
+        return model
+
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model in place; twice is once."""
         if self.is_done(model):
@@ -198,6 +225,23 @@ class MeshEngine(ShardedEngine):
         return model
 
     # Gradients
+
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which each process of a context-parallel group has its part of sequences."""
+        if self._sequences is None:
+            return super().context_parallel(buffers, dims, no_restore)
+        return self._sequences.sharing(buffers, dims, no_restore)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass, while sequences are shared that were shared in forward."""
+        if self._sequences is not None:
+            self._sequences.check_backward()
+        super().backward(loss, **kwargs)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
@@ -275,8 +319,9 @@ def _find_meshes(context: EngineContext) -> Meshes:
             f"dp_replicate_size={config.dp_replicate_size} beside tp_size={config.tp_size} is not there: "
             f"shard instead of replicating, dp_shard_size={config.data_parallel_size}."
         )
-    if config.dp_shard_enabled:
-        return Meshes(config.get_submesh(config.fsdp_dim_names), tensor)
+    if config.dp_shard_cp_dim_names:
+        sequences = mesh["cp"] if config.cp_enabled else None
+        return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
     if tensor is None:  # replicas alone: each is one shard
         return Meshes(init_device_mesh(kind, (size, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
     if context.fsdp is not None:
@@ -285,6 +330,15 @@ def _find_meshes(context: EngineContext) -> Meshes:
             "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
         )
     return Meshes(None, tensor)
+
+
+def _share_sequences(context: EngineContext, meshes: Meshes) -> ContextParallel | None:
+    config = context.parallelism
+    if meshes.context is None or config is None or config.cp_handler is None:
+        return None
+    rotation = config.cp_handler.cp_comm_strategy
+    assert rotation is not None, "the environment has a default"
+    return ContextParallel(meshes.context, rotation)
 
 
 def _tell_upcast(model: torch.nn.Module, names: list[str]) -> None:

@@ -100,12 +100,12 @@ class ShardedEngine(Engine):
         return True
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over the processes that have data of their own."""
+        """Add up a weight over the processes that have data, or parts of it, of their own."""
         process = self.context.process
         if not isinstance(weight, torch.Tensor):
             weight = torch.full((), weight, dtype=dtype, device=process.device)
         total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
-        total = total / self.copies
+        total = total / (process.world_size // self.gradient_shards)
         return total if total.device.type != "cpu" else float(total)
 
     @property

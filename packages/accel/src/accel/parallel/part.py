@@ -1,0 +1,140 @@
+"""One process's part of sequences, while it stands in the place of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+__all__ = ["Part"]
+
+
+class Part:
+    """The part of one step.
+
+    Args:
+        positions: Which positions (part,) this process has, ascending.
+        length: Tokens of the whole sequences.
+        buffers: The tensors to share, and their dimensions of tokens, by `id`.
+        processes: How many have a part.
+    """
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        length: int,
+        buffers: dict[int, tuple[torch.Tensor, int]],
+        processes: int,
+    ) -> None:
+        self.positions = positions
+        self.length = length
+        self.processes = processes
+        self.is_padded = False
+        """Whether tokens at the end are padding, which later tokens alone would see."""
+        self.awaits_backward = False
+        self._buffers = buffers
+        # Handles on the storages, which stay as they are: a buffer may be a view that shares its own.
+        self._whole = {key: buffer.detach() for key, (buffer, _) in buffers.items()}
+        self._is_active = True
+        self._calls = 0
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Put the parts in place."""
+        for buffer, dim in self._buffers.values():
+            buffer.set_(self.take(buffer, dim))  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def leave(self, keep: Collection[int]) -> None:
+        """Put the whole sequences back, but for the buffers whose `id` is in `keep`."""
+        self._is_active = False
+        for key, (buffer, _) in self._buffers.items():
+            if key not in keep:
+                buffer.set_(self._whole[key])  # type: ignore[call-overload]
+        self._whole.clear()
+
+    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This process's part of a tensor, as a new one."""
+        return tensor.index_select(dim, self.positions.to(tensor.device))
+
+    def whole(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What a buffer holds a part of; None for other tensors."""
+        return self._whole.get(id(buffer))
+
+    # What is refused
+
+    def check_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        is_causal: bool,
+    ) -> None:
+        """Refuse attention that cannot go around the ring, and count the others.
+
+        Raises:
+            ValueError: If it cannot; the message names the alternative.
+        """
+        self._calls += 1
+        if mask is not None:
+            raise ValueError(
+                f"attention got a mask {tuple(mask.shape)} inside maybe_context_parallel: each process has a "
+                "part of the keys, and the mask is for all. Use is_causal=True without a mask, and sequences "
+                "without padding (packed, or padded at their end)."
+            )
+        if dropout:
+            raise ValueError(
+                f"attention has dropout_p={dropout} inside maybe_context_parallel: in backward the processes "
+                "could not repeat what they dropped. Set the dropout of attention to 0."
+            )
+        if query.dim() != 4 or type(query) is not torch.Tensor:
+            raise ValueError(
+                f"attention got a {type(query).__name__} {tuple(query.shape)} inside maybe_context_parallel; "
+                "it takes plain tensors (batch, heads, tokens, features)."
+            )
+        if is_causal and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"causal attention of {query.shape[2]} queries to {key.shape[2]} keys inside "
+                "maybe_context_parallel: both have to be this process's part of one sequence."
+            )
+        if self.is_padded and not is_causal:
+            raise ValueError(
+                "attention that is not causal sees the padding at the end of sequences, and context "
+                "parallelism has no masks. Use sequences without padding."
+            )
+
+    def check_used(self) -> None:
+        """Refuse a step whose attention did not go around the ring.
+
+        Raises:
+            RuntimeError: If there was none.
+        """
+        if not self._calls:
+            raise RuntimeError(
+                "no attention went around the ring inside maybe_context_parallel, so that each process saw "
+                "its part of the sequence alone. The model has to call "
+                "torch.nn.functional.scaled_dot_product_attention by this name (in transformers: "
+                "attn_implementation='sdpa')."
+            )
+
+    def check_active(self) -> None:
+        """Refuse to go backward when the whole sequences are back in place.
+
+        Raises:
+            RuntimeError: If they are.
+        """
+        if not self._is_active:
+            raise RuntimeError(
+                "the backward pass of maybe_context_parallel came after the context was left. Call "
+                "accelerator.backward(loss) inside of it (and evaluate under torch.no_grad())."
+            )
+
+    def note_backward(self) -> None:
+        """Note that a backward pass goes around the ring.
+
+        Raises:
+            RuntimeError: If it comes too late.
+        """
+        self.check_active()
+        self.awaits_backward = False
