@@ -281,7 +281,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             )
         inner = self.optimizer
         self._step_called, self._step_was_skipped, self._found_inf = False, False, None
-        if not scaling.has_gradients(inner):
+        if not scaling.has_gradients(scaler, inner):
             return inner.step()
         scaling.begin_step(scaler, inner)
         own = inner.__dict__.get("step")  # a scheduler puts its own wrapper there

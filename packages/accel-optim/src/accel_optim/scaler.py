@@ -12,8 +12,9 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = [
+    "agreed",
     "begin_step",
     "end_round",
     "end_step",
     "forget_round",
+    "get_fsdp2_grad_scaler",
     "get_grad_scaler",
     "has_gradients",
     "leave_out_step",
@@ -36,7 +39,8 @@ __all__ = [
     "unscale",
 ]
 
-_SHARING: WeakKeyDictionary[GradScaler, WeakSet[AcceleratedOptimizer]] = WeakKeyDictionary()
+_SHARING: WeakKeyDictionary[GradScaler, list[ref[AcceleratedOptimizer]]] = WeakKeyDictionary()
+"""The optimizers of each scaler, in the order in which they came, which is that of all processes."""
 
 
 def get_grad_scaler(
@@ -68,15 +72,57 @@ def get_grad_scaler(
     if device_type is None:
         device_type = current_process().device.type
     if kind == DistributedType.FSDP:
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+        from accel_optim.agreeing_scaler import AgreeingGradScaler
 
-        return ShardedGradScaler(device=device_type, **kwargs)
+        return AgreeingGradScaler(device_type, **kwargs)
     return GradScaler(device_type, **kwargs)
 
 
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether any parameter of the optimizer holds a gradient."""
+def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
+    """Make the gradient scaler of sharded models: the processes agree on which steps are left out.
+
+    Args:
+        **kwargs: As those of `get_grad_scaler`.
+
+    Returns:
+        The scaler.
+    """
+    return get_grad_scaler(DistributedType.FSDP, **kwargs)
+
+
+def has_gradients(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether any parameter of the optimizer holds a gradient, on any process that shares it.
+
+    Args:
+        scaler: The scaler, enabled; one that agrees asks all processes.
+        optimizer: The torch optimizer.
+    """
+    return agreed(scaler, [_holds_gradients(optimizer)])[0]
+
+
+def _holds_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def agreed(scaler: GradScaler, flags: list[bool]) -> list[bool]:
+    """What is true on any process, where a scaler's processes hold different parts of gradients.
+
+    Args:
+        scaler: The scaler; where it agrees all processes have to ask.
+        flags: As many, and in the same order, on all processes.
+    """
+    if type(scaler) is GradScaler:
+        return flags
+    from accel_optim.agreeing_scaler import agree
+
+    return agree(scaler, flags)
+
+
+def _sharing(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
+    """The torch optimizers of a scaler; None for those that are gone."""
+    for reference in _SHARING.get(scaler, ()):
+        wrapper = reference()
+        yield None if wrapper is None else wrapper.optimizer
 
 
 def share(scaler: GradScaler, optimizer: AcceleratedOptimizer) -> None:
@@ -86,7 +132,7 @@ def share(scaler: GradScaler, optimizer: AcceleratedOptimizer) -> None:
         scaler: The scaler.
         optimizer: The wrapper; its own `optimizer` is what the scaler sees.
     """
-    _SHARING.setdefault(scaler, WeakSet()).add(optimizer)
+    _SHARING.setdefault(scaler, []).append(ref(optimizer))
 
 
 def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -96,7 +142,7 @@ def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         scaler: The scaler, enabled.
         optimizer: The torch optimizer.
     """
-    if not has_gradients(optimizer):
+    if not has_gradients(scaler, optimizer):
         return
     begin_step(scaler, optimizer)
     if _stage(scaler, optimizer) is OptState.READY:
@@ -121,12 +167,15 @@ def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         scaler: The scaler, enabled.
         optimizer: The torch optimizer that has just stepped.
     """
-    sharing = _SHARING.get(scaler, ())
-    for other in sharing if len(sharing) > 1 else ():
-        inner = other.optimizer
-        if inner is not optimizer and _stage(scaler, inner) is not OptState.STEPPED and has_gradients(inner):
-            return
-    scaler.update()
+    waiting = [
+        other is not None
+        and other is not optimizer
+        and _stage(scaler, other) is not OptState.STEPPED
+        and _holds_gradients(other)
+        for other in _sharing(scaler)
+    ]
+    if len(waiting) < 2 or not any(agreed(scaler, waiting)):
+        scaler.update()
 
 
 def leave_out_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -175,7 +224,7 @@ def _stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
 
 
 def _update_with_gradients_at_hand(scaler: GradScaler) -> None:
-    holding = [other.optimizer for other in _SHARING.get(scaler, ()) if has_gradients(other.optimizer)]
+    holding = [other for other in _sharing(scaler) if other is not None and _holds_gradients(other)]
     unscaled = {id(inner) for inner in holding if _stage(scaler, inner) is OptState.UNSCALED}
     scale = scaler._get_scale_async()
     assert scale is not None, "an optimizer has stepped, so the scale is there"

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from accel import configuration, metrics, tracking
 from accel.agreement import Agreement
 from accel.configuration import UNSET
-from accel.engines import EngineContext, start_engine
+from accel.engines import EngineContext, choose_engine, start_engine
 from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
@@ -34,7 +34,7 @@ from accel_data.prepare import skip_first_batches
 from accel_ops import collectives, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
-from accel_optim.scaler import get_grad_scaler
+from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 from accel_optim.window import Window
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.control import ProcessControl
@@ -181,6 +181,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         if self.mixed_precision != "fp16":
             return None
         options = self.handlers.scaler.to_kwargs() if self.handlers.scaler is not None else {}
+        if choose_engine(self.state).gradients_in_parts:
+            return get_fsdp2_grad_scaler(device_type=self.device.type, **options)
         return get_grad_scaler(self.distributed_type, device_type=self.device.type, **options)
 
     def _engine_context(self) -> EngineContext:

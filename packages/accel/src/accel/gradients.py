@@ -14,6 +14,7 @@ from accel import configuration
 from accel.engines.ddp import sync_in_backward
 from accel.prepare import holds_any, prepared_optimizer
 from accel_optim import lomo
+from accel_optim.scaler import agreed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -185,7 +186,8 @@ class GradientControl:
             lomo.warn_of_clipping(self._lomo)
         if self.scaler is not None and self.scaler.is_enabled():
             wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
-            owners = [item for item in self._optimizers if holds_any(item, wanted)]
+            holding = agreed(self.scaler, [holds_any(item, wanted) for item in self._optimizers])
+            owners = [item for item, holds in zip(self._optimizers, holding, strict=True) if holds]
             held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
             if wanted - held:
                 raise ValueError(

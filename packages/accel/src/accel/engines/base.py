@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 
@@ -88,6 +88,9 @@ class Engine:
 
     gradient_reduction: Literal["mean", "sum"] = "mean"
     """What the gradients of the processes of `data_shard` become: their mean or their sum."""
+
+    gradients_in_parts: ClassVar[bool] = False
+    """Whether processes hold parts of gradients, so that they have to agree on what is left out in fp16."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context

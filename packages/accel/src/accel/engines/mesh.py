@@ -175,12 +175,7 @@ class MeshEngine(ShardedEngine):
         return self.context.process.world_size // self._meshes.tensor_size
 
     def check(self, objects: Prepared) -> None:
-        """Refuse what cannot be sharded, before anything is changed."""
-        if self.context.scaler is not None:
-            raise ValueError(
-                "mixed_precision='fp16' with fsdp_version=2 is not there yet: the processes would have to "
-                "agree on skipped steps. Use mixed_precision='bf16', or fsdp_version=1."
-            )
+        """Refuse what cannot be made parallel, before anything is changed."""
         super().check(objects)
         if self._sequences is not None:
             for model in objects.models:

@@ -27,6 +27,8 @@ class ShardedEngine(Engine):
 
     version = 2
 
+    gradients_in_parts = True
+
     keeps_open_window = False
 
     def __init__(self, context: EngineContext) -> None:

@@ -1,0 +1,97 @@
+"""A gradient scaler for gradients that are in parts on several processes: all leave out the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+
+__all__ = ["AgreeingGradScaler", "agree"]
+
+
+class AgreeingGradScaler(ShardedGradScaler):
+    """Torch's ShardedGradScaler, which also takes gradients that are DTensors, on one mesh or on several.
+
+    What one process finds not to be finite counts on all processes of the default group.
+
+    Args:
+        device: Type of the device that the losses are on.
+        **options: Those of `torch.amp.GradScaler`.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        # Not the group that there was when torch's module was imported, which its default is.
+        super().__init__(device=device, process_group=None, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step, unless the gradients of some process are not finite.
+
+        Args:
+            optimizer: The optimizer. Also a fused one is left out on the host: its kernel would ask this
+                process's gradients alone.
+            *args: Passed to its step.
+            **kwargs: Passed to its step.
+
+        Returns:
+            What its step returned; None if it was left out.
+        """
+        if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Divide this process's parts; one flag for all of them, wherever they lie and if there are none."""
+        found = {found_inf.device: found_inf}
+        for (device, _), parts in _local_gradients(optimizer).items():
+            own = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, own, inv_scale.to(device))
+        for device, own in found.items():
+            if device != found_inf.device:
+                found_inf += own.to(found_inf.device)
+        return {found_inf.device: found_inf}
+
+
+def _local_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            part = part._values() if part.is_sparse else part
+            if part.numel():
+                found.setdefault((part.device, part.dtype), []).append(part)
+    return found
+
+
+def agree(scaler: GradScaler, flags: Sequence[bool]) -> list[bool]:
+    """What is true on any process, where processes hold different parts; all of them have to ask.
+
+    Args:
+        scaler: The scaler; only with an `AgreeingGradScaler` processes differ.
+        flags: As many, and in the same order, on all processes.
+    """
+    if not isinstance(scaler, AgreeingGradScaler) or not flags:
+        return list(flags)
+    raised = torch.tensor(flags, dtype=torch.int32, device=scaler._device)
+    dist.all_reduce(raised, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
