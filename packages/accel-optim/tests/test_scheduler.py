@@ -315,6 +315,25 @@ def test_extra_moves_stop_where_a_part_of_the_schedule_ends(make: Make, length: 
     assert len(moves) == length
 
 
+def test_a_loop_that_is_left_in_a_window_leaves_the_schedule_where_it_is() -> None:
+    window = Window(GradientState.new(GradientAccumulationPlugin(num_steps=4)))
+    parameter, optimizer = parameter_and_optimizer()
+    scheduler = AcceleratedScheduler(lrs.StepLR(optimizer, 1, gamma=0.5), optimizer)
+    for _ in range(2):
+        with window:
+            parameter.grad = torch.ones(2)
+            break
+    optimizer.step()
+    scheduler.step()  # after the loop, as schedules of epochs are
+    assert scheduler.get_last_lr() == [1.0]
+
+    for _ in range(3):  # the next epoch ends the window
+        with window:
+            optimizer.step()
+            scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+
+
 def test_a_measurement_after_the_epoch_counts_although_a_window_is_open() -> None:
     state = GradientState.new(GradientAccumulationPlugin(num_steps=4))
     _, optimizer = parameter_and_optimizer()
