@@ -18,14 +18,22 @@ DISTRIBUTIONS = {
     "IPython": "ipython",
     "PIL": "pillow",
     "megatron": "megatron-core",
-    "msamp": "ms-amp",
     "sklearn": "scikit-learn",
     "torch.utils.tensorboard": "tensorboard",
     "yaml": "pyyaml",
 }
 # Delivered with a vendor's hardware or service, not on the package index: no extra can name them.
 UNPUBLISHED = frozenset(
-    {"google", "habana_frameworks", "smdistributed", "torch_mlu", "torch_musa", "torch_npu", "torch_sdaa"}
+    {
+        "google",
+        "habana_frameworks",
+        "msamp",
+        "smdistributed",
+        "torch_mlu",
+        "torch_musa",
+        "torch_npu",
+        "torch_sdaa",
+    }
 )
 
 

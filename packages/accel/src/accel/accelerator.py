@@ -18,6 +18,7 @@ from accel.agreement import Agreement
 from accel.configuration import UNSET
 from accel.engines import EngineContext, choose_engine, start_engine
 from accel.gradients import GradientControl
+from accel.fp8.choice import resolve_fp8
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
 from accel.prepare import (
@@ -69,7 +70,7 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         device_placement: Put prepared objects and their batches on the device.
         split_batches: Split the loader's batches over the processes instead of giving each process whole
             ones; the same setting as `DataLoaderConfiguration.split_batches`.
-        mixed_precision: "no", "fp16" or "bf16"; default: ACCELERATE_MIXED_PRECISION, then "no".
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; default: ACCELERATE_MIXED_PRECISION, then "no".
         gradient_accumulation_steps: Micro-batches per optimizer step;
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which the launcher's flag sets, comes before it.
         cpu: Stay on the CPU although there is an accelerator.
@@ -199,6 +200,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         )
 
     # State
+            fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
+            deepspeed=lambda: self.deepspeed_plugin,
 
     @property
     def process(self) -> Process:
@@ -212,7 +215,7 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        """The compute precision: "no", "fp16" or "bf16"."""
+        """The compute precision: "no", "fp16", "bf16" or "fp8"."""
         return self.state.mixed_precision
 
     @property
@@ -242,8 +245,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
 
     @property
     def fp8_backend(self) -> str | None:
-        """The library that computes in fp8; None in other precisions."""
-        return None
+        """The library that computes in fp8: "AO", "TE" or "MSAMP"; None in other precisions."""
+        return self.engine.context.fp8.backend if self.engine.context.fp8 is not None else None
 
     @property
     def is_fsdp2(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accel.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
@@ -51,6 +52,7 @@ class Handlers:
     scaler: GradScalerKwargs | None = None
     init: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
+    fp8: Any = None
 
 
 _FIELD_OF = {
@@ -59,6 +61,9 @@ _FIELD_OF = {
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
     ProfileKwargs: "profile",
+    AORecipeKwargs: "fp8",
+    TERecipeKwargs: "fp8",
+    MSAMPRecipeKwargs: "fp8",
 }
 
 
@@ -76,10 +81,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
             names = ", ".join(kind.__name__ for kind in _FIELD_OF)
             raise TypeError(f"kwargs_handlers got {handler!r}; it takes instances of {names}.")
         if field in found:
-            raise ValueError(
-                f"kwargs_handlers holds two {type(handler).__name__}; pass one, with every option that you "
-                f"want set."
-            )
+            first, second = type(found[field]).__name__, type(handler).__name__
+            both = f"two {first}" if first == second else f"{first} and {second}"
+            raise ValueError(f"kwargs_handlers holds {both}; pass one, with every option that you want set.")
         found[field] = handler
     return Handlers(**found)
 

@@ -111,9 +111,9 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
         )
     if state.distributed_type == DistributedType.FSDP and not state.is_fsdp2:
         return _load(_FSDP1, DistributedType.FSDP)
-    if state.mixed_precision == "fp8":
-        raise NotImplementedError("mixed_precision='fp8' is not there yet; use 'bf16'.")
-    is_split = config is not None and config.tp_enabled
+    is_split = (
+        config is not None and config.tp_enabled and state.distributed_type != DistributedType.DEEPSPEED
+    )
     return engine_class(DistributedType.FSDP if is_split else state.distributed_type)
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
+    from accel.fp8.choice import Fp8
+    from accel.plugins.deepspeed import DeepSpeedPlugin
     from accel_state.parallelism import ParallelismConfig
     from accel_state.process import Process
 
@@ -53,6 +55,8 @@ class EngineContext:
 
     process: Process
     precision: Precision
+        fp8: The library that computes in fp8, when that is the precision.
+        deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
     gradient_state: GradientState
     scaler: GradScaler | None = None
     mesh: DeviceMesh | None = None
@@ -64,6 +68,8 @@ class EngineContext:
 
 @dataclass(frozen=True)
 class Prepared:
+    fp8: Fp8 | None = None
+    deepspeed: Callable[[], DeepSpeedPlugin] | None = None
     """The objects of one `prepare` call that engines care about, in the order given.
 
     Attributes:
@@ -148,8 +154,10 @@ class Engine:
         )
         return replace(objects, models=models, optimizers=optimizers)
 
+        if self.context.fp8 is not None:
+            objects = self.context.fp8.initialize(objects)
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
-        """Place, cast, wrap and compile one model, in this order."""
+        """Place, convert to fp8, cast, wrap and compile one model, in this order."""
         if place and not _is_dispatched(model):
             model = model.to(self.context.process.device)
         wrap_forward(model, self.context.precision, self.context.process.device.type)
@@ -164,11 +172,17 @@ class Engine:
     def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile the model when a dynamo backend was chosen; last, so that the wrapper is compiled too."""
         dynamo = self.context.dynamo
+        self.convert_model(model, evaluation_mode)
         if dynamo is None or dynamo.backend == "NO" or is_compiled_module(model):
             return model
         if dynamo.use_regional_compilation:
             return compile_regions(model, **dynamo.to_kwargs())
         return cast("torch.nn.Module", torch.compile(model, **dynamo.to_kwargs()))
+
+    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
+        """Replace layers by those of fp8, in place, when that is the precision."""
+        if self.context.fp8 is not None:
+            self.context.fp8.convert(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """Wrap an optimizer so that it steps at the window's boundary only."""

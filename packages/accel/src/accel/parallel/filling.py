@@ -178,4 +178,6 @@ def _filled(value: torch.Tensor, how: Filling) -> torch.Tensor:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor; all of it, unless it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    inner: torch.Tensor = getattr(part, "_tensor", part)  # of torchao's weights that are gathered in fp8
+    return inner

@@ -22,6 +22,7 @@ FSDP_AUTO_WRAP_POLICY = list(env.VARIABLES["FSDP_AUTO_WRAP_POLICY"].choices)
 """Names of the policies that say which modules are sharded by themselves."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "no": torch.float32}
+_DTYPES["fp8"] = torch.bfloat16  # what is around layers that compute in fp8
 _DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FLAGS = {
     "forward_prefetch": "FSDP_FORWARD_PREFETCH",
@@ -272,7 +273,7 @@ class FullyShardedDataParallelPlugin:
         other default, and in fp32 in version 2, so that their sum does not depend on the number of processes.
 
         Args:
-            mixed_precision: "bf16", "fp16" or "no".
+            mixed_precision: "bf16", "fp16", "fp8" (bf16 around the layers that compute in fp8) or "no".
             buffer_autocast: Version 1: cast buffers too.
             override: Replace a policy that is set.
 

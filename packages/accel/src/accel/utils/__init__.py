@@ -11,6 +11,18 @@ if TYPE_CHECKING:
     from accel.compilation import compile_regions_deepspeed as compile_regions_deepspeed
     from accel.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
     from accel.estimate import convert_bytes as convert_bytes
+    from accel.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+    from accel.fp8.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
+    from accel.fp8.ao import has_ao_layers as has_ao_layers
+    from accel.fp8.ao import torchao_required as torchao_required
+    from accel.fp8.recipes import AORecipeKwargs as AORecipeKwargs
+    from accel.fp8.recipes import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.fp8.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from accel.fp8.recipes import TERecipeKwargs as TERecipeKwargs
+    from accel.fp8.te import apply_fp8_autowrap as apply_fp8_autowrap
+    from accel.fp8.te import contextual_fp8_autocast as contextual_fp8_autocast
+    from accel.fp8.te import convert_model as convert_model
+    from accel.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
@@ -182,6 +194,19 @@ _NAMES = {
     "accel.compilation": ("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel.estimate": ("convert_bytes",),
+    "accel.fp8.ao": (
+        "convert_model_to_fp8_ao",
+        "filter_first_and_last_linear_layers",
+        "has_ao_layers",
+        "torchao_required",
+    ),
+    "accel.fp8.recipes": ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
+    "accel.fp8.te": (
+        "apply_fp8_autowrap",
+        "contextual_fp8_autocast",
+        "convert_model",
+        "has_transformer_engine_layers",
+    ),
     "accel.utils.tqdm": ("tqdm", "tqdm"),
     "accel_ckpt.config": ("ProjectConfiguration",),
     "accel_ckpt.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
