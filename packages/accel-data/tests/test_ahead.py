@@ -71,6 +71,16 @@ def test_the_next_one_is_read_while_one_is_used():
     assert len(set(source.threads[1:])) == 1
 
 
+def test_after_what_is_used_for_a_moment_nobody_is_woken():
+    source = Source(300)
+    assert [item.number for item in read_ahead(source, CPU)] == list(range(300))
+
+    here = threading.get_ident()
+    assert source.threads[1] != here  # nothing is known yet
+    assert source.threads[2:].count(here) > 100  # some took longer on a busy machine
+    assert readers() == []
+
+
 def test_leaving_early_ends_the_thread_after_the_call_that_it_is_in():
     gate = threading.Event()
     source = Source(5, work=lambda number: number == 1 and gate.wait(10))

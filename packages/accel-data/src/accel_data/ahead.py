@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import pickle
 import threading
+import time
 from collections.abc import Callable, Generator
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,6 +17,10 @@ from accel_data.order import IsolatedRNG, global_states
 from accel_state.devices import row
 
 __all__ = ["RandomUse", "read_ahead"]
+
+
+_BRIEF_S = 0.0002
+"""A step that is used no longer than this is done with before waking a thread has paid for itself."""
 
 
 class _Step(Protocol):
@@ -53,8 +58,9 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
     """Call a function again and again, one call ahead of what is taken.
 
     The first call is made by the calling thread, which waits for it anyway. If it uses the global random
-    generators, all are, each when it is its turn. Otherwise a thread makes the others. It ends with the
-    generator, also when that is closed early: after the call that it is in.
+    generators, all are, each when it is its turn. Otherwise a thread makes the others, except for those after
+    a result that was used for a moment only. It ends with the generator, also when that is closed early:
+    after the call that it is in.
 
     Args:
         read: The function; None ends.
@@ -69,12 +75,18 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
         yield from _in_turn(read, result)
         return
     reader = _Reader(read, device)
+    ahead = True
     try:
         while result is not None:
-            if not result.last:
+            if ahead and not result.last:
                 reader.ask()
+            given = time.perf_counter()
             yield result
-            result = None if result.last else reader.take()
+            used_s = time.perf_counter() - given
+            if result.last:
+                return
+            result = reader.take() if ahead else read()
+            ahead = used_s > _BRIEF_S
     finally:
         reader.close()
 
