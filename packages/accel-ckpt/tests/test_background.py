@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_ckpt import background, staging
+from accel_ckpt import background, memory, staging, tensors
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.staging import staged
 from accel_state.process import current_process
@@ -90,6 +90,19 @@ def test_the_files_are_those_of_a_blocking_save_bit_for_bit(tmp_path: Path) -> N
 
         assert files(tmp_path / name) == files(tmp_path / "a")
     assert torch.load(tmp_path / "b" / "custom_checkpoint_0.pkl", weights_only=True)["text"][0] == "shared"
+
+
+def test_what_was_written_may_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_PIECE_BYTES", 4096)  # several threads copy one tensor
+    weight = torch.arange(50_000.0)
+    for name, safe in (("model.safetensors", True), ("custom_checkpoint_0.pkl", False)):
+        weight.copy_(torch.arange(50_000.0))
+        with staged(tmp_path / name, blocking=False) as opened:
+            opened.write({"w": weight}, name, safe_serialization=safe)
+            weight.zero_()
+        background.wait()
+        saved = tensors.load(tmp_path / name / name)["w"]
+        assert torch.equal(saved, torch.arange(50_000.0))
 
 
 def test_the_memory_is_used_again(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
     if safe_serialization:
         tensors, tied = split_tied(obj)
         copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
+        memory.settle()
 
         def write_copies(writer: Writer, path: Any) -> None:
             with writer.open(path) as file:
@@ -54,6 +55,7 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
     frozen = _Records(memory)
     # torch.save is these two steps, so that what is written later is what it would write now.
     torch.serialization._save(obj, frozen, pickle, 2, False)  # type: ignore[no-untyped-call]
+    memory.settle()
 
     def write(writer: Writer, path: Any) -> None:
         with writer.open(path) as file, torch.serialization._open_zipfile_writer(file) as archive:

@@ -5,7 +5,6 @@ The tensors are written piece by piece to their places, so that no more than one
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -22,26 +21,10 @@ from accel_ckpt.dcp import METADATA, Piece, pieces_of, read_metadata, read_piece
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import sharded_model_folder
 from accel_ckpt.recovery import flush
+from accel_ckpt.safe_file import DTYPES, make_header
+from accel_ops.layout import as_bytes
 
 __all__ = ["merge_fsdp_weights"]
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def merge_fsdp_weights(
@@ -117,32 +100,25 @@ def _merge(folder: Path, merged: Path) -> None:
     if others:
         warnings.warn(f"{folder} holds more than tensors; left out: {', '.join(others)}.", stacklevel=4)
     prefix = "model." if all(name.startswith("model.") for name in parts) else ""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begins, end = {}, 0
+    described = {}
     for name, (kind, _) in parts.items():
         dtype = kind.properties.dtype
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise CheckpointError(f"{name} in {folder} is {dtype}, which safetensors cannot hold.")
-        size = math.prod(kind.size) * dtype.itemsize
-        place = [end, end + size]
-        entries[name.removeprefix(prefix)] = {
-            "dtype": _DTYPES[dtype],
-            "shape": [*kind.size],
-            "data_offsets": place,
-        }
-        begins[name], end = end, end + size
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
+        described[name.removeprefix(prefix)] = dtype, kind.size
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in described.values())
+    header, begins = make_header(described, {"format": "pt"})
     with open(merged, "wb", buffering=0) as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + end)
+        file.write(header)
+        file.truncate(len(header) + size)
         for name, (kind, pieces) in parts.items():
             _check_whole(name, tuple(kind.size), pieces)
             for piece in pieces:
                 value = read_piece(piece)
                 if value.dtype != kind.properties.dtype:
                     raise CorruptCheckpointError(f"{piece.file} has {value.dtype} for {name}.")
-                _put(file.fileno(), 8 + len(header) + begins[name], value, piece.begin, tuple(kind.size))
+                begin = begins[name.removeprefix(prefix)]
+                _put(file.fileno(), begin, value, piece.begin, tuple(kind.size))
 
 
 def _check_whole(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
@@ -160,8 +136,8 @@ def _put(handle: int, base: int, value: torch.Tensor, begin: tuple[int, ...], sh
     if not value.numel():
         return
     item = value.element_size()
-    flat: Any = value.contiguous().flatten().view(torch.uint8).numpy()
-    raw = memoryview(flat)
+    content: Any = as_bytes(value).numpy()
+    raw = memoryview(content)
     whole = len(shape)  # from here on, the piece has the whole dimensions
     while whole and value.shape[whole - 1] == shape[whole - 1]:
         whole -= 1

@@ -19,6 +19,7 @@ import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.paths import check_inside, listed_file
+from accel_ops.layout import as_bytes
 
 __all__ = [
     "OffloadedWeightsLoader",
@@ -59,8 +60,8 @@ def offload_weight(
             f"weight_name must be usable as the name of a file, not {weight_name!r}. Name weights as a "
             "state dict does, such as 'encoder.weight'."
         )
-    value = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    content = value.reshape(-1).view(torch.uint8) if value.numel() else torch.zeros(1, dtype=torch.uint8)
+    value = weight.detach().cpu()
+    content = as_bytes(value) if value.numel() else torch.zeros(1, dtype=torch.uint8)
     content.numpy().tofile(_file_name(offload_folder, weight_name))
     if index is not None:
         index[weight_name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}

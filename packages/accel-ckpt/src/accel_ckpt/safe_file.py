@@ -8,14 +8,16 @@ states give equal files, and no second copy of them is made in memory.
 
 from __future__ import annotations
 
-import ctypes
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import torch
 
-__all__ = ["DTYPES", "dump"]
+from accel_ops.layout import as_bytes
+
+__all__ = ["DTYPES", "dump", "make_header"]
 
 _NAMES = {  # in the order of the library: by size, and then its own
     "bool": "BOOL",
@@ -45,32 +47,41 @@ def dump(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], file:
     """Write tensors as safetensors.
 
     Args:
-        tensors: Contiguous tensors of a dtype in `DTYPES`, by name.
+        tensors: Tensors of a dtype in `DTYPES`, by name.
         metadata: Texts to keep with them.
         file: Where to write.
     """
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    header, begins = make_header(described, metadata)
+    file.write(header)
+    for name in begins:
+        if tensors[name].numel():
+            content: Any = as_bytes(tensors[name].detach().cpu()).numpy()
+            file.write(content)
+
+
+def make_header(
+    described: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Make what such a file begins with.
+
+    Args:
+        described: Dtype and shape of each tensor, by name.
+        metadata: Texts to keep with them.
+
+    Returns:
+        (header, begins): the bytes before the tensors, and where in the file each tensor begins.
+    """
     # Large elements first, so that every tensor is aligned.
     order = list(DTYPES)
-    names = sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    names = sorted(described, key=lambda name: (-order.index(described[name][0]), name))
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        dtype, shape = described[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        _write_bytes(tensors[name], file)
-
-
-def _write_bytes(tensor: torch.Tensor, file: IO[bytes]) -> None:
-    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    size = tensor.numel() * tensor.element_size()
-    if size:
-        file.write(memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())))
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + entries[name]["data_offsets"][0] for name in names}
