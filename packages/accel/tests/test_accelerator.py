@@ -328,12 +328,10 @@ def test_wrong_kinds_are_named_with_the_fix():
         Accelerator(kwargs_handlers=[object()])
 
 
-def test_what_is_documented_and_not_built_raises_by_name():
+def test_what_needs_something_else_first_says_so():
     accelerator = Accelerator()
-    with pytest.raises(NotImplementedError, match="deepspeed_ulysses_dl_adapter"):
-        accelerator.deepspeed_ulysses_dl_adapter()
-    with pytest.raises(NotImplementedError, match="fp8"):
-        Accelerator(mixed_precision="fp8")
+    with pytest.raises(ValueError, match="needs the prepared model"):
+        accelerator.deepspeed_ulysses_dl_adapter([], make_model())
     with pytest.raises(RuntimeError, match="parallelism_config"):
         _ = accelerator.tensor_parallel_rank
 

@@ -7,6 +7,7 @@ needed.
     dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
     sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
     pytorch_model_fsdp_0/, optimizer_0/ ...        the same of sharded models, in parts
+    pytorch_model/, latest, zero_to_fp32.py ...    the same of what DeepSpeed trains, in its own files
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
     gradients_<rank>.safetensors                   gradients of an open accumulation window, if there is one
@@ -54,6 +55,7 @@ _ROLES = {
     "sampler": r"sampler(_\d+)?\.bin",
     "scaler": r"scaler\.pt",
     "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
+    "deepspeed": r"latest|zero_to_(fp32|torch)\.py|pytorch_model/.+",
     "random": r"random_states_\d+\.pkl",
     "gradients": r"gradients_\d+\.safetensors",
     "custom": r"custom_checkpoint_\d+\.pkl",
@@ -135,8 +137,8 @@ def role_of(name: str) -> str:
         name: The file's path inside the folder.
 
     Returns:
-        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients", "sharded" or
-        "custom";
+        "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients", "sharded",
+        "deepspeed" or "custom";
         "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")

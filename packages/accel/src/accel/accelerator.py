@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from accel import configuration, metrics, tracking
 from accel.agreement import Agreement
 from accel.configuration import UNSET
+from accel.ds.settings import precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
-from accel.gradients import GradientControl
 from accel.fp8.choice import resolve_fp8
+from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
 from accel.prepare import (
@@ -30,7 +31,6 @@ from accel.prepare import (
 from accel.profile import profile
 from accel.trackers import session
 from accel.uneven import join_uneven_inputs
-from accel.utils.missing import not_yet
 from accel_data.prepare import skip_first_batches
 from accel_ops import collectives, padding
 from accel_ops.memory import release_memory
@@ -134,16 +134,19 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
         self.rng_types = configuration.resolve_rng_types(rng_types)
         self.handlers = configuration.sort_handlers(kwargs_handlers)
+        deepspeed = resolve_deepspeed(deepspeed_plugin, deepspeed_plugins)
+        if gradient_accumulation_plugin is None:
+            gradient_accumulation_steps = steps_under(deepspeed, gradient_accumulation_steps)
         accumulation = configuration.resolve_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin
         )
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.state = AcceleratorState(
-            mixed_precision=mixed_precision,
+            mixed_precision=precision_under(deepspeed, mixed_precision),
             cpu=cpu,
             dynamo_plugin=configuration.resolve_dynamo(dynamo_backend, dynamo_plugin),
-            deepspeed_plugin=deepspeed_plugins if deepspeed_plugins is not None else deepspeed_plugin,
+            deepspeed_plugin=deepspeed,
             fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config),
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
@@ -179,7 +182,7 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self._load_state_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
-        if self.mixed_precision != "fp16":
+        if self.mixed_precision != "fp16" or self.deepspeed_plugin is not None:  # which scales by itself
             return None
         options = self.handlers.scaler.to_kwargs() if self.handlers.scaler is not None else {}
         if choose_engine(self.state).gradients_in_parts:
@@ -197,11 +200,11 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
             dynamo=self.state.dynamo_plugin,
             fsdp=self.state.fsdp_plugin,
             parallelism=self.parallelism_config,
+            fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
+            deepspeed=lambda: self.deepspeed_plugin,
         )
 
     # State
-            fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
-            deepspeed=lambda: self.deepspeed_plugin,
 
     @property
     def process(self) -> Process:
@@ -406,7 +409,20 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         """Profile the code inside; traces are written when the handler names a folder."""
         return profile(self, profile_handler)
 
-    deepspeed_ulysses_dl_adapter = not_yet("Accelerator.deepspeed_ulysses_dl_adapter")
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: torch.nn.Module) -> Any:
+        """The prepared loader `dl`, each batch shared by a sequence-parallel group (DeepSpeed's Ulysses).
+
+        `prepare` does it for loaders that are prepared together with the model; this is for others, once the
+        model is prepared.
+
+        Raises:
+            ValueError: If there is no sequence parallelism, or `model` is not prepared.
+        """
+        if not any(known is model for known in self._models):
+            raise ValueError("deepspeed_ulysses_dl_adapter needs the prepared model: prepare() comes first.")
+        if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
+            raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
+        return self.engine.share_loader(dl)
 
     # Collectives
 

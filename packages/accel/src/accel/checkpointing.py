@@ -90,7 +90,7 @@ def save_state(
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
         blocking: False to copy the state, and write and commit it in the background.
-        **options: Options for an engine's own saving; with replicas there is none.
+        **options: Options for an engine's own saving (DeepSpeed's `save_checkpoint`); others take none.
 
     Returns:
         The folder.
@@ -102,12 +102,6 @@ def save_state(
     background.wait()
     _check_window(accelerator)
     end_round(accelerator.scaler)  # or what the last steps found would not count in the scale that is saved
-    if options:
-        warnings.warn(
-            f"save_state ignores {', '.join(options)}: the {accelerator.engine.name} engine saves without "
-            f"options.",
-            stacklevel=3,
-        )
     config = accelerator.project_configuration
     folder = _new_folder(accelerator, output_dir)
     process = accelerator.process
@@ -133,6 +127,7 @@ def save_state(
         )
         if accelerator.engine.saves_parts:
             save_sharded_state(staging.path, **parts_of(accelerator), process=process)
+        accelerator.engine.save_own(staging.path, **options)
         for index, item in enumerate(accelerator._custom_objects):
             save_custom_state(item, staging.path, index, each_node)
         if config.automatic_checkpoint_naming:
@@ -153,8 +148,9 @@ def _whole_states(accelerator: Accelerator) -> tuple[list[dict[str, Any]], list[
     engine = accelerator.engine
     if engine.saves_parts:
         return [], []
-    weights = [accelerator.get_state_dict(model) for model in accelerator._models]
-    return weights, [engine.optimizer_to_save(item) for item in accelerator._optimizers]
+    weights = [accelerator.get_state_dict(model) for model in accelerator._models if not engine.is_own(model)]
+    optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
+    return weights, [engine.optimizer_to_save(item) for item in optimizers]
 
 
 def parts_of(accelerator: Accelerator) -> dict[str, Any]:

@@ -223,10 +223,7 @@ class GradientControl:
         if not self.sync_gradients:
             return
         parameters = self._unscale_gradients_of(parameters)
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        clipped = [tensor for tensor in tensors if tensor.grad is not None]
-        if clipped:  # torch 2.13 fails on none
-            torch.nn.utils.clip_grad_value_(clipped, clip_value)
+        self.engine.clip_grad_value(parameters, clip_value)
 
 
 class _MicroBatch:

@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.engines.base import Prepared
 from accel.uneven import warn_of_uneven
 from accel_data.prepare import prepare_data_loader
@@ -40,8 +41,8 @@ _made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
     "model": torch.nn.Module,
-    "scheduler": (LRScheduler, AcceleratedScheduler),
-    "optimizer": torch.optim.Optimizer,
+    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler),
+    "optimizer": (torch.optim.Optimizer, DummyOptim),
     "loader": DataLoader,
 }
 
@@ -70,7 +71,10 @@ def prepare(
     result = list(objects)
     trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
     done = prepare_models_and_optimizers(
-        accelerator, [objects[index] for index in trained], [placement[index] for index in trained]
+        accelerator,
+        [objects[index] for index in trained],
+        [placement[index] for index in trained],
+        beside=[item for item, kind in zip(objects, kinds, strict=True) if kind in ("scheduler", "loader")],
     )
     for index, item in zip(trained, done, strict=True):
         result[index] = item
@@ -79,6 +83,8 @@ def prepare(
             result[index] = prepare_scheduler(accelerator, objects[index])
         elif kind == "loader":
             result[index] = prepare_loader(accelerator, objects[index], placement[index])
+            if "model" in kinds:
+                result[index] = accelerator.engine.share_loader(result[index])
     return result
 
 
@@ -87,8 +93,17 @@ def prepare_models_and_optimizers(
     objects: Sequence[Any],
     placement: Sequence[bool | None],
     evaluation_mode: bool = False,
+    beside: Sequence[Any] = (),
 ) -> list[Any]:
-    """Hand the models and optimizers that are not prepared yet to the engine, together."""
+    """Hand the models and optimizers that are not prepared yet to the engine, together.
+
+    Args:
+        accelerator: Whose engine they join.
+        objects: The models and optimizers.
+        placement: Per object, whether it is put on the device; None: the Accelerator's default.
+        evaluation_mode: Whether models are only evaluated.
+        beside: Schedules and loaders of the same call, which are prepared afterwards.
+    """
     if not evaluation_mode:
         _wrap_what_trains_now(accelerator, objects)
     fresh: dict[int, Any] = {}
@@ -103,6 +118,7 @@ def prepare_models_and_optimizers(
         place_models=tuple(put for _, put in models),
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
+        **_around(accelerator, beside),
     )
     accelerator.engine.check(request)
     done = accelerator.engine.prepare(request)
@@ -115,6 +131,30 @@ def prepare_models_and_optimizers(
     return [new[id(item)] if id(item) in new else _already(accelerator, item) for item in objects]
 
 
+def _around(accelerator: Accelerator, beside: Sequence[Any]) -> dict[str, Any]:
+    """What an engine may want to know of schedules and loaders."""
+    config, state = accelerator.dataloader_config, accelerator.gradient_state
+    size = accelerator.engine.data_shard[1]
+    given = [item for item in beside if isinstance(item, DataLoader)]
+    sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
+    earlier = [_batch_size(item) for item in accelerator._dataloaders]
+    moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
+    return {
+        "schedulers": tuple(item for item in beside if not isinstance(item, DataLoader)),
+        "batch_sizes": tuple(known for known in sizes if known is not None),
+        "earlier_batch_size": min((known for known in earlier if known is not None), default=None),
+        "schedule_moves": moves,
+    }
+
+
+def _batch_size(loader: Any, split_over: int = 1) -> int | None:
+    """Samples per process and micro-batch; None if the loader does not say."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size // split_over if isinstance(size, int) else None
+
+
 def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a scheduler so that it steps when its optimizer really did; twice is once."""
     if isinstance(scheduler, AcceleratedScheduler) and not _follows(accelerator, scheduler):
@@ -122,6 +162,7 @@ def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedSc
     for known in accelerator._schedulers:
         if known is scheduler or known.scheduler is scheduler:
             return known
+    scheduler = accelerator.engine.prepare_scheduler(scheduler) or scheduler
     if not isinstance(scheduler, AcceleratedScheduler):
         scheduler = AcceleratedScheduler(
             scheduler,

@@ -43,7 +43,7 @@ def load_state(
             fits and tell the rest; by default strict for folders that accel wrote.
         verify: Whether to check the files' digests.
         map_location: Where files are read to: "cpu", "on_device" or a device.
-        **options: Options of the models' load_state_dict.
+        **options: Options of the models' load_state_dict; under DeepSpeed, of its `load_checkpoint`.
 
     Raises:
         ValueError: If there is no folder to read from.
@@ -60,10 +60,13 @@ def load_state(
     for hook in accelerator._load_state_hooks.values():
         hook(models, str(reading.folder))
     engine = accelerator.engine
+    engine.check_own(reading.names)
+    others = [model for model in models if not engine.is_own(model)]
+    optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
     in_parts = any(layout.role_of(name) == "sharded" for name in reading.names)
     objects = Objects(
-        [] if in_parts else [engine.model_to_load(model) for model in models],
-        [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in accelerator._optimizers],
+        [] if in_parts else [engine.model_to_load(model) for model in others],
+        [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in optimizers],
         accelerator._schedulers,
         accelerator._dataloaders,
         accelerator.scaler,
@@ -74,10 +77,11 @@ def load_state(
         objects,
         accelerator.process_index,
         accelerator.process,
-        hooked={*_left_to_hooks(accelerator, len(models)), "sharded"},
+        hooked={*_left_to_hooks(accelerator, len(models)), "sharded", "deepspeed"},
         strict=strict,
-        **options,
+        **options if len(others) == len(models) else {},
     )
+    engine.load_own(reading.folder, **options)
     if in_parts:  # on any number of processes, and under any engine
         parts = parts_of(accelerator)
         load_sharded_state(reading.folder, **parts, process=accelerator.process, verify=False)

@@ -51,6 +51,7 @@ _SINGLE = EngineRow("accel.engines.single:SingleEngine", "pip install torch")
 _DDP = EngineRow("accel.engines.ddp:DDPEngine", "pip install torch, built with torch.distributed")
 _MESH = EngineRow("accel.engines.mesh:MeshEngine", "torch 2.6 or newer, built with torch.distributed")
 _FSDP1 = EngineRow("accel.engines.fsdp1:FSDP1Engine", "torch 2.6 or newer, built with torch.distributed")
+_DEEPSPEED = EngineRow("accel.engines.deepspeed:DeepSpeedEngine", "pip install 'accel[deepspeed]'")
 _LATER = "this version trains with one process, DDP or FSDP2: leave the plugin and its flags out"
 
 ENGINES: dict[DistributedType, EngineRow] = {
@@ -65,7 +66,7 @@ ENGINES: dict[DistributedType, EngineRow] = {
     DistributedType.MULTI_SDAA: _DDP,
     DistributedType.MULTI_XPU: _DDP,
     DistributedType.FSDP: _MESH,
-    DistributedType.DEEPSPEED: EngineRow(None, _LATER),
+    DistributedType.DEEPSPEED: _DEEPSPEED,
     DistributedType.MEGATRON_LM: EngineRow(None, _LATER),
     DistributedType.XLA: EngineRow(None, _LATER),
 }
@@ -100,10 +101,12 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
             yet.
     """
     config = state.parallelism_config
+    if state.distributed_type == DistributedType.DEEPSPEED:
+        return engine_class(DistributedType.DEEPSPEED)
     if config is not None and config.sp_enabled:
-        raise NotImplementedError(
-            "parallelism_config asks for sp; this version has dp_replicate (DDP), dp_shard (FSDP2), cp and "
-            "tp. Leave sp_size at 1."
+        raise ValueError(
+            f"sp_size={config.sp_size}: sequence parallelism is DeepSpeed's (Ulysses). Pass a "
+            "DeepSpeedPlugin too (accel launch --use_deepspeed), or set cp_size."
         )
     if state.torch_tp_plugin is not None:
         raise NotImplementedError(
@@ -111,9 +114,7 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
         )
     if state.distributed_type == DistributedType.FSDP and not state.is_fsdp2:
         return _load(_FSDP1, DistributedType.FSDP)
-    is_split = (
-        config is not None and config.tp_enabled and state.distributed_type != DistributedType.DEEPSPEED
-    )
+    is_split = config is not None and config.tp_enabled
     return engine_class(DistributedType.FSDP if is_split else state.distributed_type)
 
 

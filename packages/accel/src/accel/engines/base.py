@@ -8,15 +8,19 @@ collectives and files stay functions of their own packages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 
 from accel.compilation import compile_regions
 from accel.precision import Precision, wrap_forward
+from accel_ckpt import layout
+from accel_ckpt.errors import CheckpointError
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -25,12 +29,12 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.fp8.choice import Fp8
+    from accel.plugins.deepspeed import DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
-    from accel.fp8.choice import Fp8
-    from accel.plugins.deepspeed import DeepSpeedPlugin
     from accel_state.parallelism import ParallelismConfig
     from accel_state.process import Process
 
@@ -51,12 +55,12 @@ class EngineContext:
         dynamo: Options for torch.compile.
         fsdp: Options for fully sharded data parallelism.
         parallelism: The sizes of the mesh's axes.
+        fp8: The library that computes in fp8, when that is the precision.
+        deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
     """
 
     process: Process
     precision: Precision
-        fp8: The library that computes in fp8, when that is the precision.
-        deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
     gradient_state: GradientState
     scaler: GradScaler | None = None
     mesh: DeviceMesh | None = None
@@ -64,12 +68,12 @@ class EngineContext:
     dynamo: TorchDynamoPlugin | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
+    fp8: Fp8 | None = None
+    deepspeed: Callable[[], DeepSpeedPlugin] | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    fp8: Fp8 | None = None
-    deepspeed: Callable[[], DeepSpeedPlugin] | None = None
     """The objects of one `prepare` call that engines care about, in the order given.
 
     Attributes:
@@ -78,6 +82,10 @@ class Prepared:
         place_models: Per model, whether it moves to the process's device.
         place_optimizers: Per optimizer, whether a loaded state moves to the parameters' device.
         evaluation_mode: True when the models are only evaluated, so that nothing is set up for gradients.
+        schedulers: Schedules of the same call, which are prepared afterwards.
+        batch_sizes: Samples per process and micro-batch, of each loader of the same call that says so.
+        earlier_batch_size: The smallest of loaders that were prepared before; None without any.
+        schedule_moves: How often each optimizer step moves a schedule.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -85,6 +93,10 @@ class Prepared:
     place_models: tuple[bool, ...] = field(default=())
     place_optimizers: tuple[bool, ...] = field(default=())
     evaluation_mode: bool = False
+    schedulers: tuple[Any, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    earlier_batch_size: int | None = None
+    schedule_moves: int = 1
 
 
 class Engine:
@@ -142,6 +154,8 @@ class Engine:
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
+        if self.context.fp8 is not None:
+            objects = self.context.fp8.initialize(objects)
         place = objects.place_models or (True,) * len(objects.models)
         models = tuple(
             self.prepare_model(model, put, objects.evaluation_mode)
@@ -154,16 +168,20 @@ class Engine:
         )
         return replace(objects, models=models, optimizers=optimizers)
 
-        if self.context.fp8 is not None:
-            objects = self.context.fp8.initialize(objects)
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """Place, convert to fp8, cast, wrap and compile one model, in this order."""
         if place and not _is_dispatched(model):
             model = model.to(self.context.process.device)
+        self.convert_model(model, evaluation_mode)
         wrap_forward(model, self.context.precision, self.context.process.device.type)
         if not evaluation_mode:
             model = self.wrap_model(model)
         return self.compile_model(model)
+
+    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
+        """Replace layers by those of fp8, in place, when that is the precision."""
+        if self.context.fp8 is not None:
+            self.context.fp8.convert(model)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as it trains under this engine."""
@@ -172,17 +190,11 @@ class Engine:
     def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile the model when a dynamo backend was chosen; last, so that the wrapper is compiled too."""
         dynamo = self.context.dynamo
-        self.convert_model(model, evaluation_mode)
         if dynamo is None or dynamo.backend == "NO" or is_compiled_module(model):
             return model
         if dynamo.use_regional_compilation:
             return compile_regions(model, **dynamo.to_kwargs())
         return cast("torch.nn.Module", torch.compile(model, **dynamo.to_kwargs()))
-
-    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
-        """Replace layers by those of fp8, in place, when that is the precision."""
-        if self.context.fp8 is not None:
-            self.context.fp8.convert(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """Wrap an optimizer so that it steps at the window's boundary only."""
@@ -192,6 +204,14 @@ class Engine:
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
         )
+
+    def prepare_scheduler(self, scheduler: Any) -> Any | None:
+        """The schedule that takes this one's place; None for AcceleratedScheduler around it."""
+        return None
+
+    def share_loader(self, loader: Any) -> Any:
+        """A prepared loader as it feeds a model that was prepared in the same call."""
+        return loader
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -272,6 +292,13 @@ class Engine:
         """Clip gradients by their total norm; returns the norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient to [-clip_value, clip_value]."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        clipped = [tensor for tensor in tensors if tensor.grad is not None]
+        if clipped:  # torch 2.13 fails on none
+            torch.nn.utils.clip_grad_value_(clipped, clip_value)
+
     @property
     def saves_model(self) -> bool:
         """Whether this process holds weights to be written; of replicas, the main one alone does."""
@@ -298,6 +325,47 @@ class Engine:
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
         """What a full optimizer state is loaded into."""
         return optimizer
+
+    def is_own(self, item: Any) -> bool:
+        """Whether a prepared model or optimizer is saved by `save_own`, and by nobody else."""
+        return False
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write what the engine saves by itself into a checkpoint; every process calls it.
+
+        Args:
+            folder: The checkpoint's folder.
+            **options: What `save_state` was given for it; an engine that takes none tells so.
+        """
+        if options:
+            warnings.warn(
+                f"save_state ignores {', '.join(options)}: the {self.name} engine saves without options.",
+                stacklevel=4,
+            )
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that the engine cannot go on from, before anything is changed.
+
+        Args:
+            names: Its files.
+
+        Raises:
+            CheckpointError: If it cannot.
+        """
+        if any(layout.role_of(name) == "deepspeed" for name in names):
+            raise CheckpointError(
+                f"The checkpoint was written under DeepSpeed, and the engine here is {self.name}. Load it "
+                "under DeepSpeed, with as many processes and the same stage; or make whole weights of it "
+                "with its zero_to_fp32.py, and load those before prepare()."
+            )
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load what `save_own` wrote; every process calls it.
+
+        Args:
+            folder: The checkpoint's folder.
+            **options: What `load_state` was given for it.
+        """
 
     @property
     def joins_uneven_inputs(self) -> bool:

@@ -1,0 +1,1 @@
+"""What stands between accel and DeepSpeed: its configuration, its wrappers, its checkpoints."""

@@ -1,0 +1,120 @@
+"""DeepSpeed's configuration: a tree of settings with dotted names; "auto" ones are filled in later."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["AUTO", "HfDeepSpeedConfig", "autos", "find", "put"]
+
+AUTO = "auto"
+"""The value of a setting that is to be filled in."""
+
+
+class HfDeepSpeedConfig:
+    """DeepSpeed's configuration, asked by dotted names such as "zero_optimization.stage".
+
+    Args:
+        config_file_or_dict: Path of a JSON file, or the settings themselves (which are copied).
+
+    Raises:
+        ValueError: If it is neither, or the file holds no JSON object.
+        FileNotFoundError: If there is no such file.
+    """
+
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | dict[str, Any]) -> None:
+        self.config = _read(config_file_or_dict)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The section that a setting is in, and the setting's name there; None without such a section."""
+        return find(self.config, ds_key_long)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """A setting, or `default` where it is not given."""
+        section, name = self.find_config_node(ds_key_long)
+        return default if section is None else section.get(name, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Take a setting or a section out.
+
+        Raises:
+            ValueError: If `must_exist` and it is not there.
+        """
+        section, name = self.find_config_node(ds_key_long)
+        if section is not None and name in section:
+            del section[name]
+        elif must_exist:
+            raise ValueError(f"The DeepSpeed configuration has no {ds_key_long}: {self.config}.")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a setting is given, and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a setting is given, and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether gradients and optimizer states are sharded, and parameters are not."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are sharded too."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Whether parameters or optimizer states rest on the CPU or on NVMe."""
+        kinds = ("offload_optimizer", "offload_param")
+        return any(self.get_value(f"zero_optimization.{kind}.device") in ("cpu", "nvme") for kind in kinds)
+
+
+def find(config: dict[str, Any], name: str) -> tuple[dict[str, Any] | None, str]:
+    """The section of a configuration that a dotted name leads to, and the last part of the name."""
+    *sections, last = name.split(".")
+    node: Any = config
+    for section in sections:
+        node = node.get(section)
+        if not isinstance(node, dict):
+            return None, last
+    return node, last
+
+
+def put(config: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name, and make the sections that lead to it."""
+    *sections, last = name.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[last] = value
+
+
+def autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of the settings that are "auto"."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from autos(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and value == AUTO:
+            yield prefix + name
+
+
+def _read(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return copy.deepcopy(given)
+    if not isinstance(given, str | os.PathLike):
+        raise ValueError(
+            f"A DeepSpeed configuration is a dict or the path of a JSON file, not {type(given).__name__}."
+        )
+    path = Path(given)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no DeepSpeed configuration {os.fspath(given)!r}.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON ({error}), as a DeepSpeed configuration has to be.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is an object.")
+    return config

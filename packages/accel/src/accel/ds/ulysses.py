@@ -1,0 +1,96 @@
+"""Sequence parallelism (Ulysses): a group of processes works on one batch, each on its part of the sequence.
+
+The implementation is DeepSpeed's: its attention exchanges heads for positions, and its loader adapter cuts
+batches. Every process reads batches of its own; a group works on those of its members one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel.ds.runtime import part
+from accel_ops.tree import send_to_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_state.parallelism import ParallelismConfig
+
+__all__ = ["SequenceParallelLoader", "register"]
+
+
+def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int) -> Any:
+    """Have a model of transformers exchange heads for positions in its attention.
+
+    Args:
+        model: The model.
+        config: The sizes of the mesh's axes, and the settings of sequence parallelism.
+        batch_size: Samples per micro-batch.
+
+    Returns:
+        What tells DeepSpeed's engine its groups.
+
+    Raises:
+        ValueError: If it is no model of transformers, or its attention or its heads do not fit.
+    """
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"sp_size={config.sp_size}: DeepSpeed's sequence parallelism is for models of transformers, and "
+            f"{type(model).__name__} has no config."
+        )
+    part("comm").init_distributed(dist_backend=None)
+    # Those of a model before: it refuses to replace them.
+    part("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
+    handler = config.sp_handler
+    assert handler is not None, "it is made with sp_size"
+    attention = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    return attention.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation=handler.sp_attn_implementation,
+        sequence_parallel_size=config.sp_size,
+        micro_batch_size=batch_size,
+        seq_length=handler.sp_seq_length,
+        seq_length_is_variable=handler.sp_seq_length_is_variable,
+    )
+
+
+class SequenceParallelLoader:
+    """A prepared loader whose batches the processes of a group share: each gets its part of the sequence.
+
+    Batches are dicts with "input_ids", "position_ids" and "labels", of shape (batch, sequence, ...). The
+    labels come back shifted, as "shift_labels".
+
+    Args:
+        loader: A prepared loader; each process reads its own batches.
+        groups: What `register` returned.
+        device: Where batches go.
+    """
+
+    def __init__(self, loader: Any, groups: Any, device: torch.device) -> None:
+        self.loader = loader
+        self.groups = groups
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.loader) * int(self.groups.get_sequence_parallel_world_size())
+
+    def __iter__(self) -> Iterator[Any]:
+        shared = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
+            self.loader,
+            sp_rank=self.groups.get_sequence_parallel_rank(),
+            sp_group=self.groups.get_sequence_parallel_group(),
+            sp_world_size=self.groups.get_sequence_parallel_world_size(),
+            device=self.device,
+        )
+        has_ended = False
+        for batch in shared:
+            # The loader is at its end when it has been read; the window may end with the last of its batches.
+            has_ended = has_ended or self.loader.end_of_dataloader
+            self.loader.end_of_dataloader = has_ended and not shared.micro_batches
+            yield send_to_device(batch, self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)

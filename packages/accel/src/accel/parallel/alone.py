@@ -1,0 +1,28 @@
+"""A process group for one process that nobody launched: whoever asks for a sharded engine gets it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from accel_state import rendezvous
+from accel_state.devices import row
+from accel_state.env import CPUInformation
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["ensure_group"]
+
+
+def ensure_group(process: Process) -> None:
+    """Make a group of one process where none was launched.
+
+    Args:
+        process: This process.
+    """
+    if process.world_size == 1 and not rendezvous.has_group():
+        alone = CPUInformation(0, 1, 0, 1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        rendezvous.start(row(process.device), alone, process.device, {"store": store})
