@@ -12,6 +12,7 @@ from accel_state.lazy import attach
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
+    from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "accel.accelerator": ("Accelerator",),
+    "accel.plugins.deepspeed": ("DeepSpeedPlugin",),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel_ckpt.loading": ("load_checkpoint_in_model",),
     "accel_data.config": ("DataLoaderConfiguration",),

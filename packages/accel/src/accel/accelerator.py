@@ -135,11 +135,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self.rng_types = configuration.resolve_rng_types(rng_types)
         self.handlers = configuration.sort_handlers(kwargs_handlers)
         deepspeed = resolve_deepspeed(deepspeed_plugin, deepspeed_plugins)
-        if gradient_accumulation_plugin is None:
-            gradient_accumulation_steps = steps_under(deepspeed, gradient_accumulation_steps)
-        accumulation = configuration.resolve_accumulation(
-            gradient_accumulation_steps, gradient_accumulation_plugin
-        )
+        steps = steps_under(deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
+        accumulation = configuration.resolve_accumulation(steps, gradient_accumulation_plugin)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.state = AcceleratorState(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from accel.fp8.msamp import library
 from accel.parallel.alone import ensure_group
 from accel_state import env, rendezvous
 from accel_state.accelerator_state import AcceleratorState
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from accel_state.process import Process
 
-__all__ = ["GatheredParameters", "deepspeed_required", "load", "part", "started"]
+__all__ = ["GatheredParameters", "deepspeed_required", "forget_groups", "load", "part", "started"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -56,7 +57,10 @@ def load(device: torch.device, msamp: bool = False) -> ModuleType:
         )
     if device.type == "cpu":
         _leave_shared_memory_out()
-    return require("msamp.deepspeed", "deepspeed") if msamp else deepspeed
+    if msamp:
+        library()
+        return import_module("msamp.deepspeed")
+    return deepspeed
 
 
 def part(name: str) -> Any:

@@ -34,11 +34,11 @@ def resolve_deepspeed(plugin: Any, plugins: Any) -> Any:
     return given
 
 
-def steps_under(plugins: Any, steps: int) -> int:
+def steps_under(plugins: Any, steps: int, accumulation: Any) -> int:
     """The steps of a window: as given, or DeepSpeed's own in the place of the default, 1."""
     first = _first(plugins)
     own = None if first is None else first.gradient_accumulation_steps
-    return own if steps == 1 and isinstance(own, int) else steps
+    return own if steps == 1 and accumulation is None and isinstance(own, int) else steps
 
 
 def precision_under(plugins: Any, mixed_precision: Any) -> Any:

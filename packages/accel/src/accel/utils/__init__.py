@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from accel.compilation import compile_regions as compile_regions
     from accel.compilation import compile_regions_deepspeed as compile_regions_deepspeed
     from accel.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
+    from accel.ds.dummies import DummyOptim as DummyOptim
+    from accel.ds.dummies import DummyScheduler as DummyScheduler
+    from accel.ds.runtime import GatheredParameters as GatheredParameters
+    from accel.ds.runtime import deepspeed_required as deepspeed_required
+    from accel.ds.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+    from accel.ds.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+    from accel.ds.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
     from accel.estimate import convert_bytes as convert_bytes
     from accel.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
     from accel.fp8.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from accel.fp8.te import contextual_fp8_autocast as contextual_fp8_autocast
     from accel.fp8.te import convert_model as convert_model
     from accel.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
+    from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
@@ -192,7 +200,15 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "accel.compilation": ("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
+    "accel.plugins.deepspeed": ("DeepSpeedPlugin",),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
+    "accel.ds.dummies": ("DummyOptim", "DummyScheduler"),
+    "accel.ds.runtime": ("GatheredParameters", "deepspeed_required"),
+    "accel.ds.wrappers": (
+        "DeepSpeedEngineWrapper",
+        "DeepSpeedOptimizerWrapper",
+        "DeepSpeedSchedulerWrapper",
+    ),
     "accel.estimate": ("convert_bytes",),
     "accel.fp8.ao": (
         "convert_model_to_fp8_ao",
@@ -365,6 +381,7 @@ _NAMES = {
 _SUBMODULES = (
     "constants",
     "dataclasses",
+    "deepspeed",
     "environment",
     "imports",
     "memory",

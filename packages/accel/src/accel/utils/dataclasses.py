@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.plugins.deepspeed import DeepSpeedPlugin
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
@@ -37,6 +38,7 @@ __all__ = [
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
