@@ -337,8 +337,6 @@ def test_version_1_beside_a_mesh_is_refused_by_name():
         Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=2))
     with pytest.raises(TypeError, match="FullyShardedDataParallelPlugin, not 'yes'"):
         Accelerator(fsdp_plugin="yes")
-    with pytest.raises(NotImplementedError, match="fsdp_version=1 is not there yet"):
-        Accelerator(fsdp_plugin=plugin)
 
 
 def save_in_a_window(folder: str) -> str:

@@ -31,6 +31,7 @@ from accel.parallel.wrapping import aliases, choose_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffload
 
     from accel_state.process import Process
 
@@ -47,12 +48,9 @@ class FSDP1Engine(ShardedEngine):
     version = 1
 
     def __init__(self, context: EngineContext) -> None:
+        if context.fsdp is not None:
+            _check_offload(context.fsdp.cpu_offload, context.process)
         super().__init__(context)
-        if self.plugin.cpu_offload.offload_params and context.process.device.type == "cpu":
-            raise ValueError(
-                "cpu_offload=True with fsdp_version=1 copies shards between an accelerator and the CPU, and "
-                "this process computes on the CPU, where they rest anyway. Leave cpu_offload out."
-            )
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
         self._flattened = Flattened()
@@ -111,17 +109,14 @@ class FSDP1Engine(ShardedEngine):
 
     def _sharding(self) -> flat.FlatSharding:
         plugin, device = self.plugin, self.context.process.device
-        precision = plugin.mixed_precision_policy
-        if precision is None and self.context.precision.is_mixed:
-            policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
+        policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
+        if self.context.precision.is_mixed:
             policy.set_mixed_precision(self.context.precision.name)
-            # As in version 2: a wrapped module gets its inputs in the dtype of its parameters.
-            precision = replace(policy.mixed_precision_policy, cast_forward_inputs=True)
         options = {
             "sharding_strategy": plugin.sharding_strategy,
             "cpu_offload": plugin.cpu_offload,
             "backward_prefetch": plugin.backward_prefetch,
-            "mixed_precision": precision,
+            "mixed_precision": policy.mixed_precision_policy,
             "forward_prefetch": bool(plugin.forward_prefetch),
             "limit_all_gathers": plugin.limit_all_gathers,
             "use_orig_params": bool(plugin.use_orig_params),
@@ -268,6 +263,14 @@ def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:
     """The wrapper of a prepared model, below torch.compile's."""
     plain = getattr(model, "_orig_mod", model)
     return plain if isinstance(plain, FullyShardedDataParallel) else None
+
+
+def _check_offload(offload: CPUOffload, process: Process) -> None:
+    if offload.offload_params and process.device.type == "cpu":
+        raise ValueError(
+            "cpu_offload=True with fsdp_version=1 copies shards between an accelerator and the CPU, and this "
+            "process computes on the CPU, where they rest anyway. Leave cpu_offload out."
+        )
 
 
 def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:

@@ -6,6 +6,9 @@ model was called before it was wrapped says which is which.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +59,22 @@ def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict
         record: What it was before.
         keep: Whether this process gets the tensors; others get None in their places.
     """
-    state = get_model_state_dict(root)
+    with _quiet():
+        state = get_model_state_dict(root)
     first: dict[int, str] = {}
     parts = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
     whole: dict[str, Any] = gather_whole(parts, keep)
     return whole
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what torch tells itself, and that the state of one shard is whole."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
+        warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")
+        warnings.filterwarnings("ignore", ".*NO_SHARD.*full_state_dict will be returned")
+        yield
 
 
 def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
@@ -144,8 +158,9 @@ class WholeFlatOptimizer:
         cls, optimizer: Any, root: torch.nn.Module, names: list[list[str]], keep: bool
     ) -> WholeFlatOptimizer:
         """With the whole state, which all processes gather now; those that do not keep it have no tensors."""
-        state = gather_whole(get_optimizer_state_dict(root, optimizer), keep)
-        return cls(optimizer, root, names, state)
+        with _quiet():
+            state = get_optimizer_state_dict(root, optimizer)
+        return cls(optimizer, root, names, gather_whole(state, keep))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gathered state, with numbers for names."""

@@ -292,8 +292,9 @@ class FullyShardedDataParallelPlugin:
             )
         else:
             buffers = dtype if buffer_autocast else torch.float32
+            # As in version 2, every wrapped module gets its inputs in the dtype of its parameters.
             self.mixed_precision_policy = fsdp.MixedPrecision(
-                param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers
+                param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers, cast_forward_inputs=True
             )
 
     def _read_precision(self) -> None:
