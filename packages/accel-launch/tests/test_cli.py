@@ -103,7 +103,6 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "message"),
     [
         ("lunch", "unknown command 'lunch'. Did you mean launch?"),
-        ("tpu-config", "not available here yet"),
     ],
 )
 def test_commands_that_are_not_there(start: Start, command: str, message: str) -> None:

@@ -82,7 +82,7 @@ def test_the_exit_code_and_signals_are_the_scripts(start: Start) -> None:
         (("--num_processes", "0", "s.py"), "'0' is not allowed"),
         (("--mixed_precision", "fp17", "s.py"), "'fp17' is not allowed; allowed: no, fp8, fp16, bf16"),
         (("--module", "--no_python", "s.py"), "exclude each other"),
-        (("--use_deepspeed", "s.py"), "needs DeepSpeed, which this version cannot start yet"),
+        (("--use_deepspeed", "--use_fsdp", "s.py"), "exclude each other"),
         (("--config_file", "none.yaml", "s.py"), "There is no config file none.yaml"),
     ],
 )

@@ -5,19 +5,20 @@ import pytest
 from accel_launch.environment import common_environment, worker_environment
 from accel_launch.parser import launch_command_parser
 from accel_launch.resolve import Settings, resolve
-from accel_launch.schema import GROUPS, SETTINGS
+from accel_launch.schema import SETTINGS
 from accel_state import env
+from accel_state.env import CPUInformation
 
 ENABLING = {
     "dynamo": ["--dynamo_backend", "inductor"],
     "fsdp": ["--use_fsdp"],
     "parallelism": ["--use_parallelism_config"],
     "fp8": ["--mixed_precision", "fp8"],
+    "deepspeed": ["--use_deepspeed"],
+    "megatron": ["--use_megatron_lm"],
 }
 WRITTEN = [
-    setting
-    for setting in SETTINGS.values()
-    if setting.from_environment and not GROUPS[setting.group].missing and setting.group != "resources"
+    setting for setting in SETTINGS.values() if setting.from_environment and setting.group != "resources"
 ]
 
 
@@ -79,7 +80,7 @@ def test_gpus_and_threads_are_written_as_planned() -> None:
 def test_a_worker_knows_its_place_and_nothing_of_an_outer_torchrun() -> None:
     outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "RANK": "5", "KEPT": "1"}
 
-    assert worker_environment(outer, 1, 2, "127.0.0.1", 29500) == {
+    assert worker_environment(outer, CPUInformation(1, 2, 1, 2), "127.0.0.1", 29500) == {
         "KEPT": "1",
         "RANK": "1",
         "LOCAL_RANK": "1",

@@ -108,6 +108,17 @@ def test_what_starts_the_workers(plan: Any, flags: tuple[str, ...], how: str) ->
     assert plan(*flags).how == how
 
 
+@pytest.mark.parametrize("flags", [("--max_restarts", "1"), ("--num_machines", "1:2")])
+def test_machines_that_may_start_anew_meet_by_c10d(plan: Any, flags: tuple[str, ...]) -> None:
+    machines = ("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h")
+    found = plan(*machines, *flags).settings["rdzv_backend"]
+
+    assert (found.value, found.detail) == ("c10d", "detected: several machines, restarts")
+    assert plan("--max_restarts", "1").settings.value("rdzv_backend") == "static"  # one machine
+    with pytest.warns(UserWarning, match=r"can fail with rdzv_backend=static \(from --rdzv_backend\)"):
+        plan(*machines, "--max_restarts", "1", "--rdzv_backend", "static")
+
+
 @pytest.mark.parametrize(
     ("flags", "machine", "messages"),
     [
@@ -128,7 +139,7 @@ def test_what_starts_the_workers(plan: Any, flags: tuple[str, ...], how: str) ->
         ),
         (("--machine_rank", "1"), CPU_ONLY, ("machine_rank=1", "num_machines=1")),
         (
-            ("--num_machines", "1:2", "--main_process_ip", "h"),
+            ("--num_machines", "1:2", "--main_process_ip", "h", "--rdzv_backend", "static"),
             CPU_ONLY,
             ("num_machines=1:2", "--rdzv_backend c10d"),
         ),

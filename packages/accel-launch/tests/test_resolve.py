@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accel_launch.config import LaunchConfig
-from accel_launch.errors import LaunchError, NotAvailableError
+from accel_launch.errors import LaunchError
 from accel_launch.parser import launch_command_parser
 from accel_launch.resolve import Settings, Source, resolve
 
@@ -122,44 +122,22 @@ def test_the_nearer_source_wins_where_two_exclude_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "feature"),
+    ("config", "name"),
     [
-        (("--use_deepspeed",), "DeepSpeed"),
-        (("--zero_stage", "3"), "DeepSpeed"),
-        (("--use_megatron_lm",), "Megatron-LM"),
-        (("--megatron_lm_tp_degree", "2"), "Megatron-LM"),
-        (("--tpu",), "TPU"),
-        (("--vm", "a"), "TPU"),
-        (("--aws_access_key_id", "x"), "SageMaker"),
+        ({"distributed_type": "DEEPSPEED"}, "use_deepspeed"),
+        ({"distributed_type": "MEGATRON_LM"}, "use_megatron_lm"),
+        ({"distributed_type": "XLA", "tpu_use_cluster": True}, "tpu"),
     ],
 )
-def test_what_this_version_cannot_start_is_refused(flags: tuple[str, ...], feature: str) -> None:
-    with pytest.raises(NotAvailableError, match=feature) as error:
-        settle(*flags)
-
-    assert flags[0] in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "environ"),
-    [
-        ({"distributed_type": "DEEPSPEED"}, {}),
-        ({"distributed_type": "MEGATRON_LM"}, {}),
-        ({"distributed_type": "XLA"}, {}),
-        ({"tpu_use_cluster": True}, {}),
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, {}),
-        (None, {"ACCELERATE_USE_DEEPSPEED": "true"}),
-    ],
-)
-def test_files_and_variables_that_ask_for_it_are_refused(
-    config: dict[str, Any] | None, environ: dict[str, str]
-) -> None:
-    with pytest.raises(NotAvailableError, match="cannot start yet"):
-        settle(config=config, environ=environ)
+def test_a_files_kind_switches_its_engine_on(config: dict[str, Any], name: str) -> None:
+    assert settle(config=config).value(name) is True
 
 
 def test_leftover_sections_of_other_engines_are_no_request() -> None:
-    settings = settle(config={"deepspeed_config": {"zero_stage": 3}, "mpirun_config": {"mpirun_ccl": "1"}})
+    with pytest.warns(UserWarning, match=r"Ignored without --use_deepspeed: zero_stage \(c.yaml\)"):
+        settings = settle(
+            config={"deepspeed_config": {"zero_stage": 3}, "mpirun_config": {"mpirun_ccl": "1"}}
+        )
 
     assert settings.value("use_deepspeed") is False
 

@@ -66,7 +66,7 @@ def test_static_rendezvous(plan: Any) -> None:
                 "--num_processes",
                 "4",
             ),
-            *("--max_restarts", "3", "--monitor_interval", "2", "--role", "trainer", "--tee", "3"),
+            *("--monitor_interval", "2", "--role", "trainer", "--tee", "3"),
             *("--log_dir", "logs", "--rdzv_conf", "timeout=9"),
         ),
         29501,
@@ -80,7 +80,7 @@ def test_static_rendezvous(plan: Any) -> None:
         "--node_rank": "1",
         "--master_addr": "host",
         "--master_port": "29501",
-        "--max_restarts": "3",
+        "--max_restarts": "0",
         "--monitor_interval": "2.0",
         "--role": "trainer",
         "--tee": "3",
@@ -110,6 +110,24 @@ def test_elastic_rendezvous(plan: Any) -> None:
     environ = torchrun_environment(elastic)
     assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert environ["ACCELERATE_NUM_PROCESSES"] == "6"
+
+
+def test_machines_know_their_place_in_the_network(plan: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    flags = ("--num_machines", "2", "--num_processes", "2", "--rdzv_backend", "c10d")
+    here = plan(*flags, "--main_process_ip", "127.0.0.1")
+    there = plan(
+        *flags, "--main_process_ip", "192.0.2.1", "--rdzv_conf", "timeout=9"
+    )  # reserved for documents
+
+    assert options(torchrun_command(here, port))["--local_addr"] == "127.0.0.1"
+    assert torchrun_environment(here)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert options(torchrun_command(there, port))["--rdzv_conf"] == "timeout=9,is_host=false"
+    asked = plan(*flags, "--main_process_ip", "192.0.2.1", "--rdzv_conf", "is_host=true")
+    assert options(torchrun_command(asked, port))["--rdzv_conf"] == "is_host=true"
+    kept = plan(*flags, "--main_process_ip", "127.0.0.1", environ={"GLOO_SOCKET_IFNAME": "mine"})
+    assert torchrun_environment(kept)["GLOO_SOCKET_IFNAME"] == "mine"
 
 
 def test_logs_alone_are_kept_too(plan: Any) -> None:

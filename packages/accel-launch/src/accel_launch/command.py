@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +11,7 @@ from accel_launch.errors import LaunchError
 from accel_launch.parser import launch_command_parser
 from accel_launch.plan import Plan, make_plan
 from accel_launch.resolve import Settings, resolve
+from accel_launch.starters import STARTERS, Prepared, become
 from accel_state import env
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def launch_command(args: argparse.Namespace) -> None:
     if settings.value("dry_run"):
         print(_dry_run(plan, environ))
     if not (settings.value("explain") or settings.value("dry_run")):
-        _start(plan)
+        _start(plan, environ)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
@@ -89,75 +88,24 @@ def _explained(settings: Settings) -> str:
 
 
 def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
-    from accel_launch.report import dry_run_text, plan_note
+    from accel_launch.report import dry_run_text
 
-    command: Sequence[str] = plan.command
-    changed = plan.environ
-    if plan.how == "torchrun":
-        from accel_launch.torchrun import torchrun_command, torchrun_environment, torchrun_port
-
-        port, held = torchrun_port(plan)
-        if held is not None:
-            held.close()
-        command, changed = torchrun_command(plan, port), torchrun_environment(plan)
-    elif plan.how == "mpirun":
-        from accel_launch.mpi import mpirun_command, mpirun_environment, mpirun_port
-
-        port, held = mpirun_port(plan)
-        if held is not None:
-            held.close()
-        changed = mpirun_environment(plan, port)
-        command = mpirun_command(plan, changed, environ)
-    elif plan.how == "local":
-        from accel_launch.environment import worker_environment
-        from accel_launch.ports import reserve_port
-
-        asked = plan.settings["main_process_port"]
-        with reserve_port(asked.value, asked.detail) as held:
-            changed = worker_environment(plan.environ, 0, plan.processes, "127.0.0.1", held.getsockname()[1])
-    return dry_run_text(plan_note(plan), command, changed, environ)
+    prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
+    if prepared.held is not None:
+        prepared.held.close()
+    return dry_run_text(prepared, environ)
 
 
-def _start(plan: Plan) -> None:
-    if plan.how == "local":
-        from accel_launch.local import run_local
-
-        code = run_local(plan)
+def _start(plan: Plan, environ: Mapping[str, str]) -> None:
+    starter = STARTERS[plan.how]
+    if starter.run:
+        code = starter.load("run")(plan)
         if code:
             sys.exit(code)
-    elif plan.how == "torchrun":
-        from accel_launch.torchrun import (
-            reach_machine_0,
-            torchrun_command,
-            torchrun_environment,
-            torchrun_port,
-        )
-
-        port, held = torchrun_port(plan)
-        reach_machine_0(plan, port)
-        if held is not None:
-            held.set_inheritable(True)  # stays reserved until torchrun ends
-        _replace(torchrun_command(plan, port), torchrun_environment(plan))
-    elif plan.how == "mpirun":
-        from accel_launch.mpi import mpirun_command, mpirun_environment, mpirun_port
-
-        port, held = mpirun_port(plan)
-        changed = mpirun_environment(plan, port)
-        command = mpirun_command(plan, changed, env.snapshot())
-        if held is not None:
-            held.set_inheritable(True)  # stays reserved until mpirun ends
-        _replace(command, changed)
-    else:
-        _replace(plan.command, plan.environ)
-
-
-def _replace(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Become another program; what was printed so far goes out first."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # an ignored signal would stay so
-        signal.signal(ignored_by_python, signal.SIG_DFL)
-    os.execvpe(command[0], list(command), dict(environ))
+        return
+    prepared: Prepared = starter.load("prepare")(plan, environ)
+    prepared.wait()
+    become(prepared)
 
 
 def main(argv: Sequence[str], prog: str = "accel launch") -> int:

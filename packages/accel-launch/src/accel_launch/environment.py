@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from accel_launch.resolve import Settings, Source
 from accel_launch.schema import SETTINGS
 from accel_state import env
+from accel_state.env import CPUInformation
 
 __all__ = ["common_environment", "outside_any_run", "worker_environment"]
 
@@ -71,28 +72,32 @@ def common_environment(
 
 
 def worker_environment(
-    common: Mapping[str, str], rank: int, size: int, address: str, port: int
+    common: Mapping[str, str],
+    place: CPUInformation,
+    address: str,
+    port: int,
+    machine: tuple[int, int] = (0, 1),
 ) -> dict[str, str]:
-    """Return the environment of one worker of a run on one machine.
+    """Return the environment of one worker.
 
     Args:
         common: What all workers share.
-        rank: The worker's rank.
-        size: Number of workers.
+        place: The worker's rank and the number of workers, in all and on its machine.
         address: Where rank 0 listens.
         port: The port it listens on.
+        machine: The machine's rank and the number of machines.
     """
     environ = {name: text for name, text in common.items() if name not in _TORCHRUN}
     values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "GROUP_RANK": machine[0],
+        "GROUP_WORLD_SIZE": machine[1],
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
-        "ACCELERATE_NUM_PROCESSES": size,
+        "ACCELERATE_NUM_PROCESSES": place.world_size,
     }
     for name, value in values.items():
         env.put(environ, name, value)

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from accel_launch.environment import worker_environment
@@ -21,11 +22,13 @@ from accel_launch.output import Output
 from accel_launch.plan import Plan
 from accel_launch.ports import reserve_port
 from accel_launch.signals import ENDING, SignalPipe
+from accel_launch.starters import Prepared
 from accel_launch.streams import Stream
 from accel_launch.summary import failure_summary, signal_name
 from accel_launch.worker import Worker, adopt_orphans
+from accel_state.env import CPUInformation
 
-__all__ = ["run_local"]
+__all__ = ["prepare", "run_local"]
 
 _FAILURE_GRACE_S = 5.0
 _REQUEST_GRACE_S = 30.0
@@ -279,6 +282,24 @@ def run_local(plan: Plan) -> int:
     return code
 
 
+def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return what rank 0 runs.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    port = plan.settings["main_process_port"]
+    with reserve_port(port.value, port.detail if port.given else "") as held:
+        environ = _worker_environment(plan, 0, held.getsockname()[1])
+    return Prepared(plan.command, environ, f"{plan.processes} processes on this machine; of these, rank 0:")
+
+
+def _worker_environment(plan: Plan, rank: int, port: int) -> dict[str, str]:
+    place = CPUInformation(rank, plan.processes, rank, plan.processes)
+    return worker_environment(plan.environ, place, "127.0.0.1", port)
+
+
 def _open_standard_streams() -> None:
     """Open what the caller closed (`2>&-`), or a pipe of ours gets its number and with it workers' output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -288,7 +309,7 @@ def _open_standard_streams() -> None:
 
 def _start(run: _Run, guard: Guard, port: int) -> None:
     for rank in range(run.plan.processes):
-        environ = worker_environment(run.plan.environ, rank, run.plan.processes, "127.0.0.1", port)
+        environ = _worker_environment(run.plan, rank, port)
         channel = run.output.open(rank)
         try:
             worker = Worker(

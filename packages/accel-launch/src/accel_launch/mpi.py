@@ -8,81 +8,36 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_launch.errors import LaunchError
+from accel_launch.hostfile import read_hostfile
 from accel_launch.ports import reserve_port
-from accel_launch.schema import nearest
+from accel_launch.starters import Prepared
 from accel_state import env
 
 if TYPE_CHECKING:
     from accel_launch.plan import Plan
 
-__all__ = ["Host", "mpirun_command", "mpirun_environment", "mpirun_port", "read_hostfile"]
+__all__ = ["mpirun_command", "mpirun_environment", "mpirun_port", "prepare"]
 
 _DEFAULT_PORT = 29500
-_KEYS = ("slots", "max_slots", "max-slots")
 
 
-@dataclass(frozen=True)
-class Host:
-    """A machine of a hostfile.
+def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the mpirun that starts the workers.
 
     Args:
-        name: Its host name or address.
-        slots: How many processes it takes; None where the file does not say.
-    """
-
-    name: str
-    slots: int | None
-
-
-def read_hostfile(path: str) -> list[Host]:
-    """Read a hostfile: a machine per line, as `name`, `name slots=4` or `name:4`; # begins a comment.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The machines in order.
+        plan: What to start.
+        base: This process's environment.
 
     Raises:
-        LaunchError: If it is not there, has no machine, or a line that is not understood.
+        LaunchError: If there is no mpirun, the port is in use, or the hostfile has too few slots.
     """
-    if not Path(path).is_file():
-        raise LaunchError(f"There is no hostfile {path!r}. Write one with a line per machine: NAME slots=4.")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if words:
-            hosts.append(_host(words, f"Hostfile {path}, line {number}"))
-    if not hosts:
-        raise LaunchError(f"The hostfile {path} names no machine. Write a line per machine: NAME slots=4.")
-    return hosts
-
-
-def _host(words: list[str], where: str) -> Host:
-    name, colon, count = words[0].partition(":")
-    slots = _count(count, where) if colon else None
-    if not name or "=" in name:
-        raise LaunchError(f"{where}: {words[0]!r} is not the name of a machine; a line is NAME slots=4.")
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
-        if key not in _KEYS or not equals:
-            hint = nearest(key, _KEYS)
-            raise LaunchError(f"{where}: {word!r} is not understood.{hint} A line is NAME slots=4.")
-        if key == "slots":
-            slots = _count(value, where)
-    return Host(name, slots)
-
-
-def _count(text: str, where: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise LaunchError(f"{where}: {text!r} is not allowed as the number of slots; allowed: 1 or more.")
-    return int(text)
+    port, held = mpirun_port(plan)
+    environ = mpirun_environment(plan, port)
+    note = f"mpirun with {plan.settings.value('num_processes')} processes"
+    return Prepared(mpirun_command(plan, environ, base), environ, note, held)
 
 
 def mpirun_port(plan: Plan) -> tuple[int, socket.socket | None]:

@@ -101,8 +101,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         parser: The parser to extend.
     """
     for key, group in GROUPS.items():
-        title = f"{group.title} (not available in this version)" if group.missing else group.title
-        target = parser.add_argument_group(title)
+        target = parser.add_argument_group(group.title)
         for setting in SETTINGS.values():
             if setting.group == key:
                 _add(target, setting)

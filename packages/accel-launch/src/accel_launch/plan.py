@@ -6,17 +6,15 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from accel_launch.environment import common_environment, outside_any_run
 from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_launch.resolve import Effective, Settings, Source
 from accel_launch.script import worker_command
+from accel_launch.starters import How, choose_elsewhere, choose_here, warn_unused
 
 __all__ = ["Plan", "make_plan"]
-
-How = Literal["exec", "local", "torchrun", "mpirun"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,12 @@ class Plan:
 
     Args:
         settings: The effective settings, detected values included.
-        how: exec replaces this process, local supervises workers, torchrun
-            runs torch.distributed.run, mpirun runs mpirun.
+        how: What starts the workers: a name of `STARTERS`.
         script: The script, module or program.
         arguments: Its arguments.
         command: What one worker runs.
         environ: The environment that all workers share.
-        processes: Workers on this machine.
+        processes: Workers on this machine; 0 where that is found out elsewhere.
         machines: Smallest and largest number of machines.
     """
 
@@ -68,7 +65,11 @@ def make_plan(
         LaunchError: If the script does not exist, or counts, devices and machines do not fit together.
     """
     command = worker_command(settings, script, arguments, environ)
+    elsewhere = choose_elsewhere(settings, environ)
+    if elsewhere is not None:
+        return _plan_elsewhere(elsewhere, settings, script, arguments, command, environ)
     machine = machine or Machine.detect()
+    settings = _choose_rendezvous(settings)
     machines = _machines(settings)
     mask = _gpu_mask(settings, machine)
     visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
@@ -76,10 +77,10 @@ def make_plan(
     settings = _count_processes(settings, len(gpus), machines[1])
     processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
     _check_mesh(settings)
-    how = _how(settings, processes, machines)
+    how = choose_here(settings)
     settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
-    _warn_unused(settings, how)
+    warn_unused(settings, how)
     if how == "exec" and _is_a_run_of_its_own(settings, environ):
         environ = outside_any_run(environ)
     return Plan(
@@ -99,10 +100,62 @@ def make_plan(
     )
 
 
+def _plan_elsewhere(
+    how: How,
+    settings: Settings,
+    script: str,
+    arguments: Sequence[str],
+    command: Sequence[str],
+    environ: Mapping[str, str],
+) -> Plan:
+    """Return the plan of a run whose machines and devices are not looked at from here."""
+    if settings.given("num_processes"):
+        _check_mesh(settings)
+    warn_unused(settings, how)
+    threads = settings["num_cpu_threads_per_process"]
+    return Plan(
+        settings=settings,
+        how=how,
+        script=script,
+        arguments=tuple(arguments),
+        command=tuple(command),
+        environ=common_environment(
+            settings,
+            environ,
+            gpus=None,
+            threads=None if threads.source == Source.ENVIRONMENT else threads.value,
+        ),
+        processes=0,
+        machines=_machine_range(settings),
+    )
+
+
+def _choose_rendezvous(settings: Settings) -> Settings:
+    """Let several machines that may start anew meet in a way that allows for it.
+
+    In a static rendezvous torch keeps one store for all attempts, so that workers find the addresses of the
+    attempt before.
+    """
+    name = "rdzv_backend"
+    again = settings.value("max_restarts") > 0 or ":" in str(settings.value("num_machines"))
+    if settings.value("num_machines") == 1 or not again or settings.value(name) != "static":
+        return settings
+    if not settings.given(name):
+        return settings.replace(
+            **{name: Effective("c10d", Source.DETECTED, "detected: several machines, restarts")}
+        )
+    if settings.value("max_restarts"):
+        warnings.warn(
+            f"A restart of several machines can fail with {name}=static (from {settings[name].detail}): "
+            "torch keeps the addresses of the attempt before. Give --rdzv_backend c10d.",
+            stacklevel=4,
+        )
+    return settings
+
+
 def _machines(settings: Settings) -> tuple[int, int]:
     """Return the smallest and largest number of machines, checked against the machine settings."""
-    parts = [int(part) for part in str(settings.value("num_machines")).split(":")]
-    low, high = parts[0], parts[-1]
+    low, high = _machine_range(settings)
     rank = settings.value("machine_rank")
     if rank >= high:
         raise LaunchError(
@@ -120,6 +173,11 @@ def _machines(settings: Settings) -> tuple[int, int]:
             "--rdzv_backend c10d."
         )
     return low, high
+
+
+def _machine_range(settings: Settings) -> tuple[int, int]:
+    parts = [int(part) for part in str(settings.value("num_machines")).split(":")]
+    return parts[0], parts[-1]
 
 
 def _gpu_mask(settings: Settings, machine: Machine) -> str | None:
@@ -160,7 +218,7 @@ def _hosts(settings: Settings) -> int:
     """Number of machines in the hostfile of mpirun; 0 without one."""
     if settings.value("mpirun_hostfile") is None or settings.value("launcher") not in ("auto", "mpirun"):
         return 0
-    from accel_launch.mpi import read_hostfile
+    from accel_launch.hostfile import read_hostfile
 
     return len(read_hostfile(settings.value("mpirun_hostfile")))
 
@@ -205,36 +263,6 @@ def _mesh_sources(settings: Settings) -> str:
     return ", ".join(dict.fromkeys(each.detail for each in found if each.given))
 
 
-def _how(settings: Settings, processes: int, machines: tuple[int, int]) -> How:
-    """Choose what starts the workers."""
-    reasons = [
-        name
-        for name, wanted in (
-            ("num_machines", machines != (1, 1)),
-            ("max_restarts", settings.value("max_restarts") > 0),
-            ("rdzv_backend", settings.value("rdzv_backend") != "static"),
-            ("rdzv_conf", bool(settings.value("rdzv_conf"))),
-        )
-        if wanted
-    ]
-    launcher = settings.value("launcher")
-    if launcher == "mpirun" or (launcher == "auto" and settings.value("mpirun_hostfile") is not None):
-        wrong = [name for name in reasons if name != "num_machines"]  # the hostfile says how many
-        if wrong:
-            given = ", ".join(f"{name}={settings.value(name)}" for name in wrong)
-            raise LaunchError(f"mpirun cannot serve {given}; leave that out, or give --launcher torchrun.")
-        return "mpirun"
-    if launcher == "local" and reasons:
-        raise LaunchError(
-            f"--launcher local cannot serve {', '.join(f'{n}={settings.value(n)}' for n in reasons)}; "
-            "give --launcher torchrun or leave --launcher out."
-        )
-    if launcher == "torchrun" or reasons:
-        return "torchrun"
-    logs = settings.value("tee") != "0" or settings.value("log_dir") is not None
-    return "local" if processes > 1 or logs or launcher == "local" else "exec"
-
-
 def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool:
     """Tell whether a worker of another run starts one process that is not to take part in that run.
 
@@ -251,18 +279,3 @@ def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
     threads = max(cores // processes, 1)
     detail = f"detected: {cores} cores over {processes} processes"
     return settings.replace(num_cpu_threads_per_process=Effective(threads, Source.DETECTED, detail))
-
-
-_UNUSED: dict[How, tuple[str, ...]] = {
-    "exec": ("role", "grace_period", "monitor_interval", "mpirun_ccl"),
-    "local": ("monitor_interval", "mpirun_hostfile", "mpirun_ccl"),
-    "torchrun": ("grace_period", "quiet", "mpirun_hostfile", "mpirun_ccl"),
-    "mpirun": ("grace_period", "quiet", "monitor_interval", "tee", "log_dir", "role"),
-}
-
-
-def _warn_unused(settings: Settings, how: How) -> None:
-    names: list[Any] = [f"--{name}" for name in _UNUSED[how] if settings[name].source == Source.FLAG]
-    if names:
-        what = {"exec": "one process", "local": "workers of this machine"}.get(how, how)
-        warnings.warn(f"Ignored for {what}: {', '.join(names)}.", UserWarning, stacklevel=4)

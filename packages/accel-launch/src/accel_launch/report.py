@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from accel_launch.plan import Plan
 from accel_launch.resolve import Settings
 from accel_launch.schema import GROUPS, SETTINGS
+from accel_launch.starters import Prepared
 
-__all__ = ["dry_run_text", "explain_text", "plan_note"]
+__all__ = ["dry_run_text", "explain_text"]
 
 _SECRET = ("aws_access_key_id", "aws_secret_access_key")
 
@@ -27,8 +27,7 @@ def explain_text(settings: Settings) -> str:
         shown = [
             setting
             for setting in SETTINGS.values()
-            if setting.group == key
-            and (settings.given(setting.name) or (settings.active(setting) and not group.missing))
+            if setting.group == key and (settings.given(setting.name) or settings.active(setting))
         ]
         if shown:
             rows.append(("", f"{group.title}:", ""))
@@ -55,37 +54,19 @@ def _text(value: object) -> str:
     return str(value) or "-"
 
 
-def dry_run_text(
-    note: str, command: Sequence[str], environ: Mapping[str, str], base: Mapping[str, str]
-) -> str:
+def dry_run_text(prepared: Prepared, base: Mapping[str, str]) -> str:
     """Return the command, and the environment as far as it differs from this process's.
 
     Args:
-        note: One line on what would be started.
-        command: The command.
-        environ: Its environment.
+        prepared: What would be started.
         base: The environment of this process.
     """
-    lines = [f"# {note}"]
+    environ = prepared.environ
+    lines = [f"# {prepared.note}"]
     lines += [f"unset {name}" for name in sorted(base) if name not in environ]
     lines += [
         f"export {name}={shlex.quote(text)}"
         for name, text in sorted(environ.items())
         if base.get(name) != text
     ]
-    return "\n".join([*lines, shlex.join(command)])
-
-
-def plan_note(plan: Plan) -> str:
-    """Return one line on what a plan starts.
-
-    Args:
-        plan: The plan.
-    """
-    if plan.how == "exec":
-        return "one process, in place of this one"
-    if plan.how == "torchrun":
-        return f"torchrun with {plan.processes} processes on this machine"
-    if plan.how == "mpirun":
-        return f"mpirun with {plan.settings.value('num_processes')} processes"
-    return f"{plan.processes} processes on this machine; of these, rank 0:"
+    return "\n".join([*lines, shlex.join(prepared.command)])

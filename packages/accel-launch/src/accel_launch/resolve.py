@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from accel_launch.errors import LaunchError, NotAvailableError
+from accel_launch.errors import LaunchError
 from accel_launch.schema import GROUPS, SETTINGS, Setting
 
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
 
-__all__ = ["Effective", "Settings", "Source", "resolve"]
+__all__ = ["Effective", "Settings", "Source", "flag_values", "resolve"]
 
 
 class Source(IntEnum):
@@ -112,13 +112,12 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
 
     Raises:
         LaunchError: If a variable's text is not allowed, or settings exclude each other.
-        NotAvailableError: If something was asked for that this version cannot start.
     """
-    settings = Settings({s.name: _effective(s, args, config, environ) for s in SETTINGS.values()})
+    cluster = _cluster_values(args, environ)
+    settings = Settings({s.name: _effective(s, args, config, environ, cluster) for s in SETTINGS.values()})
     if config is not None:
         settings = _apply_kind(settings, config)
     settings = _settle_exclusive(settings)
-    _refuse_missing(settings, config)
     _warn_ignored(settings)
     return settings
 
@@ -127,8 +126,36 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
 _WORLD = ("ACCELERATE_NUM_PROCESSES", "MASTER_ADDR", "MASTER_PORT")
 
 
+def _cluster_values(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, tuple[Any, str]]:
+    """Return what a scheduler's environment says, each value with its variable."""
+    if "SLURM_JOB_ID" not in environ:
+        return {}
+    from accel_launch.slurm import step_to_follow
+
+    step = step_to_follow(environ, lambda name: getattr(args, name, None))
+    return step.values() if step is not None else {}
+
+
+def flag_values(settings: Settings) -> Callable[[str], Any]:
+    """Return a function from a setting's name to the value that its flag gave, None where it was not given.
+
+    Args:
+        settings: The effective settings.
+    """
+
+    def value(name: str) -> Any:
+        found = settings[name]
+        return found.value if found.source == Source.FLAG else None
+
+    return value
+
+
 def _effective(
-    setting: Setting, args: argparse.Namespace, config: LaunchConfig | None, environ: Mapping[str, str]
+    setting: Setting,
+    args: argparse.Namespace,
+    config: LaunchConfig | None,
+    environ: Mapping[str, str],
+    cluster: Mapping[str, tuple[Any, str]],
 ) -> Effective:
     flag = getattr(args, setting.name, None)
     if flag is not None:
@@ -142,6 +169,9 @@ def _effective(
                 return Effective(setting.parse(text), Source.ENVIRONMENT, variable)
             except ValueError as error:
                 raise LaunchError(f"Environment variable {variable}: {error}") from None
+    if setting.name in cluster:
+        value, source = cluster[setting.name]
+        return Effective(value, Source.ENVIRONMENT, source)
     if config is not None and setting.name in config.settings:
         return Effective(config.settings[setting.name], Source.CONFIG, str(config.path))
     return Effective(setting.default)
@@ -192,35 +222,12 @@ def _settle_exclusive(settings: Settings) -> Settings:
     return settings
 
 
-_DEMANDING = ("tpu", "tpu_cluster", "use_deepspeed", "use_megatron_lm")
-
-
-def _refuse_missing(settings: Settings, config: LaunchConfig | None) -> None:
-    """Stop at whatever this version cannot start, rather than start something else."""
-    if config is not None and config.compute_environment == "AMAZON_SAGEMAKER":
-        raise NotAvailableError(
-            f"Config file {config.path} is for Amazon SageMaker, which this version cannot start yet. Use a "
-            "config with compute_environment: LOCAL_MACHINE."
-        )
-    for setting in SETTINGS.values():
-        missing = GROUPS[setting.group].missing
-        found = settings[setting.name]
-        if not missing or found.value == setting.default:
-            continue
-        # A file or the environment may hold settings of engines that are not switched on; a flag is meant.
-        if found.source == Source.FLAG or (found.given and setting.name in _DEMANDING):
-            raise NotAvailableError(
-                f"{setting.flag} (from {found.detail}) needs {missing}, which this version cannot start yet. "
-                "Leave it out; `accel launch --help` lists what is available."
-            )
-
-
 def _warn_ignored(settings: Settings) -> None:
     ignored: dict[str, list[str]] = {}
     for setting in SETTINGS.values():
         found = settings[setting.name]
         counts = found.source in (Source.FLAG, Source.CONFIG) and found.value != setting.default
-        if counts and not settings.active(setting) and not GROUPS[setting.group].missing:
+        if counts and not settings.active(setting):
             ignored.setdefault(GROUPS[setting.group].remedy, []).append(f"{setting.name} ({found.detail})")
     for remedy, names in ignored.items():
         warnings.warn(f"Ignored without {remedy}: {', '.join(names)}.", UserWarning, stacklevel=4)

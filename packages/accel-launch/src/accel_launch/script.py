@@ -33,11 +33,15 @@ def worker_command(
     """
     if settings.value("no_python"):
         return [_program(script, environ), *arguments]
-    if settings.value("module"):
+    is_module = settings.value("module")
+    if is_module:
         _check_module(script)
-        return [sys.executable, "-m", script, *arguments]
-    _check_file(script)
-    return [sys.executable, script, *arguments]
+    else:
+        _check_file(script)
+    if settings.value("tpu"):
+        what = [settings.value("main_training_function"), "module" if is_module else "file"]
+        return [sys.executable, "-m", "accel_launch.tpu.spawn", *what, script, *arguments]
+    return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
 
 
 def _check_file(script: str) -> None:

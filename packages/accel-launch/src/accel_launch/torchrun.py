@@ -5,18 +5,41 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Mapping
 
 from accel_launch.errors import LaunchError
+from accel_launch.network import interface_of, is_listening, is_local, is_loopback, local_address
 from accel_launch.plan import Plan
 from accel_launch.ports import reserve_port
+from accel_launch.starters import Prepared
 from accel_state import env
 
-__all__ = ["reach_machine_0", "torchrun_command", "torchrun_environment", "torchrun_port"]
+__all__ = ["prepare", "reach_machine_0", "torchrun_command", "torchrun_environment", "torchrun_port"]
 
 _DEFAULT_PORT = 29500
 _DEFAULT_TIMEOUT_S = 600.0  # torch's own, for the static rendezvous
 _NOTE_AFTER_S = 5.0
 _RETRY_S = 0.2
+
+
+def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the torchrun that starts the workers.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+
+    Raises:
+        LaunchError: If this machine will listen on the port and it is in use.
+    """
+    port, held = torchrun_port(plan)
+    return Prepared(
+        torchrun_command(plan, port),
+        torchrun_environment(plan),
+        f"torchrun with {plan.processes} processes on this machine",
+        held,
+        wait=lambda: reach_machine_0(plan, port),
+    )
 
 
 def torchrun_port(plan: Plan) -> tuple[int, socket.socket | None]:
@@ -32,19 +55,23 @@ def torchrun_port(plan: Plan) -> tuple[int, socket.socket | None]:
     number = port.value
     if plan.machines != (1, 1):
         number = number or _DEFAULT_PORT
-        if not _listens(plan):
+        if not _listens(plan, number):
             return number, None
     held = reserve_port(number, port.detail if port.given else "")
     return held.getsockname()[1], held
 
 
-def _listens(plan: Plan) -> bool:
+def _listens(plan: Plan, port: int) -> bool:
     """Tell whether this machine is known to be the one that the others connect to."""
-    return bool(plan.settings.value("rdzv_backend") == "static" and plan.settings.value("machine_rank") == 0)
+    value = plan.settings.value
+    if value("rdzv_backend") == "static":
+        return bool(value("machine_rank") == 0)
+    address = value("main_process_ip")
+    return value("rdzv_backend") == "c10d" and is_local(address) and not is_listening(address, port)
 
 
 def reach_machine_0(plan: Plan, port: int) -> None:
-    """Wait on another machine of a static rendezvous until machine 0 listens; say what is waited for.
+    """Wait on another machine than machine 0 until that one listens; say what is waited for.
 
     Args:
         plan: What to start.
@@ -64,7 +91,7 @@ def reach_machine_0(plan: Plan, port: int) -> None:
             f"main_process_ip={address.value} (from {address.detail}) is not known here: {error.strerror}. "
             "Give the address of machine 0, or a host name that this machine can look up."
         ) from None
-    if plan.settings.value("rdzv_backend") == "static" and not _listens(plan):
+    if plan.settings.value("rdzv_backend") in ("static", "c10d") and not _listens(plan, port):
         _await_server(address.value, port, _rendezvous_timeout(plan))
 
 
@@ -114,7 +141,7 @@ def torchrun_command(plan: Plan, port: int) -> list[str]:
     value = plan.settings.value
     low, high = plan.machines
     address = value("main_process_ip") if high > 1 else "127.0.0.1"
-    options = {
+    options: dict[str, str | None] = {
         "--nnodes": str(high) if low == high else f"{low}:{high}",
         "--nproc_per_node": str(plan.processes),
         "--max_restarts": str(value("max_restarts")),
@@ -137,9 +164,22 @@ def torchrun_command(plan: Plan, port: int) -> list[str]:
             "--rdzv_endpoint": f"{address}:{port}",
             "--rdzv_id": f"accel-{port}",
         }
-    flags = [f"{name}={text}" for name, text in options.items() if text not in (None, "")]
+        if high > 1:
+            options |= _place_in_network(plan, port)
+    flags = [f"{name}={text}" for name, text in options.items() if text]
     flags += [f"--{name}" for name in ("module", "no_python") if value(name)]
     return [sys.executable, "-m", "torch.distributed.run", *flags, plan.script, *plan.arguments]
+
+
+def _place_in_network(plan: Plan, port: int) -> dict[str, str | None]:
+    """Return what torchrun would otherwise guess from the machine's host name."""
+    address, conf = plan.settings.value("main_process_ip"), plan.settings.value("rdzv_conf")
+    options = {"--local_addr": address if is_local(address) else local_address(address)}
+    # Several agents on one machine settle by themselves who of them is the host.
+    if plan.settings.value("rdzv_backend") == "c10d" and "is_host" not in conf and not is_loopback(address):
+        is_host = f"is_host={str(_listens(plan, port)).lower()}"
+        options["--rdzv_conf"] = f"{conf},{is_host}" if conf else is_host
+    return options
 
 
 def torchrun_environment(plan: Plan) -> dict[str, str]:
@@ -150,6 +190,11 @@ def torchrun_environment(plan: Plan) -> dict[str, str]:
     """
     environ = dict(plan.environ)
     env.put(environ, "ACCELERATE_NUM_PROCESSES", plan.settings.value("num_processes"))
+    if plan.machines[1] > 1:
+        # gloo would take the interface of the host name's address, which may be the loopback one.
+        interface = interface_of(local_address(plan.settings.value("main_process_ip")) or "")
+        if interface is not None:
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if plan.machines[0] != plan.machines[1]:
         # With the shared store, a run that loses the machine that hosts it cannot go on with fewer.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -31,9 +31,7 @@ GROUPS: dict[str, Group] = {**GENERAL_GROUPS, **ENGINE_GROUPS}
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in GENERAL + ENGINES}
 """Every setting by name."""
 
-CLUSTER_KEYS = frozenset(
-    {"compute_environment", "distributed_type", "tpu_name", "tpu_zone", "command_file", "commands"}
-)
+CLUSTER_KEYS = frozenset({"compute_environment", "distributed_type", "command_file", "commands"})
 """Top-level keys of a config file that no flag of `accel launch` stands for."""
 
 SAGEMAKER_KEYS = frozenset(

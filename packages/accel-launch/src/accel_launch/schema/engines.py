@@ -22,8 +22,8 @@ ENGINE_GROUPS = {
         "Parallelism over a device mesh", "use_parallelism_config", bool, "--use_parallelism_config"
     ),
     "fp8": Group("fp8", "mixed_precision", lambda precision: precision == "fp8", "--mixed_precision fp8"),
-    "deepspeed": Group("DeepSpeed", "use_deepspeed", bool, "--use_deepspeed", missing="DeepSpeed"),
-    "megatron": Group("Megatron-LM", "use_megatron_lm", bool, "--use_megatron_lm", missing="Megatron-LM"),
+    "deepspeed": Group("DeepSpeed", "use_deepspeed", bool, "--use_deepspeed"),
+    "megatron": Group("Megatron-LM", "use_megatron_lm", bool, "--use_megatron_lm"),
 }
 
 
@@ -97,8 +97,8 @@ def _deepspeed(name: str, variable: str) -> Setting:
     )
 
 
-def _deepspeed_launch(name: str, help: str) -> Setting:
-    spec = Variable(name, "str", None, help)
+def _deepspeed_launch(name: str, help: str, choices: tuple[str, ...] = ()) -> Setting:
+    spec = Variable(name, "str", None, help, choices)
     return Setting(spec, name, "deepspeed", section="deepspeed_config", key=name)
 
 
@@ -113,10 +113,15 @@ _DEEPSPEED = [
     _deepspeed("zero3_init_flag", "ACCELERATE_DEEPSPEED_ZERO3_INIT"),
     _deepspeed("zero3_save_16bit_model", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
     _deepspeed("deepspeed_moe_layer_cls_names", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
-    _deepspeed_launch("deepspeed_hostfile", "DeepSpeed hostfile for several machines."),
-    _deepspeed_launch("deepspeed_exclusion_filter", "Machines and devices to leave out."),
-    _deepspeed_launch("deepspeed_inclusion_filter", "Machines and devices to use."),
-    _deepspeed_launch("deepspeed_multinode_launcher", "pdsh, standard, openmpi, mvapich, ..."),
+    _deepspeed_launch("deepspeed_hostfile", "File with a line per machine: NAME slots=4."),
+    _deepspeed_launch("deepspeed_exclusion_filter", "Machines and slots to leave out: NAME:SLOT,SLOT@NAME."),
+    _deepspeed_launch("deepspeed_inclusion_filter", "Machines and slots to use: NAME:SLOT,SLOT@NAME."),
+    _deepspeed_launch(
+        "deepspeed_multinode_launcher",
+        "How DeepSpeed reaches other machines; by default pdsh with a hostfile. standard: this launcher, the "
+        "same command on each machine.",
+        ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"),
+    ),
 ]
 
 ENGINES: list[Setting] = _SWITCHES + _DYNAMO + _FSDP + _PARALLELISM + _FP8 + _DEEPSPEED + _MEGATRON

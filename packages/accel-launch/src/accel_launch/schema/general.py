@@ -17,8 +17,8 @@ GENERAL_GROUPS = {
     "machines": Group("Several machines and restarts"),
     "output": Group("Output"),
     "training": Group("Training"),
-    "tpu": Group("TPU", missing="TPU"),
-    "sagemaker": Group("Amazon SageMaker", missing="Amazon SageMaker"),
+    "tpu": Group("TPU", "tpu", bool, "--tpu"),
+    "sagemaker": Group("Amazon SageMaker"),
     "mpirun": Group("MPI"),
 }
 
@@ -90,9 +90,10 @@ _LAUNCH = [
         "launcher",
         "str",
         "auto",
-        "How workers are started: by this process, torch.distributed.run or mpirun. auto takes torchrun for "
-        "several machines and for restarts, mpirun with a hostfile for it.",
-        choices=("auto", "local", "torchrun", "mpirun"),
+        "How workers are started: by this process, torch.distributed.run, mpirun, or a launcher on each "
+        "machine by Slurm's srun. auto takes torchrun for several machines and for restarts, mpirun with a "
+        "hostfile for it, and in a Slurm job what fits the step.",
+        choices=("auto", "local", "torchrun", "mpirun", "srun"),
     ),
     _own(
         "launch",
@@ -247,13 +248,25 @@ _TRAINING = [
     _environment("training", "downcast_bf16", "ACCELERATE_DOWNCAST_BF16", switch=True, key="downcast_bf16"),
 ]
 
-_LATER = [
+_ELSEWHERE = [
     _own("tpu", "tpu", "flag", False, "Run on TPU.", switch=True),
     _own("tpu", "tpu_cluster", "flag", False, "Run on a TPU pod.", switch=True, key="tpu_use_cluster"),
     _own("tpu", "no_tpu_cluster", "flag", False, "Do not run on a TPU pod.", switch=True),
+    _own("tpu", "tpu_name", "str", None, "The pod's name.", key="tpu_name"),
+    _own("tpu", "tpu_zone", "str", None, "The pod's zone.", key="tpu_zone"),
     _own("tpu", "tpu_use_sudo", "flag", False, "Use sudo on the pod.", switch=True, key="tpu_use_sudo"),
-    _own("tpu", "vm", "list", (), "Compute VMs of the pod.", repeated=True, key="tpu_vm"),
-    _own("tpu", "env", "list", (), "Variables to set on the pod's VMs.", repeated=True, key="tpu_env"),
+    _own(
+        "tpu", "vm", "list", (), "Without effect: a pod is reached by its name.", repeated=True, key="tpu_vm"
+    ),
+    _own(
+        "tpu",
+        "env",
+        "list",
+        (),
+        "A variable for the pod's machines, NAME=VALUE.",
+        repeated=True,
+        key="tpu_env",
+    ),
     _own(
         "tpu",
         "main_training_function",
@@ -284,4 +297,4 @@ _LATER = [
     ),
 ]
 
-GENERAL: list[Setting] = _LAUNCH + _RESOURCES + _MACHINES + _OUTPUT + _TRAINING + _LATER
+GENERAL: list[Setting] = _LAUNCH + _RESOURCES + _MACHINES + _OUTPUT + _TRAINING + _ELSEWHERE

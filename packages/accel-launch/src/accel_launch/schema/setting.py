@@ -20,14 +20,12 @@ class Group:
         enabled_by: Name of the setting that makes the group count; empty if it always does.
         enabled: Tells from that setting's value whether the group counts.
         remedy: What a user adds to make the group count.
-        missing: The engine's name when this version cannot start it yet, else empty.
     """
 
     title: str
     enabled_by: str = ""
     enabled: Callable[[Any], bool] = bool
     remedy: str = ""
-    missing: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,99 @@
+"""`accel tpu-config`: run commands on every machine of a TPU pod, to prepare it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_launch.config import config_path, load_config_from_file
+from accel_launch.errors import LaunchError
+from accel_launch.starters import Prepared, become
+from accel_launch.tpu.gcloud import pod_command
+from accel_state import env
+
+__all__ = ["main", "setup_command"]
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog, description="Run commands on every machine of a TPU pod, to prepare it for `accel launch`."
+    )
+    where = parser.add_argument_group("which pod; by default that of the config file")
+    where.add_argument("--config_file", "--config-file", help="The config file; the default one by default.")
+    where.add_argument("--tpu_name", "--tpu-name", help="The pod's name (key tpu_name).")
+    where.add_argument("--tpu_zone", "--tpu-zone", help="Its zone (key tpu_zone).")
+    what = parser.add_argument_group("what to run; by default the config file's command_file or commands")
+    what.add_argument("--command_file", "--command-file", help="A file of commands, one a line.")
+    what.add_argument("--command", action="append", nargs="+", help="A command; may be repeated.")
+    what.add_argument(
+        "--install_accelerate", "--install-accelerate", action="store_true", help=argparse.SUPPRESS
+    )
+    what.add_argument("--accelerate_version", "--accelerate-version", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--debug",
+        "--dry_run",
+        "--dry-run",
+        action="store_true",
+        help="Print the gcloud command; run nothing.",
+    )
+    return parser
+
+
+def setup_command(args: argparse.Namespace) -> list[str]:
+    """Return the gcloud command that parsed arguments stand for.
+
+    Args:
+        args: What the parser returned.
+
+    Raises:
+        LaunchError: If the pod is not named, there is nothing to run, or a file is missing.
+    """
+    if args.install_accelerate or args.accelerate_version:
+        raise LaunchError(
+            "--install_accelerate and --accelerate_version cannot say which packages of accel to install. "
+            "Give --command 'pip install ...' with what you want on the pod."
+        )
+    named = args.config_file is not None or config_path().is_file()
+    config: Any = load_config_from_file(args.config_file).values if named else {}
+    commands = _commands(args, config)
+    name, zone = args.tpu_name or config.get("tpu_name"), args.tpu_zone or config.get("tpu_zone")
+    return pod_command(name, zone, "; ".join(commands))
+
+
+def _commands(args: argparse.Namespace, config: Any) -> list[str]:
+    """Return what to run: the flags' commands, else the config file's."""
+    places = [(args.command_file, args.command), (config.get("command_file"), config.get("commands"))]
+    for file, commands in places:
+        found = _lines(file) if file else []
+        found += [command if isinstance(command, str) else " ".join(command) for command in commands or ()]
+        if found:
+            return found
+    raise LaunchError("There is nothing to run. Give --command 'pip install ...' or --command_file FILE.")
+
+
+def _lines(file: str) -> list[str]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise LaunchError(f"There is no command file {path}. Write one with a command a line.")
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def main(argv: Sequence[str], prog: str = "accel tpu-config") -> int:
+    """Run `accel tpu-config`.
+
+    Args:
+        argv: The tokens behind the command's name.
+        prog: The command's name, for messages.
+
+    Returns:
+        The exit code, where nothing takes this process's place.
+    """
+    args = _parser(prog).parse_args(list(argv))
+    command = setup_command(args)
+    print(shlex.join(command), flush=True)
+    if not args.debug:
+        become(Prepared(command, env.snapshot(), "gcloud"))
+    return 0
