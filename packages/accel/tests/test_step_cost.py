@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_optim.handlers import GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -118,11 +119,12 @@ def plain_loop(fp16: bool) -> Callable[[], None]:
     return run
 
 
-def accel_loop(fp16: bool, weight: float | None) -> Callable[[], None]:
+def accel_loop(fp16: bool, weight: float | None, **options: Any) -> Callable[[], None]:
     accelerator = Accelerator(
         gradient_accumulation_steps=WINDOW,
         mixed_precision="fp16" if fp16 else "no",
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+        **options,
     )
     model, optimizer, scheduler, loader = parts()
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
@@ -169,6 +171,22 @@ def test_a_step_costs_what_the_plain_loop_costs(
             assert plain["collectives"] >= windows
         if fp16:
             assert plain["waits"] >= windows
+
+
+def measure_sharded(fp16: bool) -> Counter[str]:
+    run = accel_loop(fp16, 4.0, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    run()
+    with counted() as counts:
+        run()
+    return counts
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_step_of_a_sharded_model_looks_nothing_up(world: Any, fp16: bool) -> None:
+    for own in world.run(measure_sharded, fp16):
+        found = {name: own[name] for name in ("imports", "searches", "environment", "synchronize")}
+        assert not any(found.values()), found
+        assert own["collectives"] > 0
 
 
 def test_what_is_counted_is_seen() -> None:

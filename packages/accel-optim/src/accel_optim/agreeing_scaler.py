@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-__all__ = ["AgreeingGradScaler", "agree"]
+__all__ = ["AgreeingGradScaler"]
 
 
 class AgreeingGradScaler(ShardedGradScaler):
@@ -27,6 +27,18 @@ class AgreeingGradScaler(ShardedGradScaler):
     def __init__(self, device: str, **options: Any) -> None:
         # Not the group that there was when torch's module was imported, which its default is.
         super().__init__(device=device, process_group=None, **options)
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """What is true on any process; all of them have to ask.
+
+        Args:
+            flags: As many, and in the same order, on all processes.
+        """
+        if not flags:
+            return []
+        raised = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        dist.all_reduce(raised, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in raised.tolist()]
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients of some process are not finite.
@@ -81,17 +93,3 @@ def _local_gradients(
             if part.numel():
                 found.setdefault((part.device, part.dtype), []).append(part)
     return found
-
-
-def agree(scaler: GradScaler, flags: Sequence[bool]) -> list[bool]:
-    """What is true on any process, where processes hold different parts; all of them have to ask.
-
-    Args:
-        scaler: The scaler; only with an `AgreeingGradScaler` processes differ.
-        flags: As many, and in the same order, on all processes.
-    """
-    if not isinstance(scaler, AgreeingGradScaler) or not flags:
-        return list(flags)
-    raised = torch.tensor(flags, dtype=torch.int32, device=scaler._device)
-    dist.all_reduce(raised, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in raised.tolist()]

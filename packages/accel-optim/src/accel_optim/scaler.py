@@ -7,7 +7,7 @@ with one optimizer, at each step. When one optimizer steps again while another s
 scale is updated all the same, and the gradients at hand are multiplied by the change of the scale (a power of
 two by default, so exactly).
 
-Nothing here waits for the device.
+Nothing here waits for the device, except where processes hold parts of gradients and have to agree.
 """
 
 from __future__ import annotations
@@ -111,11 +111,8 @@ def agreed(scaler: GradScaler, flags: list[bool]) -> list[bool]:
         scaler: The scaler; where it agrees all processes have to ask.
         flags: As many, and in the same order, on all processes.
     """
-    if type(scaler) is GradScaler:
-        return flags
-    from accel_optim.agreeing_scaler import agree
-
-    return agree(scaler, flags)
+    agree = getattr(scaler, "agree", None)  # of an AgreeingGradScaler, whose module most never import
+    return flags if agree is None else agree(flags)
 
 
 def _sharing(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
