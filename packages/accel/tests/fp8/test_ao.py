@@ -18,12 +18,13 @@ from accel.fp8.ao import (
 )
 from accel.fp8.recipes import AORecipeKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_state.parallelism import ParallelismConfig
 
 pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 WIDTH, STEPS = 32, 20
-TOLERANCE = 0.03  # between the losses of fp8 and bf16: measured 0.003 at most, of losses from 1.2 to 0.05
+TOLERANCE = 0.01  # between the losses of fp8 and bf16; measured 0.0015 in one process, of losses from 1.2 to 0.05
 
 
 class Block(torch.nn.Module):
@@ -38,6 +39,7 @@ class Block(torch.nn.Module):
 
 class Net(torch.nn.Module):
     _no_split_modules = ("Block",)
+    _tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # noqa: RUF012 - as transformers has it
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -104,6 +106,8 @@ def train(engine: str, precision: str, folder: str | None) -> tuple[list[float],
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
         )
+    if engine == "tp":
+        options["parallelism_config"] = ParallelismConfig(tp_size=2)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, **options)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -111,7 +115,8 @@ def train(engine: str, precision: str, folder: str | None) -> tuple[list[float],
     assert accelerator.prepare(model) is model
     plain = accelerator.unwrap_model(model)
     assert has_ao_layers(plain) is (precision == "fp8")
-    own = data().chunk(accelerator.num_processes)[accelerator.process_index]
+    rank, size = accelerator.engine.data_shard
+    own = data().chunk(size)[rank]
     losses: list[float] = []
     for step in range(STEPS):
         if folder and step == STEPS // 2:
@@ -167,7 +172,8 @@ def test_one_process_trains_beside_bf16(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kind"), [("ddp", "Tensor"), ("fsdp2", "WeightWithDynamicFloat8CastTensor")]
+    ("engine", "kind"),
+    [("ddp", "Tensor"), ("tp", "Tensor"), ("fsdp2", "WeightWithDynamicFloat8CastTensor")],
 )
 def test_two_processes_train_beside_bf16(world, tmp_path: Path, engine: str, kind: str):
     (losses, first), (others, second) = world.run(train, engine, "fp8", str(tmp_path / "state"))
