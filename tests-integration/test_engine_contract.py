@@ -123,6 +123,7 @@ FEW = {"fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2)}
 
 IN_PARTS = {
     "fsdp1 in parts": Case(2, "fsdp1", functools.partial(in_parts, fsdp1)),
+    "fsdp1 in own files": Case(2, "fsdp1", lambda: fsdp1(state_dict_type="LOCAL_STATE_DICT")),
     "fsdp2 in parts": Case(2, "fsdp2", functools.partial(in_parts, fsdp2)),
     "hsdp in parts": Case(4, "fsdp2", functools.partial(in_parts, hsdp)),
 }

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from accel.accelerator import Accelerator
 from accel.parallel.checkpointing import CheckpointedForward
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_ckpt.errors import CheckpointError
 from accel_state.env import patch_environment
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -398,3 +399,45 @@ def test_what_cannot_be_trained_is_refused_with_the_alternative(world):
 def test_cpu_offload_on_the_cpu_is_refused():
     with pytest.raises(ValueError, match="Leave cpu_offload out"):
         make_accelerator(cpu_offload=True)
+
+
+def own_files(folder: str, use_orig_params: bool) -> list[Any]:
+    """Save in each process's own file, and go on from it, as another training that was evaluated before."""
+    options = {"state_dict_type": "LOCAL_STATE_DICT", "use_orig_params": use_orig_params}
+    options |= {"reshard_after_forward": "SHARD_GRAD_OP", "ignored_modules": "embed"}
+    outputs = []
+    for seed in (0, 5):
+        accelerator = make_accelerator(**options)
+        raw = Net(seed)
+        raw.embed.requires_grad_(False)
+        model, optimizer = accelerator.prepare(raw, make_optimizer(raw))
+        if seed:
+            with torch.no_grad():
+                model(data())
+            accelerator.load_state(folder)
+        else:
+            step(accelerator, model, optimizer)
+            accelerator.save_state(folder)
+        with torch.no_grad():
+            outputs.append(model(data()))
+        step(accelerator, model, optimizer)
+        outputs.append(accelerator.get_state_dict(model))
+    other = make_accelerator(use_orig_params=use_orig_params)
+    other.prepare(Net())
+    for accelerator in (other, Accelerator(cpu=True)):
+        with pytest.raises(CheckpointError, match="LOCAL_STATE_DICT") as error:
+            accelerator.load_state(folder)
+    return [*outputs, str(error.value)]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_each_process_can_keep_its_part_in_a_file_of_its_own(world, tmp_path, use_orig_params):
+    for out, after, out_again, after_again, message in world.run(
+        own_files, str(tmp_path / "saved"), use_orig_params
+    ):
+        assert torch.equal(out, out_again)
+        assert after.keys() == after_again.keys()
+        assert all(torch.equal(after[name], after_again[name]) for name in after)
+        assert "the engine here is ddp" in message
+    assert {path.name for path in tmp_path.glob("saved/local*")} == {"local_state_0.bin", "local_state_1.bin"}
+    assert not [*tmp_path.glob("saved/model*"), *tmp_path.glob("saved/optimizer*")]

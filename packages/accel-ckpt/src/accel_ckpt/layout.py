@@ -8,6 +8,7 @@ needed.
     sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
     pytorch_model_fsdp_0/, optimizer_0/ ...        the same of sharded models, in parts
     pytorch_model/, latest, zero_to_fp32.py ...    the same of what DeepSpeed trains, in its own files
+    local_state_<rank>.bin                         what one process alone has of models and optimizers
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
     gradients_<rank>.safetensors                   gradients of an open accumulation window, if there is one
@@ -31,6 +32,7 @@ __all__ = [
     "gradients_file",
     "iteration_of",
     "loader_file",
+    "local_state_file",
     "model_file",
     "model_files",
     "optimizer_file",
@@ -56,6 +58,7 @@ _ROLES = {
     "scaler": r"scaler\.pt",
     "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
     "deepspeed": r"latest|zero_to_(fp32|torch)\.py|pytorch_model/.+",
+    "local": r"local_state_\d+\.bin",
     "random": r"random_states_\d+\.pkl",
     "gradients": r"gradients_\d+\.safetensors",
     "custom": r"custom_checkpoint_\d+\.pkl",
@@ -115,6 +118,11 @@ def sharded_optimizer_folder(index: int = 0) -> str:
     return f"optimizer_{index}"
 
 
+def local_state_file(rank: int) -> str:
+    """Return the name of what a rank alone has of models and optimizers."""
+    return f"local_state_{rank}.bin"
+
+
 def random_states_file(rank: int) -> str:
     """Return the name of a rank's random generators."""
     return f"random_states_{rank}.pkl"
@@ -138,7 +146,7 @@ def role_of(name: str) -> str:
 
     Returns:
         "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients", "sharded",
-        "deepspeed" or "custom";
+        "deepspeed", "local" or "custom";
         "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")

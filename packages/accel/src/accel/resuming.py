@@ -77,7 +77,7 @@ def load_state(
         objects,
         accelerator.process_index,
         accelerator.process,
-        hooked={*_left_to_hooks(accelerator, len(models)), "sharded", "deepspeed"},
+        hooked={*_left_to_hooks(accelerator, len(models)), "sharded", "deepspeed", "local"},
         strict=strict,
         **options if len(others) == len(models) else {},
     )

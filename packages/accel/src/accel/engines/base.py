@@ -358,6 +358,12 @@ class Engine:
                 "under DeepSpeed, with as many processes and the same stage; or make whole weights of it "
                 "with its zero_to_fp32.py, and load those before prepare()."
             )
+        if any(layout.role_of(name) == "local" for name in names):
+            raise CheckpointError(
+                "The checkpoint was written with state_dict_type='LOCAL_STATE_DICT', of which each process "
+                f"reads its own file, and the engine here is {self.name}. Load it as it was saved, with "
+                "fsdp_version=1 and as many processes, and save it with 'SHARDED_STATE_DICT' for others."
+            )
 
     def load_own(self, folder: Path, **options: Any) -> None:
         """Load what `save_own` wrote; every process calls it.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.base import EngineContext, Prepared
@@ -28,6 +29,10 @@ from accel.parallel.flat_state import (
 )
 from accel.parallel.sharding import check_ignored
 from accel.parallel.wrapping import aliases, choose_groups
+from accel_ckpt import layout, tensors
+from accel_ckpt.agree import together
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.staging import staged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -192,15 +197,78 @@ class FSDP1Engine(ShardedEngine):
         inner, root, names = self._placed(optimizer)
         return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
 
+    # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
+
+    @property
+    def _is_local(self) -> bool:
+        return self.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
+
+    def is_own(self, item: Any) -> bool:
+        """Whether an object goes into this process's own file: with LOCAL_STATE_DICT all that is in parts."""
+        if not self._is_local:
+            return False
+        return self.is_done(item) if isinstance(item, torch.nn.Module) else self._root_of(item) is not None
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write this process's own file, with LOCAL_STATE_DICT; there are no options."""
+        super().save_own(folder, **options)
+        if self._is_local:
+            state = {
+                "models": [flat.local_state(root) for root in self._records],
+                "optimizers": [item.state_dict() for item in self._known if self.is_own(item)],
+            }
+            with staged(folder, process=self.context.process) as staging:
+                staging.write(state, layout.local_state_file(self.context.process.rank))
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that is not this engine's, or one of other parts.
+
+        Raises:
+            CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
+                another number of processes.
+        """
+        if not self._is_local:
+            super().check_own(names)
+            return
+        saved, size = sum(layout.role_of(name) == "local" for name in names), self.context.process.world_size
+        if saved != size:
+            raise CheckpointError(
+                f"The checkpoint has files of {saved} processes of their own, and "
+                f"state_dict_type='LOCAL_STATE_DICT' needs one for each of the {size} here. Load it on as "
+                "many, or with the type that it was saved with."
+            )
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load this process's own file, with LOCAL_STATE_DICT.
+
+        Raises:
+            Exception: If it does not fit; a CheckpointError where it does not for another process.
+        """
+        if self._is_local:
+            together(lambda: self._load_local(folder), self.context.process, "loading each process's part")
+
+    def _load_local(self, folder: Path) -> None:
+        state = tensors.load(folder / layout.local_state_file(self.context.process.rank), map_location="cpu")
+        optimizers = [item for item in self._known if self.is_own(item)]
+        for root, part in zip(self._records, state["models"], strict=True):
+            flat.load_local_state(root, part)
+        for optimizer, part in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+
+    def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
+        """The wrapped model whose parameters an optimizer has."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = (root for root in self._records if held & {id(item) for item in root.parameters()})
+        return next(own, None)
+
     def _placed(self, optimizer: Any) -> tuple[Any, torch.nn.Module | None, list[list[str]]]:
         """The optimizer itself, the model whose parameters it has, and their names in each group."""
         inner = getattr(optimizer, "optimizer", optimizer)
-        held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-        for root, record in self._records.items():
-            if held & {id(parameter) for parameter in root.parameters()}:
-                names = names_in_groups(inner, root, record)
-                return inner, root, self._flattened.in_given_order(inner, names)
-        return inner, None, []
+        root = self._root_of(inner)
+        if root is None:
+            return inner, None, []
+        names = names_in_groups(inner, root, self._records[root])
+        return inner, root, self._flattened.in_given_order(inner, names)
 
 
 class Flattened:

@@ -35,7 +35,7 @@ class ShardedEngine(Engine):
         super().__init__(context)
         self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=self.version)
         _ensure_group(context.process)
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
@@ -93,7 +93,7 @@ class ShardedEngine(Engine):
         """Point an optimizer to the parameters that its model has now, and wrap it."""
         self.repoint(optimizer)
         prepared = super().prepare_optimizer(optimizer, place)
-        self._known.add(prepared)
+        self._known[prepared] = None
         return prepared
 
     @property

@@ -26,6 +26,8 @@ __all__ = [
     "check_flat_groups",
     "gradient_sets",
     "gradients",
+    "load_local_state",
+    "local_state",
     "managed",
     "members_of",
     "owners_by_name",
@@ -155,6 +157,43 @@ def gradient_sets(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.
         if parameter.grad is not None and parameter.grad.shape == parameter.shape:
             found.append(parameter.grad)
     return [(found, [] if group is None else [group]) for group, found in sets.items()]
+
+
+def local_state(root: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What this process has of a model: its parts of flat parameters, and what is whole."""
+    found: dict[str, torch.Tensor] = {}
+    paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
+    for module, handle in parts([root]):
+        flat = handle.flat_param
+        found[f"{paths[module]}.flat_param".lstrip(".")] = getattr(flat, "_local_shard", flat.data)
+    owned = managed([root])
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if id(tensor) not in owned:
+            found[clean_tensor_name(name)] = tensor.detach()
+    return found
+
+
+def load_local_state(root: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load what `local_state` returned, on a process that has as much.
+
+    Raises:
+        ValueError: If it has other parts.
+    """
+    present = local_state(root)
+    sizes = {name: tuple(tensor.shape) for name, tensor in present.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if sizes != given:
+        different = sorted(name for name in sizes.keys() | given.keys() if sizes.get(name) != given.get(name))
+        raise ValueError(
+            f"the saved part of {different[0]} has the shape {given.get(different[0])}, and the one here has "
+            f"{sizes.get(different[0])}. Load it on as many processes, with the same wrapping and strategy."
+        )
+    for _, handle in parts([root]):
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+            handle.reshard(free_unsharded_flat_param=True)  # what an evaluation left gathered is old now
+    with torch.no_grad():
+        for name, tensor in present.items():
+            tensor.copy_(state[name])
 
 
 def upcast_groups(model: torch.nn.Module, groups: Groups) -> tuple[list[str], list[str]]:
