@@ -131,23 +131,21 @@ def _plan_elsewhere(
 
 
 def _choose_rendezvous(settings: Settings) -> Settings:
-    """Let several machines that may start anew meet in a way that allows for it.
+    """Let workers that may start anew meet in a way that allows for it.
 
-    In a static rendezvous torch keeps one store for all attempts, so that workers find the addresses of the
-    attempt before.
+    In a static rendezvous torch keeps one store for all attempts, and a worker that is fast finds in it where
+    the others were in the attempt before.
     """
     name = "rdzv_backend"
     again = settings.value("max_restarts") > 0 or ":" in str(settings.value("num_machines"))
-    if settings.value("num_machines") == 1 or not again or settings.value(name) != "static":
+    if not again or settings.value(name) != "static":
         return settings
     if not settings.given(name):
-        return settings.replace(
-            **{name: Effective("c10d", Source.DETECTED, "detected: several machines, restarts")}
-        )
+        return settings.replace(**{name: Effective("c10d", Source.DETECTED, "detected: restarts")})
     if settings.value("max_restarts"):
         warnings.warn(
-            f"A restart of several machines can fail with {name}=static (from {settings[name].detail}): "
-            "torch keeps the addresses of the attempt before. Give --rdzv_backend c10d.",
+            f"A restart can fail with {name}=static (from {settings[name].detail}): torch keeps the "
+            "addresses of the attempt before. Give --rdzv_backend c10d.",
             stacklevel=4,
         )
     return settings

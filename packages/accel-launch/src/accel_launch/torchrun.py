@@ -195,7 +195,7 @@ def torchrun_environment(plan: Plan) -> dict[str, str]:
         interface = interface_of(local_address(plan.settings.value("main_process_ip")) or "")
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if plan.machines[0] != plan.machines[1]:
-        # With the shared store, a run that loses the machine that hosts it cannot go on with fewer.
+    if plan.settings.value("max_restarts") or plan.machines[0] != plan.machines[1]:
+        # One store for all attempts would tell a fast worker where the others were in the attempt before.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return environ
