@@ -72,5 +72,5 @@ class SharedOutModel:
             raise ValueError(f"These names do not fit the model: {sorted(present.keys() ^ state.keys())}.")
         with torch.no_grad():
             for name in present.keys() & state.keys():
-                with part("zero").GatheredParameters([present[name]], modifier_rank=0):
+                with part("runtime.zero").GatheredParameters([present[name]], modifier_rank=0):
                     present[name].copy_(state[name])

@@ -44,7 +44,7 @@ class DeepSpeedEngine(Engine):
         plugin.set_mixed_precision(context.precision.name)
         self.name = f"deepspeed zero {plugin.zero_stage}"
         load(context.process.device, msamp=bool(plugin.enable_msamp))
-        _refuse_fp16(context)
+        _refuse_precision(context, plugin.zero_stage)
         plugin.selected = True  # one that was given alone is active too
         self._driver: DeepSpeedEngineWrapper | None = None
         self._schedules: list[tuple[Any, Any]] = []
@@ -368,12 +368,17 @@ def _refuse_axes(context: EngineContext) -> None:
             )
 
 
-def _refuse_fp16(context: EngineContext) -> None:
+def _refuse_precision(context: EngineContext, stage: int | None) -> None:
     is_supported = part("accelerator").get_accelerator().is_fp16_supported()
     if context.precision.name == "fp16" and not is_supported:
         raise ValueError(
             f"mixed_precision='fp16' under DeepSpeed on {context.process.device}: \"Type fp16 is not "
             "supported on your device.\" Use mixed_precision='bf16'."
+        )
+    if context.precision.name == "fp16" and stage == 0:
+        raise ValueError(
+            "mixed_precision='fp16' with zero_stage=0: DeepSpeed (0.19) divides gradients by a loss scale "
+            "there that it has not multiplied the loss by. Use zero_stage=1, or mixed_precision='bf16'."
         )
     if context.precision.name == "fp8":
         raise ValueError(
