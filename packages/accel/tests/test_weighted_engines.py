@@ -1,4 +1,4 @@
-"""Weighted windows and clipping over a device mesh: fp64, against one process that has all items at once."""
+"""Weighted windows and clipping under engines of several processes: fp64, against all items at once on one."""
 
 from __future__ import annotations
 
@@ -53,13 +53,20 @@ def grouped() -> dict[str, Any]:
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **policy)}
 
 
+def fsdp1() -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True, auto_wrap_policy="no_wrap")
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    return {"fsdp_plugin": plugin}
+
+
 def mesh(**sizes: int) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(**sizes)}
 
 
-MESHES: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
+ENGINES: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
     # processes, those of them with data of their own, and how a script asks for it
     "ddp": (4, 4, dict),
+    "fsdp1": (2, 2, fsdp1),
     "fsdp2 on 2": (2, 2, grouped),
     "fsdp2 on 3": (3, 3, fsdp2),
     "hsdp": (4, 4, lambda: mesh(dp_replicate_size=2, dp_shard_size=2)),
@@ -70,11 +77,11 @@ MESHES: dict[str, tuple[int, int, Callable[[], dict[str, Any]]]] = {
 
 def train(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The norms of three windows before they were clipped, and the weights after their steps."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, **MESHES[kind][2]())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, **ENGINES[kind][2]())
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     shard, shards = accelerator.engine.data_shard
-    assert shards == MESHES[kind][1]
+    assert shards == ENGINES[kind][1]
     norms = []
     for number in range(len(NORM_TYPES) * STEPS):
         batch = items(number, shard)
@@ -103,9 +110,9 @@ def train_plainly(shards: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", ENGINES)
 def test_windows_and_norms_are_those_of_one_big_batch(world: Any, kind: str) -> None:
-    size, shards, _ = MESHES[kind]
+    size, shards, _ = ENGINES[kind]
     wanted, weights = train_plainly(shards)
     assert min(wanted) > MAX_NORM
 
