@@ -218,11 +218,25 @@ def test_what_the_run_dropped_does_not_come_back():
     assert len(batches(loader)) == 4
 
 
-def test_the_epoch_goes_on_while_another_process_has_a_batch():
-    options = {"size": 2, "even_batches": False}
-    states = [state_at(2, rank=rank, **options) for rank in (0, 1)]
+BATCHES = [[0, 1], [2], [3, 4], [5], [6, 7, 8]]  # 3 steps of 2 processes
+
+
+@pytest.mark.parametrize("sampling", [{"batch_size": 2, "shuffle": True}, {"batch_sampler": BATCHES}])
+def test_the_epoch_goes_on_while_another_process_has_a_batch(sampling):
+    def make(rank):
+        loader = DataLoader(range(LENGTH), **sampling)
+        return prepare_data_loader(loader, num_processes=2, process_index=rank, even_batches=False)
+
+    passes = [make(0), make(1)]
+    iterators = [iter(loader) for loader in passes]
+    for _ in range(2):
+        for iterator in iterators:
+            next(iterator)
+        states = [loader.state_dict() for loader in passes]
     assert [state["ended"] for state in states] == [False, False]
-    first, second = (alone(rank, state=state, **options) for rank, state in enumerate(states))
+    first, second = make(0), make(1)
+    first.load_state_dict(states[0])
+    second.load_state_dict(states[1])
 
     assert (len(batches(first)), batches(second)) == (1, [])
     assert first.iteration == second.iteration == 1

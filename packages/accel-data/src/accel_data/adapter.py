@@ -257,8 +257,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _stream(
         self, started: Pass, shard: IterableDatasetShard
-    ) -> Iterator[tuple[tuple[int, ...] | None, Any]]:
-        """Read (real, batch) from an iterable dataset."""
+    ) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
+        """Read (batch, real) from an iterable dataset."""
         begin = started.begin
         place = begin.stream
         if self._reads is None or place is not None:  # workers that live on do not know a place
@@ -292,7 +292,7 @@ def part_of(shard: Any) -> tuple[int, int] | None:
 
 def handed_on(
     blocks: Iterator[Any], started: Pass, over: int
-) -> Iterator[tuple[tuple[int, ...] | None, Any]]:
+) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
     """Hand on what workers have read, and note where they were.
 
     Args:
@@ -301,7 +301,7 @@ def handed_on(
         over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
 
     Yields:
-        (real, batch)
+        (batch, real)
     """
     trail = started.trail
     assert trail is not None
@@ -311,7 +311,7 @@ def handed_on(
             trail.pass_over(mark)
         else:
             trail.add(mark, started.steps)
-            yield real, batch
+            yield batch, real and tuple(real)  # pinning memory made a list of it
 
 
 def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:

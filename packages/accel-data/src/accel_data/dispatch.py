@@ -164,6 +164,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         if len(self._owners) == 1:
+            if self.slice_fn is None:
+                return super()._read(started)
             return noted((parts[0], real, last) for parts, real, last in self._rounds(started))
         if not dist.is_initialized():
             raise RuntimeError(
@@ -243,7 +245,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if self._shard is None:
             stream = self._stream(started, self._stream_shard())
             return look_ahead(
-                iter(rounds.of(Read(batch, real[0] if real else None) for real, batch in stream))
+                iter(rounds.of(Read(batch, real[0] if real else None) for batch, real in stream))
             )
         found = rounds.of(Read(batch, None) for batch in self._indexed(started))
         return self._padded(found, self._shard, self._shard.share)

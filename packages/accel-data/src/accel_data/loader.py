@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["Item", "PreparedLoader", "look_ahead", "looked_up", "noted"]
+__all__ = ["Item", "PreparedLoader", "look_ahead", "noted", "noted_ahead"]
 
 Real = tuple[int, ...] | None
 Item = tuple[Any, Real, bool]
@@ -103,8 +103,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _ends_for_all(self, started: Pass) -> bool:
         """Whether no process has a batch after this process's last one."""
         shard = self._shard
-        is_even = shard is None or shard.is_even or self._limit is None
-        return is_even or started.cursor(None).consumed == self._limit
+        alike = shard is None or shard.is_even or self._progress.part is not None
+        counts = None if alike or shard is None else shard.batches_of_each
+        return counts is None or started.steps == max(counts)
 
     def _check_something(self, started: Pass) -> None:
         """Warn if no process got anything of the rest of an epoch that a loaded state has begun."""
@@ -129,7 +130,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         """Return the batches of a pass, and what will be known of them."""
-        raise NotImplementedError
+        if self._shard is None:
+            return noted_ahead(self._stream(started, self._stream_shard()), Share())
+        self._shard.start = started.begin.consumed
+        batches = self._open(self, started)
+        share = self._shard.share
+        if self._shard.has_length:
+            return batches, share
+        return noted_ahead(((batch, None) for batch in batches), share)
 
     def _start_pass(self) -> Pass:
         generator = self.synchronized_generator
@@ -191,10 +199,29 @@ def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
     return batches(), share
 
 
-def looked_up(batches: Iterable[Any], share: Share) -> Generator[Item, None, None]:
-    """Tell which batch is the last one by reading one ahead, for a sampler without a length."""
-    for batch, _, last in look_ahead((batch, None) for batch in batches):
-        yield batch, (share.real if last else None), last
+def noted_ahead(batches: Iterator[tuple[Any, Real]], share: Share) -> tuple[Iterator[Any], Share]:
+    """Take the batches out of (batch, real), and find out by reading one ahead which is the last one.
+
+    Args:
+        batches: What is read.
+        share: Gets what is known of them. It may know the padding of the last one before.
+    """
+
+    def handed_on() -> Iterator[Any]:  # one generator for both: each costs, for every batch
+        number = 1
+        present = next(batches, None)
+        for following in batches:
+            assert present is not None
+            number += 1
+            share.now = present[1]
+            yield present[0]
+            present = following
+        if present is not None:
+            share.num_batches = number
+            share.real = share.real or present[1]
+            yield present[0]
+
+    return handed_on(), share
 
 
 def look_ahead(batches: Iterator[tuple[Any, Real]]) -> Generator[Item, None, None]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_data.cursor import Pass
-from accel_data.layout import Share
-from accel_data.loader import PreparedLoader, look_ahead, looked_up, noted
+from accel_data.loader import PreparedLoader
 from accel_state.enums import RNGType
 
 if TYPE_CHECKING:
@@ -76,16 +73,6 @@ class DataLoaderShard(PreparedLoader):
         )
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-
-    def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
-        if self._shard is None:
-            blocks = self._stream(started, self._stream_shard())
-            # Pinning memory makes a list of a tuple.
-            return noted(look_ahead((batch, real and tuple(real)) for real, batch in blocks))
-        self._shard.start = started.begin.consumed
-        batches = self._open(self, started)
-        share = self._shard.share
-        return (batches, share) if self._shard.has_length else noted(looked_up(batches, share))
 
 
 class SkipDataLoader(DataLoaderShard):
