@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from accel_launch.plan import Plan, make_plan
 from accel_launch.resolve import Settings, resolve
 from accel_launch.starters import STARTERS, Prepared, become
 from accel_state import env
+from accel_state.enums import ComputeEnvironment
 
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
@@ -34,7 +36,12 @@ def launch_command(args: argparse.Namespace) -> None:
         SystemExit: With the exit code of the worker that failed first.
     """
     environ = env.snapshot()
-    settings = resolve(args, _config(args), environ)
+    config = _config(args)
+    if config is not None and config.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER:
+        _launch_job(config, args, environ)
+        return
+    settings = resolve(args, config, environ)
+    _warn_of_keys(settings)
     script = getattr(args, "training_script", None)
     if settings.value("explain") and script is None:
         print(_explained(settings))
@@ -46,6 +53,24 @@ def launch_command(args: argparse.Namespace) -> None:
         print(_dry_run(plan, environ))
     if not (settings.value("explain") or settings.value("dry_run")):
         _start(plan, environ)
+
+
+def _launch_job(config: LaunchConfig, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from accel_launch.sagemaker.job import job_text, run_job
+
+    explain, dry_run = (getattr(args, name, None) for name in ("explain", "dry_run"))
+    if explain:
+        print(_explained(resolve(args, config, environ)))
+    if dry_run:
+        print(job_text(config, args))
+    if not (explain or dry_run):
+        run_job(config, args)
+
+
+def _warn_of_keys(settings: Settings) -> None:
+    keys = [f"--{name}" for name in ("aws_access_key_id", "aws_secret_access_key") if settings.given(name)]
+    if keys:
+        warnings.warn(f"Ignored without a config for Amazon SageMaker: {', '.join(keys)}.", stacklevel=3)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

@@ -1,0 +1,1 @@
+"""Amazon SageMaker: a training job made from the config file."""
