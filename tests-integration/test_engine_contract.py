@@ -75,6 +75,11 @@ def fsdp2_tp() -> dict[str, Any]:
     return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}
 
 
+def ddp_tp() -> dict[str, Any]:
+    """Two replicas, each of two processes that split weights."""
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=2, tp_size=2)}
+
+
 def deepspeed(stage: int) -> dict[str, Any]:
     """A stage of DeepSpeed's ZeRO; at 3 also small parameters are shared out."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000}
@@ -118,7 +123,10 @@ CASES: dict[str, Case] = {
     "cp": Case(2, "fsdp2 x cp", cp, replicas=2),
 }
 
-FEW = {"fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2)}
+FEW = {
+    "fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2),
+    "ddp x tp": Case(4, "ddp x tp", ddp_tp, replicas=2),
+}
 """Combinations of the others, which are tested where they could differ."""
 
 IN_PARTS = {
@@ -373,10 +381,10 @@ def test_the_order_of_preparing_does_not_matter(world, case, order):
         assert_same_run(run, plain_run(), "no")
 
 
-@pytest.mark.parametrize("case", list(FEW))
-def test_combinations_train_as_one_process_does(world, case):
-    for run in world.run(train, case, size=FEW[case].size, timeout_s=100):
-        assert_same_run(run, plain_run(), "no")
+@pytest.mark.parametrize(("case", "precision"), [*((case, "no") for case in FEW), ("ddp x tp", "bf16")])
+def test_combinations_train_as_one_process_does(world, case, precision):
+    for run in world.run(train, case, precision, size=FEW[case].size, timeout_s=100):
+        assert_same_run(run, plain_run(precision), precision)
 
 
 def resume(case: str, folder: str) -> tuple[Run, Run]:

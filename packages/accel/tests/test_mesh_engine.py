@@ -360,7 +360,7 @@ class Pair(torch.nn.Module):
         self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
+        return self.down(self.up(x).relu()).square()
 
 
 def tensor_refusals() -> list[str]:
@@ -412,11 +412,24 @@ def test_a_tensor_parallel_group_counts_once(world):
         assert shapes == {(4, 4)}
 
 
-def replicas_and_tensors() -> str:
-    with pytest.raises(ValueError, match="dp_replicate_size=2") as error:
-        Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2))
-    return str(error.value)
+def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2))
+    model = Pair()
+    model._tp_plan = {"up": "colwise", "down": "rowwise"}
+    model = accelerator.prepare(model)
+    shapes = {model.up.weight.to_local().shape, model.down.weight.to_local().shape}
+    x = torch.full((1, 4), float(accelerator.engine.data_shard[0] + 1))
+    accelerator.backward(model(x).square().mean())
+    gradients = {name: item.grad.full_tensor() for name, item in model.named_parameters()}
+    return [accelerator.engine.data_shard, gradients], shapes, accelerator.engine.name
 
 
-def test_replicas_of_split_weights_are_refused_with_the_alternative(world):
-    assert "dp_shard_size=2" in world.run(replicas_and_tensors, size=4)[0]
+def test_replicas_of_split_weights_average_their_gradients(world):
+    found = world.run(replicas_and_tensors, size=4)
+
+    assert [shard for (shard, _), *_ in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    for (_, gradients), shapes, name in found:
+        assert name == "ddp x tp"
+        assert shapes == {(4, 4)}
+        for own, first in zip(gradients.values(), found[0][0][1].values(), strict=True):
+            torch.testing.assert_close(own, first)

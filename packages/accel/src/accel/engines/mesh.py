@@ -58,6 +58,11 @@ class Meshes:
         return self.tensor_size * (1 if self.context is None else self.context.size())
 
     @property
+    def has_one_shard(self) -> bool:
+        """Whether models are whole on each replica, but for tensor parallelism."""
+        return self.fsdp is not None and self.fsdp.ndim == 2 and self.fsdp.size(1) == 1
+
+    @property
     def tensor_size(self) -> int:
         """Processes that split each weight."""
         return 1 if self.tensor is None else self.tensor.size()
@@ -136,10 +141,12 @@ def plan_for(
     check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
     policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
-    policy.set_mixed_precision(context.precision.name)
+    # Replicas that nobody asked to shard keep their parameters, as those of DDP do: autocast alone casts.
+    is_plain = meshes.has_one_shard and context.fsdp is None
+    policy.set_mixed_precision("no" if is_plain else context.precision.name)
     sharding = Sharding(
         filling=Filling(mesh, process.device, sync),
-        reshard_after_forward=plugin.reshard_after_forward,
+        reshard_after_forward=plugin.reshard_after_forward and not is_plain,
         precision=policy.mixed_precision_policy,
         offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
     )
@@ -154,7 +161,8 @@ class MeshEngine(ShardedEngine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self._meshes = _find_meshes(context)
-        axes = {"fsdp2": self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
+        data = "ddp" if self._meshes.has_one_shard and context.fsdp is None else "fsdp2"
+        axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
         self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
         self._sequences = _share_sequences(context, self._meshes)
         self._replaced = Replaced()
@@ -309,11 +317,11 @@ def _find_meshes(context: EngineContext) -> Meshes:
     if mesh is None or config is None:
         return Meshes(init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",)))
     tensor = mesh["tp"] if config.tp_enabled else None
-    if tensor is not None and config.dp_replicate_enabled:
-        raise ValueError(
-            f"dp_replicate_size={config.dp_replicate_size} beside tp_size={config.tp_size} is not there: "
-            f"shard instead of replicating, dp_shard_size={config.data_parallel_size}."
-        )
+    if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
+        # Replicas alone, each one shard, on one mesh with the axis that splits weights.
+        sizes = (config.dp_replicate_size, 1, config.tp_size)
+        whole = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        return Meshes(whole["dp_replicate", "dp_shard"], whole["tp"])
     if config.dp_shard_cp_dim_names:
         sequences = mesh["cp"] if config.cp_enabled else None
         return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
