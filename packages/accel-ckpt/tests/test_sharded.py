@@ -15,9 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accel_ckpt import dcp
+from accel_ckpt import background, dcp
+from accel_ckpt.agree import together
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
-from accel_ckpt.sharded import load_sharded_state, save_sharded_state
+from accel_ckpt.reading import open_checkpoint
+from accel_ckpt.sharded import Parts, load_parts, load_sharded_state, save_sharded_state
+from accel_ckpt.staging import release_memory, staged
+from accel_state.process import current_process
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -86,7 +90,78 @@ def test_damage_is_named_on_all(world: Any, tmp_path: Path) -> None:
     assert "optimizer_0/.metadata is missing" in told(str(tmp_path / "d"))
     (tmp_path / "d" / "accel_manifest.json").unlink()
     with pytest.warns(UserWarning, match="another implementation"):
-        assert "has no optimizer_0" in told(str(tmp_path / "d"))
+        assert "there is no optimizer_0 for optimizer 0" in told(str(tmp_path / "d"))
+
+
+def save_in_the_background(folder: str, failing: int | None) -> list[float] | str:
+    model, optimizer = make(0)
+    train(model, optimizer, range(3))
+    with staged(folder, blocking=False) as staging:
+        save_sharded_state(staging.path, [model], [optimizer])
+        act = fail if process_rank() == failing else nothing
+        staging.write_together(lambda group: together(act, current_process(), "failing", group))
+        own = staging.writer
+    losses = train(model, optimizer, range(3, 7))  # changes what is being saved
+    try:
+        background.wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        release_memory()
+    digested = sorted(path.name for path in own._files)
+    # Each process has digested what it wrote; the first one does the rest.
+    assert [name for name in digested if name.endswith(".distcp")] == [f"__{process_rank()}_0.distcp"] * 2
+    return losses
+
+
+def process_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise OSError(28, "disk full")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_is_that_of_the_call_when_it_is_saved_in_the_background(
+    world: Any, tmp_path: Path, size: int
+) -> None:
+    folder = str(tmp_path / "c")
+    straight = world.run(save_in_the_background, folder, None, size=size, timeout_s=100)
+    for losses in world.run(load_and_go_on, folder, size=size, timeout_s=100):
+        assert losses == straight[0]
+
+
+def test_when_one_fails_to_save_in_the_background_all_do(world: Any, tmp_path: Path) -> None:
+    first, second = world.run(save_in_the_background, str(tmp_path / "c"), 1, size=2, timeout_s=100)
+    assert second == "OSError: [Errno 28] disk full"
+    assert "failing failed on another process. process 1: OSError" in first
+    assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_differ_are_itemised_and_what_fits_is_restored(tmp_path: Path) -> None:
+    save_after_three(str(tmp_path / "c"))
+    model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4)).double()
+    model.extra = nn.Linear(1, 1)
+    model[0].register_parameter("bias", None)
+    before = model[2].weight.clone(), model[0].weight.clone()
+    with pytest.raises(CheckpointError) as error:
+        load_sharded_state(tmp_path / "c", [model])
+    for line in (
+        "pytorch_model_fsdp_0 has 0.bias, which is not in model 0",
+        "pytorch_model_fsdp_0 has no extra.weight for model 0",
+        "2.weight has the shape [3, 5] in pytorch_model_fsdp_0 and [4, 5] in model 0",
+    ):
+        assert line in str(error.value)
+    assert torch.equal(model[0].weight, before[1])
+    reading = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
+    load_parts(reading.folder, reading.names, Parts.of([model], []), current_process(), strict=False)
+    assert torch.equal(model[2].weight, before[0])
+    assert not torch.equal(model[0].weight, before[1])
 
 
 class Payload:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import random
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ckpt import manifest
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.errors import CheckpointError
@@ -342,10 +346,11 @@ def test_differences_are_errors_unless_told_otherwise(tmp_path):
         again[0].load_state(folder, strict=False)
 
 
-def resharded(folder, save):
+def resharded(folder, save, sharded=False):
     """Train on all data as one batch over the processes, so that losses do not depend on their number."""
     torch.manual_seed(0)
-    accelerator = Accelerator(split_batches=True)
+    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if sharded else {}
+    accelerator = Accelerator(split_batches=True, **plugin)
     model = torch.nn.Linear(3, 1).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -359,6 +364,7 @@ def resharded(folder, save):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*saved on")
             accelerator.load_state(folder)
+    drawn = [] if save else [torch.rand(()).item()]
     while len(losses) < (9 if save else 6):
         for x, y in loader:
             loss = torch.nn.functional.mse_loss(model(x), y)
@@ -368,19 +374,39 @@ def resharded(folder, save):
             optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
             if save and len(losses) == 3:
-                accelerator.save_state(folder)
+                torch.manual_seed(accelerator.process_index)
+                accelerator.save_state(folder, blocking=not sharded)
+                drawn.append(torch.rand(()).item())
             if len(losses) == (9 if save else 6):
                 break
-    return losses[3:] if save else losses
+    accelerator.wait_for_save()
+    return losses[3:] if save else losses, drawn
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 def test_a_run_goes_on_on_another_number_of_processes(world, tmp_path, saved):
     folder = str(tmp_path / "state")
-    straight = world.run(resharded, folder, True, size=saved, timeout_s=100)[0]
-    for loaded in (1, 2, 3, 4):
-        for losses in world.run(resharded, folder, False, size=loaded, timeout_s=100):
-            assert losses == pytest.approx(straight, rel=1e-9), (saved, loaded)
+    goes_on(world, folder, saved, (1, 2, 3, 4), sharded=False)
+
+
+# Weights and optimizer in parts, under one process, replicas and other numbers of shards.
+@pytest.mark.parametrize(("saved", "loaded"), [(2, (1, 3)), (4, (2,))])
+def test_a_sharded_run_goes_on_on_another_number_of_processes(world, tmp_path, saved, loaded):
+    folder = tmp_path / "state"
+    goes_on(world, str(folder), saved, loaded, sharded=True)
+    assert len(list((folder / "pytorch_model_fsdp_0").glob("*.distcp"))) == saved
+
+
+def goes_on(world, folder, saved, others, sharded):
+    straight = world.run(resharded, folder, True, sharded, size=saved, timeout_s=100)
+    for loaded in others:
+        runs = world.run(resharded, folder, False, sharded, size=loaded, timeout_s=100)
+        for losses, _ in runs:
+            assert losses == pytest.approx(straight[0][0], rel=1e-9), (saved, loaded)
+        # Ranks that were there go on with their random numbers; new ones have others.
+        assert [drawn for _, drawn in runs[:saved]] == [drawn for _, drawn in straight[:loaded]]
+        if saved > 1:
+            assert len({drawn[0] for _, drawn in runs}) == loaded
 
 
 def test_the_manifest_says_what_the_run_was(tmp_path):
@@ -420,3 +446,68 @@ def test_end_training_waits_for_the_save_and_raises_its_error(tmp_path):
         run[0].end_training()
     run[0].end_training()
     assert not (tmp_path / "b").exists()
+
+
+def in_parts(count):
+    """Models that are sharded, each with its optimizer."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    models = [torch.nn.Linear(3, 2) for _ in range(count)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+    return accelerator, prepared[:count], prepared[count:]
+
+
+def other_parts(folder):
+    accelerator, models, _ = in_parts(2)
+    saved = models[1].weight.full_tensor()
+    accelerator.save_state(folder)
+    fewer, _, _ = in_parts(1)
+    extra = "the folder optimizer_1 is not loaded: .* the folder pytorch_model_fsdp_1 is not loaded"
+    with pytest.raises(CheckpointError, match=extra):
+        fewer.load_state(folder)
+    with pytest.warns(UserWarning, match=extra):
+        fewer.load_state(folder, strict=False)
+
+    more, others, _ = in_parts(3)
+    for model in others:
+        torch.nn.init.zeros_(model.weight)
+    missing = "there is no pytorch_model_fsdp_2 for model 2; there is no optimizer_2 for optimizer 2"
+    with pytest.raises(CheckpointError, match=missing):
+        more.load_state(folder)
+    assert not any(model.weight.full_tensor().any() for model in others)  # nothing is changed
+    with pytest.warns(UserWarning, match=missing):
+        more.load_state(folder, strict=False)
+    assert torch.equal(others[1].weight.full_tensor(), saved)
+    assert not others[2].weight.full_tensor().any()
+
+
+def test_parts_that_are_missing_or_that_nobody_asked_for_are_told(world, tmp_path):
+    world.run(other_parts, str(tmp_path / "state"), size=1)
+
+
+def foreign_parts(folder):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    states = {
+        "pytorch_model_fsdp_0": {"model": get_model_state_dict(model)},
+        "optimizer_0": {"optimizer": get_optimizer_state_dict(model, optimizer)},
+    }
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    for name, state in states.items():
+        dcp.save(state, checkpoint_id=f"{folder}/{name}", no_dist=True)
+    drawn = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    torch.save({"step": 0, **drawn}, f"{folder}/random_states_0.pkl")
+    accelerator, (loaded,), (own,) = in_parts(1)
+    with pytest.warns(UserWarning, match="another implementation wrote it"):
+        accelerator.load_state(folder)
+    assert torch.equal(loaded.weight.full_tensor(), model.weight)
+    moments = own.state_dict()["state"][0]["exp_avg"].full_tensor()
+    assert torch.equal(moments, optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_parts_that_another_implementation_wrote_are_loaded(world, tmp_path):
+    world.run(foreign_parts, str(tmp_path), size=1)

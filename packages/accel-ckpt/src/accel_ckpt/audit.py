@@ -24,6 +24,7 @@ class Expected:
         loaders: The names that the file of each loader may have; none for a loader without a state.
         scaler: Whether there is a loss scaler that is in use.
         custom: How many registered objects.
+        folders: Names of folders that have models and optimizers in parts.
         hooked: Names of files, and roles of files, that the caller reads by itself.
     """
 
@@ -33,6 +34,7 @@ class Expected:
     loaders: Sequence[Sequence[str]] = ()
     scaler: bool = False
     custom: int = 0
+    folders: Collection[str] = ()
     hooked: Collection[str] = ()
 
 
@@ -75,7 +77,7 @@ def audit(
     _compare_ranks(frozenset(names), facts, rank, world_size, findings)
     for name in sorted(names):
         role = layout.role_of(name)
-        if name in asked or role in _PER_RANK or role in expected.hooked:
+        if name in asked or role in (*_PER_RANK, "sharded", *expected.hooked):
             continue
         if name in expected.hooked:
             findings.notes.append(f"{name} is not loaded: a hook has taken its model out")
@@ -84,6 +86,11 @@ def audit(
             findings.notes.append(f"{name} was written by a hook; no hook is registered that could read it")
         else:
             findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
+    parts = {name.partition("/")[0] for name in names if layout.role_of(name) == "sharded"}
+    findings.others += [
+        f"the folder {name} is not loaded: there is nothing in parts for it here"
+        for name in sorted(parts.difference(expected.folders))
+    ]
     findings.others += [
         f"{name} is not in {layout.MANIFEST}: something has put it there since. Keep it elsewhere"
         for name in sorted(strangers)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from accel_ckpt.resharding import random_states_for
 from accel_ckpt.rng import set_rng_state
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process, current_process
+
+if TYPE_CHECKING:
+    from accel_ckpt.sharded import Parts
 
 __all__ = ["Objects", "load_accelerator_state", "load_custom_state", "restore"]
 
@@ -104,6 +107,7 @@ class Objects:
     loaders: Sequence[Any]
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
+    parts: Parts | None = None  # further models and optimizers
 
     def expected(self, hooked: Collection[str]) -> Expected:
         """Tell what files they need."""
@@ -115,6 +119,7 @@ class Objects:
             loaders=[_loader_files(loader, index) for index, loader in enumerate(self.loaders)],
             scaler=self.scaler is not None and not off,
             custom=len(self.custom),
+            folders=[] if self.parts is None else [name for _, name in self.parts.folders()],
             hooked={*hooked, *(["scaler"] if off else [])},
         )
 
@@ -155,12 +160,18 @@ def restore(
     Raises:
         CheckpointError: As there.
     """
+    different: list[str] = []
+    if objects.parts is not None:
+        from accel_ckpt.sharded import compare_parts, load_parts  # 0.2 s that others need not wait
+
+        different = compare_parts(reading.folder, reading.names, objects.parts, process)
 
     def check() -> Findings:
         size = process.world_size
         findings = audit(
             reading.names, reading.strangers, reading.facts, objects.expected(hooked), process_index, size
         )
+        findings.core += different
         for index, model in enumerate(objects.models):
             state = reading.load(*layout.model_files(index))
             if state is not None:
@@ -190,7 +201,10 @@ def restore(
         return result
 
     findings = together(check, process, "comparing the checkpoint with the objects given")
-    return together(load, process, "loading the checkpoint")
+    result = together(load, process, "loading the checkpoint")
+    if objects.parts is not None:
+        load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
+    return result
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: bool = True) -> None:

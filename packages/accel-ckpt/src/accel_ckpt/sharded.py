@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -26,18 +29,68 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from accel_ckpt import layout
 from accel_ckpt.agree import together
-from accel_ckpt.dcp import SafePlanner, SafeReader
+from accel_ckpt.dcp import METADATA, SafePlanner, SafeReader, read_metadata
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.memory import Memory
 from accel_ckpt.reading import open_checkpoint
-from accel_ckpt.staging import staged
+from accel_ckpt.staging import Staging, staged
+from accel_ops.walk import recursively_apply
 from accel_state.process import Process, current_process
 
-__all__ = ["load_sharded_state", "save_sharded_state"]
+__all__ = ["Parts", "compare_parts", "load_parts", "load_sharded_state", "save_sharded_state"]
 
 Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Models and optimizers of which every process has its part.
+
+    Args:
+        models: The models.
+        optimizers: The optimizers.
+        owners: For each optimizer, which model has its parameters.
+    """
+
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    owners: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        owners: Sequence[int] | None = None,
+    ) -> Parts:
+        """Check which optimizer belongs to which model; by default the first to the first, and so on.
+
+        Raises:
+            ValueError: If one has no model.
+        """
+        found = range(len(optimizers)) if owners is None else owners
+        if len(found) != len(optimizers) or any(not 0 <= index < len(models) for index in found):
+            raise ValueError(
+                f"each optimizer needs its model, at the same place or named in owners: there are "
+                f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
+            )
+        return cls(models, optimizers, found)
+
+    def owner(self, index: int) -> torch.nn.Module:
+        """Return the model of an optimizer."""
+        return self.models[self.owners[index]]
+
+    def folders(self) -> list[tuple[str, str]]:
+        """Return what each folder is for, and the folder's name."""
+        return [
+            *((f"model {i}", layout.sharded_model_folder(i)) for i in range(len(self.models))),
+            *((f"optimizer {i}", layout.sharded_optimizer_folder(i)) for i in range(len(self.optimizers))),
+        ]
 
 
 def save_sharded_state(
@@ -64,15 +117,15 @@ def save_sharded_state(
         ValueError: If there are more optimizers than models.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    owners = _owners(models, optimizers, owners)
+    parts = Parts.of(models, optimizers, owners)
     process = current_process() if process is None else process
     with staged(output_dir, process=process) as staging:
-        for index, model in enumerate(models):
+        for index, model in enumerate(parts.models):
             weights = {"model": get_model_state_dict(model)}
-            _save(weights, staging.path / layout.sharded_model_folder(index), process)
-        for index, optimizer in enumerate(optimizers):
-            state = {"optimizer": get_optimizer_state_dict(models[owners[index]], optimizer)}
-            _save(state, staging.path / layout.sharded_optimizer_folder(index), process)
+            _write(weights, layout.sharded_model_folder(index), staging, process)
+        for index, optimizer in enumerate(parts.optimizers):
+            state = {"optimizer": get_optimizer_state_dict(parts.owner(index), optimizer)}
+            _write(state, layout.sharded_optimizer_folder(index), staging, process)
 
 
 def load_sharded_state(
@@ -100,47 +153,134 @@ def load_sharded_state(
         CorruptCheckpointError: If files are missing, changed, or lead out of the folder.
         CheckpointError: If the folder has no state for one of the objects, or another one than they need.
     """
-    owners = _owners(models, optimizers, owners)
+    parts = Parts.of(models, optimizers, owners)
     process = current_process() if process is None else process
     reading = open_checkpoint(Path(input_dir), process, None, {}, verify)
-    folders = [layout.sharded_model_folder(index) for index in range(len(models))]
-    folders += [layout.sharded_optimizer_folder(index) for index in range(len(optimizers))]
-
-    def check() -> None:
-        missing = [name for name in folders if f"{name}/.metadata" not in reading.names]
-        if missing:
-            raise CheckpointError(f"{reading.folder} has no {', no '.join(missing)}. Load what was saved.")
-
-    together(check, process, "comparing the checkpoint with the objects given")
-    for index, model in enumerate(models):
-        weights = {"model": get_model_state_dict(model)}
-        _load(weights, reading.folder / layout.sharded_model_folder(index), process)
-        set_model_state_dict(model, weights["model"])
-    for index, optimizer in enumerate(optimizers):
-        state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(models[owners[index]], optimizer)}
-        _load(state, reading.folder / layout.sharded_optimizer_folder(index), process)
-        set_optimizer_state_dict(models[owners[index]], optimizer, state["optimizer"])
+    differences = compare_parts(reading.folder, reading.names, parts, process)
+    if differences:
+        raise CheckpointError(f"{reading.folder} is of other objects: {'; '.join(differences)}.")
+    load_parts(reading.folder, reading.names, parts, process)
 
 
-def _owners(models: Sequence[Any], optimizers: Sequence[Any], owners: Sequence[int] | None) -> Sequence[int]:
-    """The model of each optimizer, checked."""
-    found = range(len(optimizers)) if owners is None else owners
-    if len(found) != len(optimizers) or any(not 0 <= index < len(models) for index in found):
-        raise ValueError(
-            f"each optimizer needs its model, at the same place or named in owners: there are "
-            f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
-        )
-    return found
+def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: Process) -> list[str]:
+    """Compare folders of weights with the models that they are for. Every process must call it.
+
+    Args:
+        folder: The checkpoint folder, checked.
+        names: Its files.
+        parts: What is to be loaded.
+        process: This process.
+
+    Returns:
+        One line for each folder that is missing, and for each weight that differs or is on one side alone.
+    """
+    states = [flatten_state_dict({"model": get_model_state_dict(model)})[0] for model in parts.models]
+
+    def compare() -> list[str]:
+        found = [f"there is no {name} for {what}" for what, name in parts.folders() if not _has(names, name)]
+        for index, state in enumerate(states):
+            name = layout.sharded_model_folder(index)
+            if _has(names, name):
+                saved = read_metadata(folder / name).state_dict_metadata
+                found += [f"{line} {index}" for line in _different_weights(name, saved, state)]
+        return found
+
+    return together(compare, process, "comparing the checkpoint with the objects given")
 
 
-def _save(state: dict[str, Any], folder: Path, process: Process) -> None:
-    def write() -> None:
+def load_parts(
+    folder: Path, names: Collection[str], parts: Parts, process: Process, strict: bool = True
+) -> None:
+    """Load models and optimizers from their folders. Every process must call it.
+
+    Args:
+        folder: The checkpoint folder, checked.
+        names: Its files.
+        parts: What to load into.
+        process: This process.
+        strict: False to leave weights as they are that the folder does not have in their shape, and objects
+            that have no folder.
+
+    Raises:
+        CheckpointError: If the state of an optimizer is another one than it needs.
+    """
+    for index, model in enumerate(parts.models):
+        name = layout.sharded_model_folder(index)
+        if strict or _has(names, name):
+            weights = get_model_state_dict(model)
+            if not strict:
+                saved = read_metadata(folder / name).state_dict_metadata
+                weights = {
+                    key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
+                }
+            _load({"model": weights}, folder / name, process)
+            set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
+    for index, optimizer in enumerate(parts.optimizers):
+        name = layout.sharded_optimizer_folder(index)
+        if strict or _has(names, name):
+            owner = parts.owner(index)
+            state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(owner, optimizer)}
+            _load(state, folder / name, process)
+            set_optimizer_state_dict(owner, optimizer, state["optimizer"])
+
+
+def _has(names: Collection[str], folder: str) -> bool:
+    return f"{folder}/{METADATA}" in names
+
+
+def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
+    shape = getattr(saved.get(key), "size", None)
+    return key in saved and (shape is None or shape == value.size())
+
+
+def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    short = {key: key.removeprefix("model.") for key in saved.keys() | state.keys()}
+    found = [f"{name} has no {short[key]} for model" for key in state.keys() - saved.keys()]
+    found += [f"{name} has {short[key]}, which is not in model" for key in saved.keys() - state.keys()]
+    for key in state.keys() & saved.keys():
+        if not _fits(saved, key, state[key]):
+            shapes = [*saved[key].size], [*state[key].size()]
+            found.append(f"{short[key]} has the shape {shapes[0]} in {name} and {shapes[1]} in model")
+    return sorted(found)
+
+
+def _write(state: dict[str, Any], name: str, staging: Staging, process: Process) -> None:
+    folder = staging.path / name
+    if staging.memory is not None:
+        state = recursively_apply(_copy, state, staging.memory)
+        staging.memory.settle()
+
+    def write(group: Any) -> None:
         # What is flushed and renamed as a whole needs neither a flush nor a rename of each file.
-        save(
-            state, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=process.world_size == 1
+        writer = FileSystemWriter(folder, sync_files=False)
+        alone = process.world_size == 1
+        _collective(
+            lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
+            process,
+            f"writing {name}",
+            group,
         )
+        for path in sorted(folder.glob(f"__{process.rank}_*")):
+            staging.writer.follow(path)  # each process digests its own
 
-    _collective(write, process, f"writing {folder.name}")
+    staging.write_together(write)
+
+
+def _copy(value: torch.Tensor, memory: Memory) -> torch.Tensor:
+    """Copy a tensor; of a sharded one this process's part."""
+    if not isinstance(value, DTensor):
+        return memory.copy(value)
+    mesh = value.device_mesh
+    # The copy is on the CPU and is never computed with: its mesh needs no process group.
+    beside = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    return DTensor.from_local(
+        memory.copy(value.to_local()),
+        beside,
+        value.placements,
+        run_check=False,
+        shape=value.size(),
+        stride=value.stride(),
+    )
 
 
 def _load(state: dict[str, Any], folder: Path, process: Process) -> None:
@@ -151,7 +291,7 @@ def _load(state: dict[str, Any], folder: Path, process: Process) -> None:
     _collective(read, process, f"reading {folder.name}")
 
 
-def _collective(function: Callable[[], None], process: Process, task: str) -> None:
+def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:
     """Call a function of DCP, which speaks with the other processes, and unwrap its errors."""
 
     def call() -> None:
@@ -167,4 +307,4 @@ def _collective(function: Callable[[], None], process: Process, task: str) -> No
                 raise type(cause)(str(cause)) from error
             raise CheckpointError(f"process {rank}: {type(cause).__name__}: {cause}") from error
 
-    together(call, process, task)
+    together(call, process, task, group)

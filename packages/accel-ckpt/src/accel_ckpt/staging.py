@@ -54,6 +54,7 @@ class Staging:
     progress: Progress
     memory: Memory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    _together: list[Callable[[Any], None]] = field(default_factory=list)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _after: list[Callable[[], object]] = field(default_factory=list)
 
@@ -78,6 +79,18 @@ class Staging:
         else:
             with self.writer.open(path) as file:
                 tensors.write_to(obj, file, safe_serialization)
+
+    def write_together(self, function: Callable[[Any], None]) -> None:
+        """Have files written that the processes speak about, at once or in the background.
+
+        Args:
+            function: What writes them, given the process group to speak in (None for that of the run). Every
+                process gives as many, and in each of them fails if one does.
+        """
+        if self.memory is None:
+            function(None)
+        else:
+            self._together.append(function)
 
     def after_commit(self, function: Callable[[], object]) -> None:
         """Have something done on every process that commits, once the checkpoint is there.
@@ -222,6 +235,8 @@ def _finish(staging: Staging, process: Process, group: Any) -> None:
             for function in staging._after:
                 function()
 
+    for function in staging._together:
+        function(group)
     entries = together(write, process, "writing the checkpoint", group)
     known = [entry for own in collect(entries, process, group) for entry in own]
     together(seal, process, "writing the checkpoint", group)

@@ -12,7 +12,7 @@ from accel_ckpt.agree import collect, from_main
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
-from accel_ckpt.sharded import load_sharded_state
+from accel_ckpt.sharded import Parts
 from accel_optim.scaler import forget_round
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def load_state(
     engine.check_own(reading.names)
     others = [model for model in models if not engine.is_own(model)]
     optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
+    # On any number of processes, and under any engine.
     in_parts = any(layout.role_of(name) == "sharded" for name in reading.names)
     objects = Objects(
         [] if in_parts else [engine.model_to_load(model) for model in others],
@@ -71,20 +72,18 @@ def load_state(
         accelerator._dataloaders,
         accelerator.scaler,
         accelerator._custom_objects,
+        Parts.of(**parts_of(accelerator)) if in_parts else None,
     )
     result = restore(
         reading,
         objects,
         accelerator.process_index,
         accelerator.process,
-        hooked={*_left_to_hooks(accelerator, len(models)), "sharded", "deepspeed", "local"},
+        hooked={*_left_to_hooks(accelerator, len(models)), "deepspeed", "local"},
         strict=strict,
         **options if len(others) == len(models) else {},
     )
     engine.load_own(reading.folder, **options)
-    if in_parts:  # on any number of processes, and under any engine
-        parts = parts_of(accelerator)
-        load_sharded_state(reading.folder, **parts, process=accelerator.process, verify=False)
     forget_round(accelerator.scaler)
     if "window" in result:
         accelerator.window.load_state_dict(result["window"])
