@@ -1,4 +1,4 @@
-"""Weighted windows and clipping under engines of several processes: fp64, against all items at once on one."""
+"""Weighted windows and clipping in fp64 under each engine, against one process that has all items at once."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def fsdp2() -> dict[str, Any]:
 
 
 def grouped() -> dict[str, Any]:
-    policy = {"auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": False}
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **policy)}
+    """One group for each layer, whose parameters are not gathered at a window's end."""
+    policy = "transformer_based_wrap"
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)}
 
 
 def fsdp1() -> dict[str, Any]:
