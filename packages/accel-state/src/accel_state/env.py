@@ -31,6 +31,7 @@ __all__ = [
     "patch_environment",
     "purge_accelerate_environment",
     "put",
+    "put_here",
     "raw",
     "snapshot",
     "str_to_bool",
@@ -95,6 +96,20 @@ def put(environ: MutableMapping[str, str], name: str, value: Any) -> None:
         environ.pop(name, None)
     else:
         environ[name] = variable.format(value)
+
+
+def put_here(name: str, value: Any) -> None:
+    """Write a value into this process's own environment, for what reads it later.
+
+    Args:
+        name: A name of `VARIABLES`.
+        value: The value; None removes the variable.
+
+    Raises:
+        KeyError: If the table does not have the name.
+        ValueError: If the value is not valid for the variable.
+    """
+    put(os.environ, name, value)
 
 
 def snapshot() -> dict[str, str]:

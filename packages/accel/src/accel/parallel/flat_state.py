@@ -25,7 +25,14 @@ from accel.parallel.flat import owners_by_name
 from accel.parallel.full_state import gather_whole, stand_ins
 from accel.parallel.wrapping import aliases
 
-__all__ = ["FlatRecord", "WholeFlatModel", "WholeFlatOptimizer", "names_in_groups", "whole_weights"]
+__all__ = [
+    "FlatRecord",
+    "WholeFlatModel",
+    "WholeFlatOptimizer",
+    "names_in_groups",
+    "optimizer_parts",
+    "whole_weights",
+]
 
 _WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -77,6 +84,12 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def optimizer_parts(root: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state by the names of a sharded model's parameters, in parts; every process calls it."""
+    with _quiet():
+        return get_optimizer_state_dict(root, optimizer)
+
+
 def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
     """The names of the parameters in each group of an optimizer.
 
@@ -102,6 +115,11 @@ def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -
         names = [name for names in lists for name in names]
         groups.append(sorted(names, key=order.__getitem__) if any(len(item) > 1 for item in lists) else names)
     return groups
+
+
+def _own(value: Any) -> Any:
+    """A count of steps is one tensor for all parameters in a flat parameter: each gets its own."""
+    return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
 
 
 class WholeFlatModel:
@@ -158,15 +176,17 @@ class WholeFlatOptimizer:
         cls, optimizer: Any, root: torch.nn.Module, names: list[list[str]], keep: bool
     ) -> WholeFlatOptimizer:
         """With the whole state, which all processes gather now; those that do not keep it have no tensors."""
-        with _quiet():
-            state = get_optimizer_state_dict(root, optimizer)
-        return cls(optimizer, root, names, gather_whole(state, keep))
+        return cls(optimizer, root, names, gather_whole(optimizer_parts(root, optimizer), keep))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gathered state, with numbers for names."""
         assert self.state is not None, "it was gathered for saving"
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
-        state = {numbers[name]: values for name, values in self.state["state"].items() if values}
+        state = {
+            numbers[name]: {key: _own(value) for key, value in values.items()}
+            for name, values in self.state["state"].items()
+            if values
+        }
         groups = [
             {**group, "params": [numbers[name] for name in names]}
             for group, names in zip(self.state["param_groups"], self.names, strict=True)

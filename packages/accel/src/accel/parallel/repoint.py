@@ -27,7 +27,11 @@ class Replaced:
         now = dict(model.named_parameters(remove_duplicate=False))
         for old, names in before.items():
             if now[names[0]] is not old:
-                self._new[old] = now[names[0]]
+                self.add(old, now[names[0]])
+
+    def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+        """Note that one parameter took the place of another."""
+        self._new[old] = new
 
     def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The parameter that is used now."""

@@ -14,7 +14,12 @@ from torch.distributed.fsdp import wrap
 
 from accel_state import env
 
-__all__ = ["FSDP_AUTO_WRAP_POLICY", "FSDP_SHARDING_STRATEGY", "FullyShardedDataParallelPlugin"]
+__all__ = [
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_SHARDING_STRATEGY",
+    "FullyShardedDataParallelPlugin",
+    "get_module_class_from_name",
+]
 
 FSDP_SHARDING_STRATEGY = list(env.VARIABLES["FSDP_SHARDING_STRATEGY"].choices)
 """Names of the strategies of version 1."""
@@ -349,6 +354,19 @@ def _choice(field: str, value: Any, known: dict[Any, Any]) -> Any:
     if isinstance(name, bool) or name not in known:
         raise ValueError(f"{field} is {value!r}; allowed: {', '.join(str(item) for item in known)}.")
     return known[name]
+
+
+def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
+    """The class of a module, or of one inside of it, by its name.
+
+    Args:
+        module: The module.
+        name: The class's name, without its module.
+
+    Returns:
+        The class; None if no module is of such a one.
+    """
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def _find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accel_state.lazy import attach
 
 if TYPE_CHECKING:
+    from accel.adapters import is_peft_model as is_peft_model
     from accel.compilation import compile_regions as compile_regions
     from accel.compilation import compile_regions_deepspeed as compile_regions_deepspeed
     from accel.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
     from accel.fp8.te import contextual_fp8_autocast as contextual_fp8_autocast
     from accel.fp8.te import convert_model as convert_model
     from accel.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
+    from accel.fsdp_files import load_fsdp_model as load_fsdp_model
+    from accel.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
+    from accel.fsdp_files import save_fsdp_model as save_fsdp_model
+    from accel.fsdp_files import save_fsdp_optimizer as save_fsdp_optimizer
+    from accel.fsdp_steps import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+    from accel.fsdp_steps import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+    from accel.fsdp_steps import fsdp2_apply_ac as fsdp2_apply_ac
+    from accel.fsdp_steps import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+    from accel.fsdp_steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+    from accel.fsdp_steps import fsdp2_prepare_model as fsdp2_prepare_model
+    from accel.fsdp_steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+    from accel.parallel.filling import ensure_weights_retied as ensure_weights_retied
     from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
@@ -99,6 +112,7 @@ if TYPE_CHECKING:
     from accel_optim.precision import (
         get_mixed_precision_context_manager as get_mixed_precision_context_manager,
     )
+    from accel_optim.scaler import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
     from accel_optim.scaler import get_grad_scaler as get_grad_scaler
     from accel_state.affinity import set_numa_affinity as set_numa_affinity
     from accel_state.capabilities import check_cuda_fp8_capability as check_cuda_fp8_capability
@@ -199,8 +213,25 @@ if TYPE_CHECKING:
     from accel_state.process import wait_for_everyone as wait_for_everyone
 
 _NAMES = {
+    "accel.adapters": ("is_peft_model",),
     "accel.compilation": ("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
     "accel.plugins.deepspeed": ("DeepSpeedPlugin",),
+    "accel.fsdp_files": (
+        "load_fsdp_model",
+        "load_fsdp_optimizer",
+        "save_fsdp_model",
+        "save_fsdp_optimizer",
+    ),
+    "accel.fsdp_steps": (
+        "disable_fsdp_ram_efficient_loading",
+        "enable_fsdp_ram_efficient_loading",
+        "fsdp2_apply_ac",
+        "fsdp2_canonicalize_names",
+        "fsdp2_load_full_state_dict",
+        "fsdp2_prepare_model",
+        "fsdp2_switch_optimizer_parameters",
+    ),
+    "accel.parallel.filling": ("ensure_weights_retied",),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel.ds.dummies": ("DummyOptim", "DummyScheduler"),
     "accel.ds.runtime": ("GatheredParameters", "deepspeed_required"),
@@ -276,7 +307,7 @@ _NAMES = {
     "accel_ops.walk": ("honor_type", "is_namedtuple", "is_torch_tensor", "recursively_apply"),
     "accel_optim.handlers": ("AutocastKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs"),
     "accel_optim.precision": ("get_mixed_precision_context_manager",),
-    "accel_optim.scaler": ("get_grad_scaler",),
+    "accel_optim.scaler": ("get_fsdp2_grad_scaler", "get_grad_scaler"),
     "accel_state.affinity": ("set_numa_affinity",),
     "accel_state.capabilities": (
         "check_cuda_fp8_capability",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.adapters import is_peft_model
 from accel_ckpt.tensors import clean_state_dict_for_safetensors, load, save
 from accel_ops.modules import (
     extract_model_from_parallel,
@@ -19,6 +20,7 @@ __all__ = [
     "get_module_children_bottom_up",
     "has_compiled_regions",
     "is_compiled_module",
+    "is_peft_model",
     "load",
     "model_has_dtensor",
     "recursive_getattr",

@@ -1,0 +1,47 @@
+"""Models that peft has put adapters into: telling them, and which part of a state is the adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.imports import is_peft_available, require
+
+__all__ = ["adapter_names", "is_peft_model"]
+
+
+def is_peft_model(model: torch.nn.Module) -> bool:
+    """Tell whether a model is a peft.PeftModel, inside of what parallel training puts around it.
+
+    Args:
+        model: The model; compiled or not, wrapped or not.
+    """
+    if not is_peft_available():
+        return False
+    peft = require("peft", "peft", "accel")
+    return isinstance(extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel)
+
+
+def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """The names of the adapter's entries: as peft calls them in its files, and in the model's state.
+
+    Args:
+        model: A prepared model with adapters.
+        state: The model's state, or any mapping with its names.
+
+    Raises:
+        ValueError: If it has no adapters.
+    """
+    if not is_peft_model(model):
+        raise ValueError(
+            f"adapter_only=True saves what peft has added to a model, and {type(model).__name__} is no "
+            "PeftModel. Leave it out."
+        )
+    peft = require("peft", "peft", "accel")
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    # peft chooses and renames entries and leaves values as they are: here these are the names themselves.
+    names: dict[str, str] = peft.get_peft_model_state_dict(inner, state_dict={name: name for name in state})
+    return names

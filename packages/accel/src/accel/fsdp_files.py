@@ -1,0 +1,244 @@
+"""Models and optimizers under FSDP, each saved by itself: what `save_state` writes of them.
+
+pytorch_model_fsdp.bin, optimizer.bin     whole states (FULL_STATE_DICT)
+pytorch_model_fsdp_0/, optimizer_0/       parts of all processes (SHARDED_STATE_DICT)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import load as load_parts
+from torch.distributed.checkpoint import save as save_parts
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import StateDictType
+
+from accel.adapters import adapter_names
+from accel.parallel.flat_state import optimizer_parts
+from accel_ckpt import layout, tensors
+from accel_ckpt.agree import together
+from accel_ckpt.dcp import METADATA, SafePlanner, SafeReader
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+
+__all__ = ["load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"]
+
+Folder = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a prepared model's weights; every process calls it.
+
+    Args:
+        fsdp_plugin: Its `state_dict_type` says what is written.
+        accelerator: Whose engine has the model.
+        model: The model.
+        output_dir: The folder; it is made, and what else is in it stays.
+        model_index: A number for the name.
+        adapter_only: Save what peft has added to the model alone.
+        use_dcp: Parts are written by torch.distributed.checkpoint, and can be by nothing else.
+
+    Raises:
+        ValueError: If the state_dict_type is LOCAL_STATE_DICT, parts are to be written without DCP, or there
+            is no adapter.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    if _in_parts(fsdp_plugin, use_dcp):
+        state = get_model_state_dict(accelerator.engine.state_root(model))
+        chosen = {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
+        _write_parts(accelerator, {"model": chosen}, output_dir, layout.sharded_model_folder(model_index))
+        return
+    whole = accelerator.get_state_dict(model)
+    if adapter_only and whole:
+        whole = {name: whole[own] for name, own in adapter_names(model, whole).items()}
+    _write_whole(accelerator, whole, output_dir, _whole_file(model_index))
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load what `save_fsdp_model` has saved, on any number of processes; every process calls it.
+
+    Args:
+        fsdp_plugin: As it was for saving.
+        accelerator: Whose engine has the model.
+        model: The prepared model.
+        input_dir: The folder.
+        model_index: The number for the name.
+        adapter_only: As it was for saving.
+        use_dcp: As it was for saving.
+
+    Returns:
+        The names that are missing and those that are too many, as `load_state_dict` returns them.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there under this type.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    engine = accelerator.engine
+    if _in_parts(fsdp_plugin, use_dcp):
+        root = engine.state_root(model)
+        state = get_model_state_dict(root)
+        chosen = {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
+        _read_parts(accelerator, {"model": chosen}, input_dir, layout.sharded_model_folder(model_index))
+        return set_model_state_dict(root, chosen, options=StateDictOptions(strict=not adapter_only))
+    whole = _read_whole(accelerator, input_dir, _whole_file(model_index))
+    target = engine.model_to_load(model)
+    if adapter_only:
+        own = adapter_names(model, target.state_dict())
+        whole = {own[name]: value for name, value in whole.items()}
+    return target.load_state_dict(whole, strict=not adapter_only)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save a prepared optimizer's state; every process calls it.
+
+    Args:
+        fsdp_plugin: Its `state_dict_type` says what is written.
+        accelerator: Whose engine has the model.
+        optimizer: The optimizer, of this model's parameters.
+        model: The model.
+        output_dir: The folder; it is made, and what else is in it stays.
+        optimizer_index: A number for the name.
+        use_dcp: Parts are written by torch.distributed.checkpoint, and can be by nothing else.
+
+    Raises:
+        ValueError: As `save_fsdp_model`.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    if _in_parts(fsdp_plugin, use_dcp):
+        root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
+        state = {"optimizer": optimizer_parts(root, inner)}
+        _write_parts(accelerator, state, output_dir, layout.sharded_optimizer_folder(optimizer_index))
+        return
+    whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
+    _write_whole(accelerator, whole, output_dir, layout.optimizer_file(optimizer_index))
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` has saved, on any number of processes; every process calls it.
+
+    Args:
+        fsdp_plugin: As it was for saving.
+        accelerator: Whose engine has the model.
+        optimizer: The prepared optimizer.
+        model: The prepared model.
+        input_dir: The folder.
+        optimizer_index: The number for the name.
+        adapter_only: Makes no difference: an optimizer has a state for the parameters that it trains alone.
+        use_dcp: As it was for saving.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there under this type.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    if _in_parts(fsdp_plugin, use_dcp):
+        root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
+        state = {"optimizer": optimizer_parts(root, inner)}
+        _read_parts(accelerator, state, input_dir, layout.sharded_optimizer_folder(optimizer_index))
+        set_optimizer_state_dict(root, inner, state["optimizer"])
+        return
+    whole = _read_whole(accelerator, input_dir, layout.optimizer_file(optimizer_index))
+    accelerator.engine.optimizer_to_load(optimizer).load_state_dict(whole)
+
+
+def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
+    if plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise ValueError(
+            "state_dict_type='LOCAL_STATE_DICT' is written by save_state alone, all of a process in one "
+            "file. Set 'SHARDED_STATE_DICT' or 'FULL_STATE_DICT', or call save_state."
+        )
+    in_parts = plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    if in_parts and not use_dcp:
+        raise ValueError(
+            "state_dict_type='SHARDED_STATE_DICT' is written by torch.distributed.checkpoint. Leave "
+            "use_dcp=False out, or set 'FULL_STATE_DICT'."
+        )
+    return in_parts
+
+
+def _whole_file(index: int) -> str:
+    return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
+
+
+def _write_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
+    writer = FileSystemWriter(Path(folder) / name)
+    _together(accelerator, lambda: save_parts(state, storage_writer=writer), f"writing {name}")
+
+
+def _read_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
+    place = Path(folder) / name
+
+    def find() -> None:
+        if not (place / METADATA).exists():
+            raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
+
+    _together(accelerator, find, f"looking for {name}")
+    _together(
+        accelerator,
+        lambda: load_parts(state, storage_reader=SafeReader(place), planner=SafePlanner()),
+        f"reading {name}",
+    )
+
+
+def _write_whole(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
+    each_node = accelerator.project_configuration.save_on_each_node
+
+    def write() -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors.save(state, Path(folder) / name, save_on_each_node=each_node)
+
+    _together(accelerator, write, f"writing {name}")
+
+
+def _read_whole(accelerator: Accelerator, folder: Folder, name: str) -> Any:
+    return _together(
+        accelerator, lambda: tensors.load(Path(folder) / name, map_location="cpu"), f"reading {name}"
+    )
+
+
+def _together(accelerator: Accelerator, function: Callable[[], Any], task: str) -> Any:
+    return together(function, accelerator.process, task)
