@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.accelerator import Accelerator
 from accel.metrics import gather_for_metrics
 from accel_data.config import DataLoaderConfiguration
+from accel_state.parallelism import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -259,6 +260,51 @@ def test_each_sample_comes_once_in_the_global_order_from_any_loader(world, size)
             assert tensors == order, case
             assert nested == fields == objects == tensors, case
             assert sorted(tensors) == everything, case
+
+
+def collected_in_groups(case: dict) -> tuple[list[int], list[int], list[int]]:
+    """Gather over a loader on 4 processes, of which two and two see the same samples."""
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2),
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches="dispatched" in case["kind"],
+            split_batches=case["split"],
+            even_batches=case["even"],
+        ),
+    )
+    loader = accelerator.prepare(make_loader(case, accelerator))
+    own, tensors, objects = [], [], []
+    for batch in loader:
+        own += batch.tolist()
+        inner = accelerator.gather_for_metrics({"x": (batch, [2 * batch])})
+        assert inner["x"][1][0].tolist() == [2 * index for index in inner["x"][0].tolist()]
+        tensors += inner["x"][0].tolist()
+        objects += [int(text) for text in accelerator.gather_for_metrics([str(int(i)) for i in batch])]
+    return own, tensors, objects
+
+
+def collected_in_groups_all(cases: list[dict]) -> list[tuple[list[int], list[int], list[int]]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This loader (may give|gives) some processes fewer batches")
+        return [collected_in_groups(case) for case in cases]
+
+
+def test_processes_of_a_tensor_parallel_group_count_once(world):
+    common = {"drop_last": False, "workers": 0, "even": True}
+    cases = [
+        {**common, "kind": kind, "split": split, "count": count, "batch_size": 4 if split else 2}
+        for kind in ("map", "stream")
+        for split in (False, True)
+        for count in (1, 7, 8)
+    ]
+    cases += [{**case, "even": False} for case in cases if case["count"] == 7]  # 4 and 3 samples
+    results = world.run(collected_in_groups_all, cases, size=4, timeout_s=60)
+    for case, *found in zip(cases, *results, strict=True):
+        for _, tensors, objects in found:
+            assert tensors == objects == list(range(case["count"])), case
+        own = [samples for samples, _, _ in found]
+        assert own[::2] == own[1::2], case
+        assert case["count"] == 1 or own[0] != own[2], case
 
 
 class Padded:
