@@ -212,6 +212,8 @@ def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
         plan.settings.value("main_process_port"),
         machine=(step.node, step.nodes),
     )
+    if step.cores is not None:
+        environ.setdefault("OMP_NUM_THREADS", str(step.cores))
     place = f"task {step.place.rank} of {step.place.world_size}"
     return Prepared(
         plan.command, environ, f"{place} of Slurm job {base['SLURM_JOB_ID']}, in place of this one"
