@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel.ds.config import AUTO
 from accel.ds.dummies import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     """
     plugin.forget_filled()
     plugin.set_mixed_precision(facts.mixed_precision)
+    if "train_batch_size" not in plugin.deepspeed_config:
+        plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed needs one of them
     found = _unfit(plugin, facts)
     filled, compared = _values(plugin, facts)
     for name, value in {**filled, **compared}.items():

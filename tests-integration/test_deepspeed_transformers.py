@@ -1,0 +1,243 @@
+"""DeepSpeed with models of transformers: sharded while they are built, and Ulysses sequence parallelism."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from accel.accelerator import Accelerator
+from accel.ds.config import HfDeepSpeedConfig
+from accel.ds.runtime import GatheredParameters
+from accel.ds.ulysses import SequenceParallelLoader
+from accel.plugins.deepspeed import DeepSpeedPlugin
+from accel_state.parallel_handlers import DeepSpeedSequenceParallelConfig
+from accel_state.parallelism import ParallelismConfig
+
+pytestmark = [
+    pytest.mark.timeout(400),  # importing DeepSpeed and transformers on a busy machine
+    pytest.mark.filterwarnings("ignore:invalid escape sequence"),  # in torchao, which transformers imports
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings(  # of torch's newer names, in DeepSpeed's collectives
+        "ignore:`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is dep:FutureWarning"
+    ),
+]
+
+VOCAB, LENGTH, COUNT = 17, 8, 16
+
+
+def warm() -> None:
+    # Each takes seconds, once in each worker.
+    import deepspeed  # noqa: F401
+    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported(world) -> None:
+    world.run(warm, timeout_s=300, env={"DS_ACCELERATOR": "cpu"}, init=False)
+
+
+def make_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+class Tokens(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: index % 3] = -100
+        return {"input_ids": tokens, "labels": labels, "position_ids": torch.arange(LENGTH)}
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "reduce_bucket_size": "auto",
+    }
+    return {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+
+
+# While it is built
+
+
+def built_in_parts() -> tuple[bool, bool, tuple[int, ...], list[float], dict[str, Any]]:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    plugin = DeepSpeedPlugin(config_of(3), zero3_save_16bit_model=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    assert isinstance(plugin.dschf, HfDeepSpeedConfig)
+    known = is_deepspeed_zero3_enabled()
+    with plugin.zero3_init_context_manager(enable=False):
+        unknown = is_deepspeed_zero3_enabled()
+    expected = make_model_whole(plugin)
+    model = type(expected)._from_config(expected.config)
+    shape = tuple(model.lm_head.weight.shape)
+    copy_weights(expected, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Tokens(), batch_size=2))
+    losses = []
+    for batch in itertools.islice(loader, 3):
+        loss = token_loss(model, batch)
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        accelerator.backward(loss)
+        optimizer.step()
+    filled = plugin.deepspeed_config["zero_optimization"]
+    accelerator.end_training()
+    return known, unknown, shape, losses, filled
+
+
+def make_model_whole(plugin: DeepSpeedPlugin) -> Any:
+    with plugin.zero3_init_context_manager(enable=False):
+        return make_model()
+
+
+def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    weights = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        with torch.no_grad(), GatheredParameters(parameter, modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                parameter.copy_(weights[name])
+
+
+def token_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def plain(batch_size: int, count: int) -> list[float]:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for batch in itertools.islice(DataLoader(Tokens(), batch_size=batch_size), count):
+        loss = token_loss(model, batch)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def plain_mean(count: int) -> list[float]:
+    """Steps on two batches of 2, each of which is a mean of its own, as processes have them."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, batches = [], iter(DataLoader(Tokens(), batch_size=2))
+    for _ in range(count):
+        pair = [token_loss(model, next(batches)) for _ in range(2)]
+        (sum(pair) / 2).backward()
+        losses.append(sum(loss.item() for loss in pair) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_model_is_shared_out_while_it_is_built(world):
+    for known, unknown, shape, losses, filled in world.run(built_in_parts, timeout_s=100):
+        assert (known, unknown) == (True, False)
+        assert shape == (0,)
+        assert losses == pytest.approx(plain_mean(3), rel=1e-5)
+        assert filled["reduce_bucket_size"] == 64
+        assert filled["stage3_prefetch_bucket_size"] == 57
+        assert filled["stage3_param_persistence_threshold"] == 80
+
+
+# Ulysses
+
+
+def with_sequences_shared(stage: int, together: bool) -> tuple[list[float], int, int, list[bool]]:
+    length = DeepSpeedSequenceParallelConfig(sp_seq_length=LENGTH, sp_seq_length_is_variable=True)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": {"stage": stage}}, zero3_init_flag=False),
+        parallelism_config=ParallelismConfig(sp_size=2, sp_handler=length),
+    )
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(Tokens(), batch_size=2)
+    if together:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    else:
+        loader = accelerator.prepare(loader)
+        assert not isinstance(loader, SequenceParallelLoader)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader
+    losses, ends, width = [], [], 0
+    for batch in loader:
+        width = batch["input_ids"].shape[1]
+        targets = batch.pop("shift_labels")
+        logits = model(**batch).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        count = (targets != -100).sum()
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+        accelerator.backward(loss, weight=count)  # the mean over the tokens of all processes
+        optimizer.step()
+        losses.append(float(accelerator.reduce(loss.detach()) / accelerator.reduce(count)))
+    shown = (losses, len(loader), width, ends)
+    accelerator.end_training()
+    return shown
+
+
+@pytest.mark.parametrize(("stage", "together"), [(0, True), (3, False)])
+def test_processes_that_share_sequences_train_as_one(world, stage, together):
+    # Two processes work on each of the 8 batches, which they read in turns: the first gets the even ones.
+    expected = plain(2, COUNT // 2)
+
+    for losses, length, width, ends in world.run(with_sequences_shared, stage, together, timeout_s=100):
+        assert (length, width) == (COUNT // 2, LENGTH // 2)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert ends == [False] * 7 + [True]
+
+
+def without_groups() -> list[str]:
+    said = []
+    for options, kind in (
+        ({}, ValueError),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)}, None),
+    ):
+        config = ParallelismConfig(sp_size=2)
+        if kind is not None:
+            with pytest.raises(kind) as error:
+                Accelerator(parallelism_config=config, **options)
+            said.append(str(error.value))
+            continue
+        accelerator = Accelerator(parallelism_config=config, **options)
+        model = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="is for models of transformers") as error:
+            accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        said.append(str(error.value))
+    with pytest.raises(ValueError, match="tp_size=2"):
+        Accelerator(
+            parallelism_config=ParallelismConfig(tp_size=2), deepspeed_plugin=DeepSpeedPlugin(zero_stage=1)
+        )
+    return said
+
+
+def test_sequence_parallelism_is_refused_where_it_cannot_be(world):
+    said = world.run(without_groups, timeout_s=100)[0]
+
+    assert "Pass a DeepSpeedPlugin too" in said[0]
+    assert "Linear has no config" in said[1]
