@@ -25,13 +25,13 @@ _COMMANDS = {
     "launch": ("accel_launch.command", "Start a script on one process or on many."),
     "config": ("accel_launch.config.command", "Write or update the config file."),
     "env": ("accel_launch.env_report", "Print what a bug report needs: versions, hardware, config."),
+    "to-fsdp2": ("accel_launch.config.to_fsdp2", "Rewrite a config file of FSDP version 1 for version 2."),
     "tpu-config": ("accel_launch.tpu.command", "Run commands on every machine of a TPU pod."),
 }
 _LATER = {
     "estimate-memory": "comes with the package accel",
     "merge-weights": "comes with the package accel",
     "test": "comes with the package accel",
-    "to-fsdp2": "comes with the package accel",
 }
 
 
