@@ -34,7 +34,8 @@ def is_needed(settings: Settings) -> bool:
     asked = settings.value("deepspeed_multinode_launcher")
     if not settings.value("use_deepspeed") or settings.value("launcher") != "auto" or asked == "standard":
         return False
-    return (settings.value("num_machines") != 1 and bool(asked)) or _hostfile(settings) is not None
+    several = bool(settings.value("num_machines") != 1)
+    return (several and bool(asked)) or _hostfile(settings) is not None
 
 
 def _hostfile(settings: Settings) -> str | None:

@@ -33,7 +33,7 @@ __all__ = [
     "warn_unused",
 ]
 
-How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "ray", "pod"]
+How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod"]
 
 
 def _nothing() -> None:

@@ -67,7 +67,8 @@ def _listens(plan: Plan, port: int) -> bool:
     if value("rdzv_backend") == "static":
         return bool(value("machine_rank") == 0)
     address = value("main_process_ip")
-    return value("rdzv_backend") == "c10d" and is_local(address) and not is_listening(address, port)
+    is_c10d = bool(value("rdzv_backend") == "c10d")
+    return is_c10d and is_local(address) and not is_listening(address, port)
 
 
 def reach_machine_0(plan: Plan, port: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib import import_module
 from typing import Any
 
 from accel_launch.config import LaunchConfig
@@ -48,13 +49,12 @@ def run_job(config: LaunchConfig, args: argparse.Namespace) -> None:
 
 def _huggingface() -> Any:
     try:
-        from sagemaker.huggingface import HuggingFace
+        return import_module("sagemaker.huggingface").HuggingFace
     except ImportError as error:
         raise LaunchError(
             f"Amazon SageMaker needs its SDK, version 2: {error}. Install it with "
             "`pip install 'accel-launch[sagemaker]'`."
         ) from None
-    return HuggingFace
 
 
 def _account(config: LaunchConfig, args: argparse.Namespace) -> dict[str, str]:

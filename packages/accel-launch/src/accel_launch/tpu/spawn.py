@@ -86,11 +86,11 @@ def main(argv: list[str]) -> int:
     """
     call = Call(argv[0], argv[1], argv[2], tuple(argv[3:]))
     try:
-        import torch_xla.distributed.xla_multiprocessing as xmp
+        xmp = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
     except ImportError as error:
         print(
             f"accel launch: error: --tpu needs torch_xla: {error}. Install the one for your torch: "
-            "pip install 'torch_xla[tpu]'.",
+            "pip install 'accel-launch[tpu]'.",
             file=sys.stderr,
         )
         return 2
