@@ -402,7 +402,7 @@ def test_the_number_of_accumulation_steps_is_checked_when_it_is_changed(steps):
 
 
 def test_parallelism_that_is_not_built_is_refused_wherever_it_is_asked_for():
-    with pytest.raises(NotImplementedError, match="torch_tp_plugin"):
+    with pytest.raises(TypeError, match="takes a TorchTensorParallelPlugin"):
         Accelerator(torch_tp_plugin=object())
     with (
         patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2"),

@@ -96,7 +96,7 @@ def test_gradients_are_those_of_whole_sequences(world, is_causal, checkpointing)
     expected = F.mse_loss(out, data().roll(1).reshape(2, 8, 4, 2))
     expected.backward()
 
-    for loss, grads in world.run(gradients, is_causal, checkpointing):
+    for loss, grads in world.run(gradients, is_causal, checkpointing, timeout_s=100):
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         for name, item in model.named_parameters():
             torch.testing.assert_close(grads[name], item.grad, rtol=1e-5, atol=1e-6)

@@ -245,6 +245,29 @@ class ParallelismConfig:
         self.validate(dist.get_world_size() if dist.is_initialized() else 1)
         shape = tuple(self._size(axis) for axis in self.active_mesh_dims)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(self.active_mesh_dims))
+        self._keep_mesh(mesh)
+        return mesh
+
+    def use_device_mesh(self, mesh: DeviceMesh) -> None:
+        """Take a mesh that is there already instead of building one.
+
+        Args:
+            mesh: The mesh; its axes are the active ones.
+
+        Raises:
+            ValueError: If its axes have other names or sizes.
+        """
+        names = mesh.mesh_dim_names or ()
+        sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+        if list(names) != self.active_mesh_dims or sizes != [self._size(name) for name in names]:
+            needed = ", ".join(f"{name}({self._size(name)})" for name in self.active_mesh_dims)
+            raise ValueError(
+                f"The mesh has the axes {names} of {sizes} processes, and the ParallelismConfig needs "
+                f"{needed or 'none'}. Give one of the two."
+            )
+        self._keep_mesh(mesh)
+
+    def _keep_mesh(self, mesh: DeviceMesh) -> None:
         flat = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
@@ -252,7 +275,6 @@ class ParallelismConfig:
         }
         self._flattened = {name: mesh[tuple(axes)]._flatten(name) for name, axes in flat.items() if axes}
         self._mesh = mesh
-        return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh, built on the first call; that one every process must make.

@@ -147,7 +147,7 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
             fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config),
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=configuration.resolve_parallelism(parallelism_config),
+            parallelism_config=configuration.resolve_parallelism(parallelism_config, torch_tp_plugin),
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )

@@ -141,10 +141,27 @@ def check_steps(steps: Any) -> int:
     return steps
 
 
-def resolve_parallelism(config: ParallelismConfig | None) -> ParallelismConfig | None:
-    """The mesh sizes: as given, or the environment's where the launcher says to use them."""
+def resolve_parallelism(
+    config: ParallelismConfig | None, tensor_plugin: Any = None
+) -> ParallelismConfig | None:
+    """The mesh sizes: as given, or the environment's where the launcher says to use them.
+
+    Args:
+        config: The sizes.
+        tensor_plugin: The older way to give tp_size.
+
+    Raises:
+        TypeError: If that is no TorchTensorParallelPlugin.
+        ValueError: If the two do not go together.
+    """
     if config is None and env.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return ParallelismConfig()
+        config = ParallelismConfig()
+    if tensor_plugin is not None:
+        from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
+
+        if not isinstance(tensor_plugin, TorchTensorParallelPlugin):
+            raise TypeError(f"torch_tp_plugin takes a TorchTensorParallelPlugin, not {tensor_plugin!r}.")
+        config = tensor_plugin.complete(config)
     return config
 
 

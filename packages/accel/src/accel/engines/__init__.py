@@ -108,10 +108,6 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
             f"sp_size={config.sp_size}: sequence parallelism is DeepSpeed's (Ulysses). Pass a "
             "DeepSpeedPlugin too (accel launch --use_deepspeed), or set cp_size."
         )
-    if state.torch_tp_plugin is not None:
-        raise NotImplementedError(
-            f"torch_tp_plugin={state.torch_tp_plugin!r}: tensor parallelism is not there yet; leave it out."
-        )
     if state.distributed_type == DistributedType.FSDP and not state.is_fsdp2:
         return _load(_FSDP1, DistributedType.FSDP)
     is_split = config is not None and config.tp_enabled

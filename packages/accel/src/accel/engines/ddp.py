@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.engines.base import Engine
+from accel.engines.base import Engine, Prepared
 from accel_ops import collectives
 from accel_optim.optimizer import AcceleratedOptimizer
 
@@ -32,6 +33,15 @@ class DDPEngine(Engine):
     def data_shard(self) -> tuple[int, int]:
         """Every process has its own share of the data."""
         return self.context.process.rank, self.context.process.world_size
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse also models whose weights are split over processes: they are no replicas."""
+        super().check(objects)
+        if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
+            from accel.parallel.tensor import is_split
+
+            for model in objects.models:
+                is_split(model, 1)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""

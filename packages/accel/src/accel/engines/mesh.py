@@ -13,20 +13,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 
 from accel.engines.base import EngineContext, Prepared
 from accel.engines.sharded import ShardedEngine
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.context import ContextParallel
-from accel.parallel.filling import Filling, check_weights
+from accel.parallel.filling import Filling, check_weights, fill_group, fill_rest
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.language_models import check_language_models, tell_part
 from accel.parallel.repoint import Replaced, repoint
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
-from accel.parallel.tensor import apply_tensor_parallel, tensor_plan
+from accel.parallel.tensor import is_split, split_weights, tensor_plan
 from accel.parallel.wrapping import aliases, choose_groups
 
 if TYPE_CHECKING:
@@ -73,10 +75,10 @@ class Plan:
     """What is done to one model.
 
     Attributes:
+        filling: Where its weights come from and go to.
         sharding: How it is sharded; None: not at all.
         tensor: How its weights are split over the tensor-parallel group; empty: not at all.
         tensor_mesh: The axis of that group.
-        device: This process's device.
         groups: The modules that are sharded by themselves, inner ones first.
         ignored: The parameters that are left whole.
         checkpointed: The modules that compute their activations again in backward.
@@ -84,10 +86,10 @@ class Plan:
         upcasts: Whether trainable parameters are kept in float32.
     """
 
+    filling: Filling
     sharding: Sharding | None
     tensor: dict[str, ParallelStyle]
     tensor_mesh: DeviceMesh | None
-    device: torch.device
     groups: tuple[torch.nn.Module, ...]
     ignored: set[torch.nn.Parameter]
     checkpointed: tuple[torch.nn.Module, ...]
@@ -99,13 +101,23 @@ def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """Make a model parallel; the order matters."""
     if plan.upcasts:
         _tell_upcast(model, upcast(model, plan.ignored))
-    # First, as sharding takes the parts that it leaves, and not the other way round.
-    if plan.tensor_mesh is not None:
-        apply_tensor_parallel(model, plan.tensor_mesh, plan.tensor, plan.device)
     # Checkpointing changes the forward that the sharding's hooks go around: parameters are gathered once for
     # the second computation too.
     apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)
-    return model if plan.sharding is None else shard(model, plan.groups, plan.ignored, plan.sharding)
+    pending = dict(plan.tensor)
+
+    def split(group: torch.nn.Module) -> None:
+        if plan.tensor_mesh is not None:
+            split_weights(model, group, pending, plan.tensor_mesh, plan.filling)
+
+    if plan.sharding is not None:
+        # Group by group: sharding takes the parts that splitting leaves, and not the other way round.
+        return shard(model, plan.groups, plan.ignored, plan.sharding, split)
+    keep = fill_rest(model, plan.ignored, plan.filling)
+    split(model)
+    done = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fill_group(model, model, keep | done, plan.filling)
+    return model
 
 
 def plan_for(
@@ -124,10 +136,10 @@ def plan_for(
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp
     sync = plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
-    is_source = mesh is None or not any(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
-    # Tensor parallelism splits before anything is taken from the first process.
-    check_weights(model, is_source or meshes.tensor is not None, sync)
-    tensor = {} if meshes.tensor is None else tensor_plan(model, meshes.tensor_size)
+    filling = _filling(meshes, process.device, sync)
+    check_weights(model, all(dist.get_rank(group) == 0 for group in filling.groups), sync)
+    needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
+    tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
     if tensor and ignored:
         raise ValueError(
             f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.tensor_size}: which "
@@ -135,9 +147,9 @@ def plan_for(
             "out."
         )
     offloads = bool(plugin.activation_checkpointing_offload)
-    split = (tensor, meshes.tensor, process.device, groups, ignored, chosen.checkpointed, offloads, is_mixed)
+    split = (tensor, meshes.tensor, groups, ignored, chosen.checkpointed, offloads, is_mixed)
     if mesh is None:
-        return Plan(None, *split)
+        return Plan(filling, None, *split)
     check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
     policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
@@ -145,12 +157,12 @@ def plan_for(
     is_plain = meshes.has_one_shard and context.fsdp is None
     policy.set_mixed_precision("no" if is_plain else context.precision.name)
     sharding = Sharding(
-        filling=Filling(mesh, process.device, sync),
+        filling=filling,
         reshard_after_forward=plugin.reshard_after_forward and not is_plain,
         precision=policy.mixed_precision_policy,
         offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
     )
-    return Plan(sharding, *split)
+    return Plan(filling, sharding, *split)
 
 
 class MeshEngine(ShardedEngine):
@@ -317,6 +329,12 @@ def _find_meshes(context: EngineContext) -> Meshes:
     if mesh is None or config is None:
         return Meshes(init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",)))
     tensor = mesh["tp"] if config.tp_enabled else None
+    if tensor is not None and config.tp_handler is not None and config.tp_handler.enable_async_tp:
+        warnings.warn(
+            "TorchTensorParallelConfig(enable_async_tp=True) is ignored: only compiled code on accelerators "
+            "can overlap these, and that is not there yet. Leave it out.",
+            stacklevel=2,
+        )
     if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
         # Replicas alone, each one shard, on one mesh with the axis that splits weights.
         sizes = (config.dp_replicate_size, 1, config.tp_size)
@@ -333,6 +351,13 @@ def _find_meshes(context: EngineContext) -> Meshes:
             "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
         )
     return Meshes(None, tensor)
+
+
+def _filling(meshes: Meshes, device: torch.device, sync: bool) -> Filling:
+    if meshes.fsdp is not None:
+        return Filling(meshes.fsdp, device, sync, tensor=meshes.tensor)
+    assert meshes.tensor is not None, "one of the two axes is there"
+    return Filling(meshes.tensor, device)
 
 
 def _share_sequences(context: EngineContext, meshes: Meshes) -> ContextParallel | None:

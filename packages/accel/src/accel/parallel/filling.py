@@ -25,17 +25,26 @@ class Filling:
     """Where weights come from and go to.
 
     Attributes:
-        mesh: All processes that have the model: one axis of shards, or replicas x shards.
+        mesh: The processes that share the model: one axis of shards, or replicas x shards.
         device: Where parameters are computed with.
         sync: Whether the weights of the first process count; else each shard is of its own process's weights.
         param_init_fn: Gives memory, and perhaps values, to a module's parameters on the meta device; called
             for each module. None: memory alone.
+        tensor: The processes that split weights, of which the first one's count in any case.
     """
 
     mesh: DeviceMesh
     device: torch.device
     sync: bool = True
     param_init_fn: ParamInitFn | None = None
+    tensor: DeviceMesh | None = None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups whose first process's weights count, in the order in which they are passed on."""
+        axes = [(self.mesh, axis) for axis in range(self.mesh.ndim) if self.sync]
+        axes += [(self.tensor, 0)] if self.tensor is not None else []
+        return [mesh.get_group(axis) for mesh, axis in axes if mesh.size(axis) > 1]
 
 
 def check_weights(model: torch.nn.Module, is_source: bool, sync: bool) -> None:
@@ -165,12 +174,12 @@ def _filled(value: torch.Tensor, how: Filling) -> torch.Tensor:
     if value.is_meta:
         value = torch.empty_like(value, device=how.device)
     value = value.to(how.device)
-    if how.sync and value.numel():
+    groups = how.groups
+    if groups and value.numel():
         own = local(value)
         whole = own.contiguous()
-        for axis in range(how.mesh.ndim):
-            if how.mesh.size(axis) > 1:
-                dist.broadcast(whole, group=how.mesh.get_group(axis), group_src=0)
+        for group in groups:
+            dist.broadcast(whole, group=group, group_src=0)
         if whole is not own:
             own.copy_(whole)
     return value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from accel.parallel.filling import Filling, fill_group, fill_rest
 
@@ -81,11 +82,20 @@ def shard(
     groups: Iterable[torch.nn.Module],
     ignored: set[torch.nn.Parameter],
     how: Sharding,
+    split: Callable[[torch.nn.Module], None] = lambda group: None,
 ) -> torch.nn.Module:
     """Shard the groups, inner ones first, and then the rest of the model.
 
     Each group is brought to the device and filled with the first process's weights just before it is
-    sharded: no process ever holds more than its own copy of the model and one group.
+    sharded: no process ever holds more than its own copy of the model and one group. What is in parts already
+    is left as it is.
+
+    Args:
+        model: The model.
+        groups: Its modules that are sharded by themselves.
+        ignored: Parameters that are not sharded.
+        how: How the others are.
+        split: Called for each group before, to split weights over another axis.
     """
     keep = fill_rest(model, ignored, how.filling)
     options: dict[str, Any] = {"mesh": how.filling.mesh, "mp_policy": how.precision}
@@ -94,9 +104,8 @@ def shard(
     if how.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.filling.device.type != "cpu")
     for module in [*groups, model]:
-        done = {
-            item for part in module.modules() if isinstance(part, FSDPModule) for item in part.parameters()
-        }
+        split(module)
+        done = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, keep | done, how.filling)
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,17 +15,30 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from accel.parallel.filling import Filling, fill_group
+from accel.parallel.summed import SummedGradients
 from accel.parallel.wrapping import aliases
 
-__all__ = ["apply_tensor_parallel", "tensor_plan"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-_STYLES: dict[str, Any] = {
+__all__ = ["get_model_tp_size", "is_split", "split_weights", "tensor_plan"]
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "replicated_with_grad_allreduce": SummedGradients,
 }
+"""Styles by the names that plans have for them, those of transformers among them."""
+
+_STAYS_SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
+"""Where a module's features stay in parts, and so have to be in equal ones."""
 
 
 def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
@@ -39,8 +50,8 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
         size: Processes of one tensor-parallel group.
 
     Raises:
-        ValueError: If there is no plan, a style is not known, a name means no module, a weight is too small,
-            or a weight is shared with a module that is split otherwise.
+        ValueError: If there is no plan, a style is not known, a name means no module, features or heads do
+            not divide, or a weight is shared with a module that is split otherwise.
     """
     given: Mapping[str, Any] | None = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
@@ -49,11 +60,11 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
             f"tp_size={size} splits the weights of {kind} by a plan, and it has none. Set model._tp_plan = "
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', ...}, or leave tp_size at 1."
         )
-    names = dict(model.named_modules())
+    modules = dict(model.named_modules())
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in given.items():
         regex = re.escape(pattern).replace(r"\*", r"[^.]+")
-        found = [name for name in names if re.fullmatch(regex, name)]
+        found = [name for name in modules if re.fullmatch(regex, name)]
         if not found:
             raise ValueError(f"the tp plan of {kind} names {pattern!r}, and no module is called so.")
         if not isinstance(style, ParallelStyle) and style not in _STYLES:
@@ -62,34 +73,122 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
                 "and objects of torch.distributed.tensor.parallel."
             )
         for name in found:
+            _check_features(name, modules[name], style, size)
             plan[name] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+    _check_heads(model, size)
     _check_shared(model, plan)
     return plan
 
 
-def _check_shared(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
-    for tied in aliases(model).values():
-        owners = {name.rpartition(".")[0] for name in tied}
-        if len(owners) > 1 and owners & set(plan):
+def _check_features(name: str, module: torch.nn.Module, style: Any, size: int) -> None:
+    features = _STAYS_SPLIT.get(style) if isinstance(style, str) else None
+    count = getattr(module, features, None) if features else None
+    if count is not None and count % size:
+        raise ValueError(
+            f"the tp plan splits {name} {style}, and its {features}={count} does not divide by "
+            f"tp_size={size}. "
+            "Change tp_size, or take it (and what follows it) out of the plan."
+        )
+
+
+def _check_heads(model: torch.nn.Module, size: int) -> None:
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % size:
             raise ValueError(
-                f"{' and '.join(tied)} are one weight, and the tp plan splits one of them alone. Take "
-                f"{', '.join(sorted(owners & set(plan)))} out of the plan."
+                f"{type(model).__name__} has {name}={heads}, which does not divide by tp_size={size}: each "
+                "process takes whole heads. Change tp_size."
             )
 
 
-def apply_tensor_parallel(
-    model: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle], device: torch.device
+def _check_shared(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
+    for tied in aliases(model).values():
+        dims = {name: _split_dim(model, name.rpartition(".")[0], plan) for name in tied}
+        if len(set(dims.values())) > 1:
+            raise ValueError(
+                f"{' and '.join(tied)} are one weight, and the tp plan splits them otherwise than each other "
+                f"({', '.join(f'{name}: {dim}' for name, dim in dims.items())}). Let the plan split all "
+                "along one dimension (an embedding rowwise, a linear layer colwise), or none of them."
+            )
+
+
+def _split_dim(model: torch.nn.Module, name: str, plan: Mapping[str, ParallelStyle]) -> int | str | None:
+    """Along which dimension a module's weight is split; None: not at all."""
+    style = plan.get(name)
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
+        return int(is_embedding == isinstance(style, ColwiseParallel))
+    return None if style is None else type(style).__name__
+
+
+def split_weights(
+    model: torch.nn.Module,
+    group: torch.nn.Module,
+    pending: dict[str, ParallelStyle],
+    mesh: DeviceMesh,
+    filling: Filling,
 ) -> None:
-    """Split a model's weights in place, from those of the group's first process.
+    """Split the weights of the planned modules of a group in place, each as soon as it is filled.
+
+    No process holds more whole weights than those of one module, and its own copy of the model.
 
     Args:
-        model: The model; it is moved to the device.
+        model: The model.
+        group: The model, or a module of it.
+        pending: What `tensor_plan` returned; what is split is taken out.
         mesh: The axis of tensor parallelism.
-        plan: What `tensor_plan` returned.
-        device: This process's device.
+        filling: Where weights come from and go to.
     """
-    model.to(device)
-    with torch.no_grad():  # what the plan leaves whole has to be the same on the processes of a group
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
-    parallelize_module(model, mesh, plan)
+    inside = set(group.modules())
+    shared = [names for names in aliases(model).values() if len(names) > 1]
+    for name in [name for name in pending if model.get_submodule(name) in inside]:
+        module, style = model.get_submodule(name), pending.pop(name)
+        done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
+        fill_group(model, module, done, filling)
+        # Every process has the whole weight, so that each takes its part without asking.
+        parallelize_module(module, mesh, style, src_data_rank=None)
+        for names in shared:
+            own = [other for other in names if other.rpartition(".")[0] == name]
+            for other in names if own else ():
+                path, _, last = other.rpartition(".")
+                setattr(model.get_submodule(path), last, model.get_parameter(own[0]))
+
+
+def is_split(model: torch.nn.Module, size: int) -> bool:
+    """Whether the weights of a model are split already, as those loaded with a `tp_plan` are.
+
+    Args:
+        model: The model.
+        size: Processes of one tensor-parallel group.
+
+    Raises:
+        ValueError: If they are split over another number of processes.
+    """
+    present = get_model_tp_size(model) or 1
+    if present not in (1, size):
+        raise ValueError(
+            f"the weights of {type(model).__name__} are split over {present} processes already, and "
+            f"tp_size={size}. Pass ParallelismConfig(tp_size={present}, ...), or load the model without a "
+            "tp_plan."
+        )
+    return present > 1
+
+
+def get_model_tp_size(model: torch.nn.Module) -> int | None:
+    """How many processes split the weights of a model.
+
+    Args:
+        model: A model that was prepared, or loaded with a `tp_plan`.
+
+    Returns:
+        The size of the tensor-parallel group; None if no weight is split.
+    """
+    known: int | None = getattr(model, "tp_size", None)
+    if known is not None:
+        return known
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"].size()
+    return None

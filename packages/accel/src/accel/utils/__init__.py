@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from accel.fsdp_steps import fsdp2_prepare_model as fsdp2_prepare_model
     from accel.fsdp_steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
     from accel.parallel.filling import ensure_weights_retied as ensure_weights_retied
+    from accel.parallel.tensor import get_model_tp_size as get_model_tp_size
     from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from accel.plugins.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -232,7 +234,9 @@ _NAMES = {
         "fsdp2_switch_optimizer_parameters",
     ),
     "accel.parallel.filling": ("ensure_weights_retied",),
+    "accel.parallel.tensor": ("get_model_tp_size",),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
+    "accel.plugins.tensor_parallel": ("TorchTensorParallelPlugin",),
     "accel.ds.dummies": ("DummyOptim", "DummyScheduler"),
     "accel.ds.runtime": ("GatheredParameters", "deepspeed_required"),
     "accel.ds.wrappers": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accel.plugins.deepspeed import DeepSpeedPlugin
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
+from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_ops.tensors import TensorInformation
@@ -58,5 +59,6 @@ __all__ = [
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "get_module_class_from_name",
 ]
