@@ -162,7 +162,7 @@ def restore(
     """
     different: list[str] = []
     if objects.parts is not None:
-        from accel_ckpt.sharded import compare_parts, load_parts  # 0.2 s that others need not wait
+        from accel_ckpt.sharded import compare_parts, load_parts  # takes most of a second to import
 
         different = compare_parts(reading.folder, reading.names, objects.parts, process)
 

@@ -12,7 +12,6 @@ from accel.prepare import holds_any
 from accel_ckpt import background, layout, rotation, tensors
 from accel_ckpt.agree import from_main, together
 from accel_ckpt.gradients import get_gradients
-from accel_ckpt.sharded import save_sharded_state
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
@@ -126,6 +125,8 @@ def save_state(
             process=process,
         )
         if accelerator.engine.saves_parts:
+            from accel_ckpt.sharded import save_sharded_state  # takes most of a second to import
+
             save_sharded_state(staging.path, **parts_of(accelerator), process=process)
         accelerator.engine.save_own(staging.path, **options)
         for index, item in enumerate(accelerator._custom_objects):

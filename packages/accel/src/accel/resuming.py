@@ -12,11 +12,11 @@ from accel_ckpt.agree import collect, from_main
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
-from accel_ckpt.sharded import Parts
 from accel_optim.scaler import forget_round
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
+    from accel_ckpt.sharded import Parts
 
 __all__ = ["load_state"]
 
@@ -72,7 +72,7 @@ def load_state(
         accelerator._dataloaders,
         accelerator.scaler,
         accelerator._custom_objects,
-        Parts.of(**parts_of(accelerator)) if in_parts else None,
+        _parts(accelerator) if in_parts else None,
     )
     result = restore(
         reading,
@@ -94,6 +94,12 @@ def load_state(
     if config.automatic_checkpoint_naming and number is not None:
         # What is saved next comes after what is there, instead of meeting its name.
         config.iteration = max(config.iteration, number + 1)
+
+
+def _parts(accelerator: Accelerator) -> Parts:
+    from accel_ckpt.sharded import Parts  # takes most of a second to import
+
+    return Parts.of(**parts_of(accelerator))
 
 
 def _left_to_hooks(accelerator: Accelerator, left: int) -> set[str]:
