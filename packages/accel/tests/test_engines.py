@@ -41,9 +41,17 @@ def test_every_distributed_type_has_a_row():
     assert engine_class(DistributedType.MULTI_CPU) is DDPEngine
 
 
-@pytest.mark.parametrize("kind", ["MEGATRON_LM", "XLA"])
-def test_an_engine_that_is_not_built_is_refused_by_name(kind):
-    with pytest.raises(NotImplementedError, match=kind):
+@pytest.mark.parametrize(
+    ("kind", "missing", "extra"),
+    [
+        ("DEEPSPEED", "deepspeed", "deepspeed"),
+        ("MEGATRON_LM", "megatron.core", "megatron"),
+        ("XLA", "torch_xla", "xla"),
+    ],
+)
+def test_an_engine_whose_library_is_missing_is_refused_by_name(monkeypatch, kind, missing, extra):
+    monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
+    with pytest.raises(ImportError, match=rf"{kind} engine.*{missing}.*pip install 'accel\[{extra}\]'"):
         engine_class(DistributedType(kind))
 
 

@@ -8,6 +8,7 @@ needed.
     sampler.bin, sampler_1.bin ...                 samplers that keep a state of their own
     pytorch_model_fsdp_0/, optimizer_0/ ...        the same of sharded models, in parts
     pytorch_model/, latest, zero_to_fp32.py ...    the same of what DeepSpeed trains, in its own files
+    megatron_lm/                                   the same of what Megatron-LM trains, each process its part
     local_state_<rank>.bin                         what one process alone has of models and optimizers
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
@@ -58,6 +59,7 @@ _ROLES = {
     "scaler": r"scaler\.pt",
     "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
     "deepspeed": r"latest|zero_to_(fp32|torch)\.py|pytorch_model/.+",
+    "megatron": r"megatron_lm/.+",
     "local": r"local_state_\d+\.bin",
     "random": r"random_states_\d+\.pkl",
     "gradients": r"gradients_\d+\.safetensors",
@@ -146,7 +148,7 @@ def role_of(name: str) -> str:
 
     Returns:
         "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients", "sharded",
-        "deepspeed", "local" or "custom";
+        "deepspeed", "megatron", "local" or "custom";
         "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,7 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
             deepspeed_plugin=deepspeed,
             fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config),
             torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
+            megatron_lm_plugin=configuration.resolve_megatron(megatron_lm_plugin),
             parallelism_config=configuration.resolve_parallelism(parallelism_config, torch_tp_plugin),
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
@@ -179,7 +180,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self._load_state_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
-        if self.mixed_precision != "fp16" or self.deepspeed_plugin is not None:  # which scales by itself
+        scales_itself = self.deepspeed_plugin is not None or self.state.megatron_lm_plugin is not None
+        if self.mixed_precision != "fp16" or scales_itself:
             return None
         options = self.handlers.scaler.to_kwargs() if self.handlers.scaler is not None else {}
         if choose_engine(self.state).gradients_in_parts:
@@ -199,6 +201,8 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
             parallelism=self.parallelism_config,
             fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
             deepspeed=lambda: self.deepspeed_plugin,
+            megatron=self.state.megatron_lm_plugin,
+            owner=weakref.ref(self),
         )
 
     # State

@@ -32,6 +32,7 @@ __all__ = [
     "resolve_dataloader_config",
     "resolve_dynamo",
     "resolve_fsdp",
+    "resolve_megatron",
     "resolve_old_spellings",
     "resolve_parallelism",
     "resolve_project",
@@ -190,6 +191,23 @@ def resolve_fsdp(plugin: Any, config: ParallelismConfig | None) -> Any:
             f"parallelism_config arranges {', '.join(config.active_mesh_dims)}, and fsdp_version=1 has no "
             "mesh. Set FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
+    return plugin
+
+
+def resolve_megatron(plugin: Any) -> Any:
+    """The Megatron-LM options: as given, or the environment's; None without any.
+
+    Raises:
+        TypeError: If they are no MegatronLMPlugin.
+    """
+    if plugin is None and not env.get("ACCELERATE_USE_MEGATRON_LM"):
+        return None
+    from accel.plugins.megatron import MegatronLMPlugin
+
+    if plugin is None:
+        return MegatronLMPlugin()
+    if not isinstance(plugin, MegatronLMPlugin):
+        raise TypeError(f"megatron_lm_plugin takes a MegatronLMPlugin, not {plugin!r}.")
     return plugin
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.engines.base import Prepared
+from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.uneven import warn_of_uneven
 from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
@@ -41,10 +42,11 @@ _made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
     "model": torch.nn.Module,
-    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler),
+    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
     "optimizer": (torch.optim.Optimizer, DummyOptim),
     "loader": DataLoader,
 }
+_BESIDE = ("scheduler", "loader", "own")
 
 
 def prepare(
@@ -74,7 +76,7 @@ def prepare(
         accelerator,
         [objects[index] for index in trained],
         [placement[index] for index in trained],
-        beside=[item for item, kind in zip(objects, kinds, strict=True) if kind in ("scheduler", "loader")],
+        beside=[item for item, kind in zip(objects, kinds, strict=True) if kind in _BESIDE],
     )
     for index, item in zip(trained, done, strict=True):
         result[index] = item
@@ -85,6 +87,8 @@ def prepare(
             result[index] = prepare_loader(accelerator, objects[index], placement[index])
             if "model" in kinds:
                 result[index] = accelerator.engine.share_loader(result[index])
+        elif kind == "own":
+            result[index] = accelerator.engine.prepare_own(objects[index])
     return result
 
 
@@ -102,7 +106,8 @@ def prepare_models_and_optimizers(
         objects: The models and optimizers.
         placement: Per object, whether it is put on the device; None: the Accelerator's default.
         evaluation_mode: Whether models are only evaluated.
-        beside: Schedules and loaders of the same call, which are prepared afterwards.
+        beside: Schedules, loaders and the engine's own objects of the same call, which are prepared
+            afterwards.
     """
     if not evaluation_mode:
         _wrap_what_trains_now(accelerator, objects)
@@ -140,7 +145,8 @@ def _around(accelerator: Accelerator, beside: Sequence[Any]) -> dict[str, Any]:
     earlier = [_batch_size(item) for item in accelerator._dataloaders]
     moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
-        "schedulers": tuple(item for item in beside if not isinstance(item, DataLoader)),
+        "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
+        "own": tuple(item for item in beside if isinstance(item, accelerator.engine.own_kinds)),
         "batch_sizes": tuple(known for known in sizes if known is not None),
         "earlier_batch_size": min((known for known in earlier if known is not None), default=None),
         "schedule_moves": moves,
@@ -199,8 +205,9 @@ def prepare_loader(
         if source is not None and source[0]() is loader and source[1] == asked:
             return known
     rank, size = accelerator.engine.data_shard
+    shares_samples = size != accelerator.num_processes
     prepared = prepare_data_loader(
-        loader,
+        accelerator.engine.loader_to_prepare(loader),
         accelerator.device,
         num_processes=size,
         process_index=rank,
@@ -216,6 +223,8 @@ def prepare_loader(
         use_stateful_dataloader=config.use_stateful_dataloader,
         gradient_state=accelerator.gradient_state,
         custom_classes=config.custom_classes,
+        # Process 0 hands out the same batch to processes that work on it together.
+        torch_device_mesh=accelerator.engine.mesh if shares_samples else None,
     )
     if not _follows(accelerator, prepared):
         # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
@@ -234,6 +243,8 @@ def _kind_of(accelerator: Accelerator, item: Any) -> str | None:
     for kind, types in _KINDS.items():
         if isinstance(item, types):
             return kind
+    if isinstance(item, accelerator.engine.own_kinds):
+        return "own"
     if _is_like_an_optimizer(item):
         return "optimizer"
     if item is not None:

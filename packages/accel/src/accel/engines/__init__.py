@@ -14,6 +14,7 @@ from accel.engines.base import Engine, EngineContext, Prepared
 from accel_state import env
 from accel_state.enums import DistributedType
 from accel_state.logging import get_logger
+from accel_state.packages import is_package_available
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,23 +37,34 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EngineRow:
-    """Where an engine lives, and what to install when its module does not import.
+    """Where an engine lives, and what it needs.
 
     Attributes:
-        path: "module:class", or None for an engine that is documented and not built yet.
-        hint: What to install, or what to use instead.
+        path: "module:class".
+        hint: What to install where something is missing.
+        needs: Modules that it works with, which accel does not depend on.
     """
 
-    path: str | None
+    path: str
     hint: str
+    needs: tuple[str, ...] = ()
 
 
 _SINGLE = EngineRow("accel.engines.single:SingleEngine", "pip install torch")
 _DDP = EngineRow("accel.engines.ddp:DDPEngine", "pip install torch, built with torch.distributed")
 _MESH = EngineRow("accel.engines.mesh:MeshEngine", "torch 2.6 or newer, built with torch.distributed")
 _FSDP1 = EngineRow("accel.engines.fsdp1:FSDP1Engine", "torch 2.6 or newer, built with torch.distributed")
-_DEEPSPEED = EngineRow("accel.engines.deepspeed:DeepSpeedEngine", "pip install 'accel[deepspeed]'")
-_LATER = "this version trains with one process, DDP or FSDP2: leave the plugin and its flags out"
+_DEEPSPEED = EngineRow(
+    "accel.engines.deepspeed:DeepSpeedEngine", "pip install 'accel[deepspeed]'", ("deepspeed",)
+)
+_MEGATRON = EngineRow(
+    "accel.engines.megatron:MegatronLMEngine", "pip install 'accel[megatron]'", ("megatron.core",)
+)
+_XLA = EngineRow(
+    "accel.engines.xla:XLAEngine",
+    "pip install 'accel[xla]', in the version that belongs to the installed torch",
+    ("torch_xla",),
+)
 
 ENGINES: dict[DistributedType, EngineRow] = {
     DistributedType.NO: _SINGLE,
@@ -67,8 +79,8 @@ ENGINES: dict[DistributedType, EngineRow] = {
     DistributedType.MULTI_XPU: _DDP,
     DistributedType.FSDP: _MESH,
     DistributedType.DEEPSPEED: _DEEPSPEED,
-    DistributedType.MEGATRON_LM: EngineRow(None, _LATER),
-    DistributedType.XLA: EngineRow(None, _LATER),
+    DistributedType.MEGATRON_LM: _MEGATRON,
+    DistributedType.XLA: _XLA,
 }
 
 
@@ -76,20 +88,25 @@ def engine_class(distributed_type: DistributedType) -> type[Engine]:
     """The engine class for a distributed type; that of FSDP is version 2's.
 
     Raises:
-        NotImplementedError: If the engine is documented but not built yet.
-        ImportError: If its module does not import; the message says what to install.
+        ImportError: If something that it needs is missing; the message names it, and what to install.
     """
     return _load(ENGINES[distributed_type], distributed_type)
 
 
 def _load(row: EngineRow, distributed_type: DistributedType) -> type[Engine]:
-    if row.path is None:
-        raise NotImplementedError(f"the {distributed_type.value} engine is not there yet; {row.hint}.")
+    missing = [module for module in row.needs if not is_package_available(module)]
+    if missing:
+        raise ImportError(
+            f"the {distributed_type.value} engine was asked for, and needs {', '.join(missing)}, which is "
+            f"not installed. Install it with: {row.hint}"
+        )
     module, _, name = row.path.partition(":")
     try:
         found: type[Engine] = getattr(import_module(module), name)
     except ImportError as error:
-        raise ImportError(f"the {distributed_type.value} engine needs: {row.hint}") from error
+        raise ImportError(
+            f"the {distributed_type.value} engine cannot be imported ({error}). It needs: {row.hint}"
+        ) from error
     return found
 
 
@@ -103,6 +120,13 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     config = state.parallelism_config
     if state.distributed_type == DistributedType.DEEPSPEED:
         return engine_class(DistributedType.DEEPSPEED)
+    own = state.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA)
+    if config is not None and config.active_mesh_dims and own:
+        raise ValueError(
+            f"parallelism_config asks for {', '.join(config.active_mesh_dims)}, and the "
+            f"{state.distributed_type.value} engine arranges processes by itself. Leave it out; under "
+            "Megatron-LM MegatronLMPlugin has tp_degree, pp_degree and context_parallel_size."
+        )
     if config is not None and config.sp_enabled:
         raise ValueError(
             f"sp_size={config.sp_size}: sequence parallelism is DeepSpeed's (Ulysses). Pass a "

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from accel.fp8.choice import Fp8
     from accel.plugins.deepspeed import DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel.plugins.megatron import MegatronLMPlugin
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
@@ -57,6 +58,8 @@ class EngineContext:
         parallelism: The sizes of the mesh's axes.
         fp8: The library that computes in fp8, when that is the precision.
         deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
+        megatron: Options for Megatron-LM.
+        owner: Refers to the Accelerator, for code of the user's that an engine hands it to.
     """
 
     process: Process
@@ -70,6 +73,8 @@ class EngineContext:
     parallelism: ParallelismConfig | None = None
     fp8: Fp8 | None = None
     deepspeed: Callable[[], DeepSpeedPlugin] | None = None
+    megatron: MegatronLMPlugin | None = None
+    owner: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Prepared:
         batch_sizes: Samples per process and micro-batch, of each loader of the same call that says so.
         earlier_batch_size: The smallest of loaders that were prepared before; None without any.
         schedule_moves: How often each optimizer step moves a schedule.
+        own: Objects of the same call that this engine alone knows.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -97,6 +103,7 @@ class Prepared:
     batch_sizes: tuple[int, ...] = ()
     earlier_batch_size: int | None = None
     schedule_moves: int = 1
+    own: tuple[Any, ...] = ()
 
 
 class Engine:
@@ -208,6 +215,17 @@ class Engine:
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
         """The schedule that takes this one's place; None for AcceleratedScheduler around it."""
         return None
+
+    def loader_to_prepare(self, loader: Any) -> Any:
+        """The loader whose batches are shared out, in the place of one that is to be prepared."""
+        return loader
+
+    own_kinds: tuple[type, ...] = ()
+    """Types of objects that this engine alone prepares."""
+
+    def prepare_own(self, item: Any) -> Any:
+        """The prepared form of an object of `own_kinds`."""
+        raise NotImplementedError
 
     def share_loader(self, loader: Any) -> Any:
         """A prepared loader as it feeds a model that was prepared in the same call."""
@@ -357,6 +375,11 @@ class Engine:
                 f"The checkpoint was written under DeepSpeed, and the engine here is {self.name}. Load it "
                 "under DeepSpeed, with as many processes and the same stage; or make whole weights of it "
                 "with its zero_to_fp32.py, and load those before prepare()."
+            )
+        if any(layout.role_of(name) == "megatron" for name in names):
+            raise CheckpointError(
+                f"The checkpoint was written under Megatron-LM, and the engine here is {self.name}. Load it "
+                "under Megatron-LM, with any tp_degree and pp_degree."
             )
         if any(layout.role_of(name) == "local" for name in names):
             raise CheckpointError(

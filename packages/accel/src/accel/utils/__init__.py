@@ -42,10 +42,23 @@ if TYPE_CHECKING:
     from accel.fsdp_steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
     from accel.fsdp_steps import fsdp2_prepare_model as fsdp2_prepare_model
     from accel.fsdp_steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+    from accel.megatron.bert import BertTrainStep as BertTrainStep
+    from accel.megatron.data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+    from accel.megatron.dummies import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+    from accel.megatron.gpt import GPTTrainStep as GPTTrainStep
+    from accel.megatron.parsers import (
+        add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+    )
+    from accel.megatron.steps import AbstractTrainStep as AbstractTrainStep
+    from accel.megatron.steps import (
+        avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+    )
+    from accel.megatron.t5 import T5TrainStep as T5TrainStep
     from accel.parallel.filling import ensure_weights_retied as ensure_weights_retied
     from accel.parallel.tensor import get_model_tp_size as get_model_tp_size
     from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from accel.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
     from accel.plugins.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel.utils.tqdm import tqdm as tqdm
     from accel_ckpt.config import ProjectConfiguration as ProjectConfiguration
@@ -245,6 +258,14 @@ _NAMES = {
         "DeepSpeedSchedulerWrapper",
     ),
     "accel.estimate": ("convert_bytes",),
+    "accel.megatron.bert": ("BertTrainStep",),
+    "accel.megatron.data": ("MegatronLMDummyDataLoader",),
+    "accel.megatron.dummies": ("MegatronLMDummyScheduler",),
+    "accel.megatron.gpt": ("GPTTrainStep",),
+    "accel.megatron.parsers": ("add_model_config_to_megatron_parser",),
+    "accel.megatron.steps": ("AbstractTrainStep", "avg_losses_across_data_parallel_group"),
+    "accel.megatron.t5": ("T5TrainStep",),
+    "accel.plugins.megatron": ("MegatronLMPlugin",),
     "accel.fp8.ao": (
         "convert_model_to_fp8_ao",
         "filter_first_and_last_linear_layers",

@@ -1,0 +1,169 @@
+"""XLA devices (TPUs): replicas whose gradients are averaged once per window, by torch_xla's own interface.
+
+Operations on XLA devices are recorded and run when a step is marked: here by `optimizer.step()`, and by
+loaders after each batch. Nothing of this has been run: there is no torch_xla for the torch that accel is
+tested with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from accel.engines.base import Engine, EngineContext
+from accel.parallel.full_state import WholeOptimizer
+from accel_ops import collectives
+from accel_ops.placement import send_to_device
+from accel_optim.optimizer import AcceleratedOptimizer
+
+__all__ = ["XLAEngine", "XLALoader", "XLAOptimizer"]
+
+
+def _xla_model() -> Any:
+    return import_module("torch_xla.core.xla_model")
+
+
+class XLAEngine(Engine):
+    """Every process holds the whole model on one XLA device."""
+
+    name = "xla"
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        if context.fsdp is not None or context.megatron is not None:
+            raise ValueError(
+                "fsdp_plugin and megatron_lm_plugin are not there on XLA devices, where every process holds "
+                "the whole model. Leave them out."
+            )
+        self._known: weakref.WeakSet[XLAOptimizer] = weakref.WeakSet()
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data."""
+        return self.context.process.rank, self.context.process.world_size
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Give the model the weights of the first process."""
+        if self.context.process.world_size > 1:
+            _xla_model().broadcast_master_param(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """Wrap an optimizer so that gradients are averaged before it steps, and the step is marked after."""
+        prepared = XLAOptimizer(
+            optimizer,
+            self.reduce_gradients,
+            device_placement=place,
+            scaler=self.context.scaler,
+            gradient_state=self.context.gradient_state,
+        )
+        self._known.add(prepared)
+        return prepared
+
+    def share_loader(self, loader: Any) -> Any:
+        """The prepared loader, with a step marked after each batch, for loops that only evaluate."""
+        return loader if isinstance(loader, XLALoader) else XLALoader(loader)
+
+    # Gradients
+
+    def reduce_gradients(self) -> None:
+        """Average the gradients of all prepared optimizers, once at the end of a window."""
+        state = self.context.gradient_state
+        if self.context.process.world_size == 1 or not state.sync_gradients or state.is_xla_gradients_synced:
+            return
+        for optimizer in self._known:
+            _xla_model().reduce_gradients(optimizer.optimizer)
+        state.is_xla_gradients_synced = True
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes."""
+        process = self.context.process
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), weight, dtype=dtype, device=process.device)
+        total: torch.Tensor = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        return total
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Average the gradients if that is still to be done, and clip them by their norm."""
+        self.reduce_gradients()
+        return super().clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Average the gradients if that is still to be done, and clip each."""
+        self.reduce_gradients()
+        super().clip_grad_value(parameters, clip_value)
+
+    # States
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the CPU: files know nothing of XLA devices."""
+        state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
+        return state
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its state on the CPU."""
+        return WholeOptimizer(optimizer, send_to_device(optimizer.state_dict(), "cpu"))
+
+
+class XLAOptimizer(AcceleratedOptimizer):
+    """An optimizer whose gradients are averaged before they are unscaled, and whose step is marked.
+
+    Args:
+        optimizer: The optimizer.
+        reduce_gradients: Averages the gradients of a window that has ended.
+        **options: Options of AcceleratedOptimizer.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, reduce_gradients: Callable[[], None], **options: Any
+    ) -> None:
+        super().__init__(optimizer, **options)
+        self._reduce_gradients = reduce_gradients
+
+    def unscale_gradients(self) -> None:
+        """Average the gradients, and divide them by the loss scale."""
+        self._reduce_gradients()
+        super().unscale_gradients()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients, step and mark the step, at the window's boundary only."""
+        self._reduce_gradients()
+        result = super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self.gradient_state.is_xla_gradients_synced = False
+            _xla_model().mark_step()
+        return result
+
+
+class XLALoader:
+    """A prepared loader that marks a step after each batch; everything else is the prepared loader's.
+
+    torch_xla's MpDeviceLoader does the same, and reads ahead in a thread. The prepared loader must not be
+    read ahead of the loop: it says where the epoch ends, and with it the accumulation window.
+
+    Args:
+        loader: The prepared loader, which puts batches on the device.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through the batches."""
+        for batch in self.loader:
+            yield batch
+            _xla_model().mark_step()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.loader, name)

@@ -1,0 +1,12 @@
+"""Megatron-LM, built on megatron-core, which is what its package on the index has.
+
+- `parsers`: what a model's configuration means in Megatron's names.
+- `arguments`: Megatron's names as the configuration classes of megatron-core.
+- `runtime`: its process groups and seeds.
+- `models`: GPT, BERT and T5 models of this process's layers.
+- `steps`, `gpt`, `bert`, `t5`: what a batch is, and what its loss is.
+- `optimizers`: its optimizer and schedule behind those of a training loop.
+- `data`: its datasets, and micro-batches.
+- `model`: the model as a training loop calls it.
+- `checkpoint`: its checkpoints inside those of save_state.
+"""

@@ -1,0 +1,177 @@
+"""MegatronLMPlugin: arguments before environment, and how models, optimizers and schedules are described."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel.megatron.dummies import MegatronLMDummyScheduler
+from accel.megatron.parsers import add_model_config_to_megatron_parser
+from accel.plugins.megatron import MegatronLMPlugin
+
+
+def described(**config: Any) -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(**config)
+    return model
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_inner": None,
+    "n_positions": 8,
+    "vocab_size": 300,
+    "layer_norm_epsilon": 1e-5,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.2,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 5e5},
+}
+
+
+def test_defaults_have_megatrons_names():
+    args = MegatronLMPlugin().megatron_lm_default_args
+    assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (1, 1)
+    assert (args["num_micro_batches"], args["clip_grad"]) == (1, 1.0)
+    assert args["consumed_samples"] == [0, 0, 0]
+    assert not {"tp_degree", "return_logits", "custom_loss_function", "micro_batch_size"} & set(args)
+
+
+def test_the_environment_reaches_settings_and_arguments_come_first(monkeypatch):
+    for name, text in {
+        "TP_DEGREE": "4",
+        "PP_DEGREE": "2",
+        "NUM_MICRO_BATCHES": "8",
+        "GRADIENT_CLIPPING": "0.5",
+        "SEQUENCE_PARALLELISM": "true",
+        "RECOMPUTE_ACTIVATIONS": "true",
+        "USE_DISTRIBUTED_OPTIMIZER": "true",
+        "ATTENTION_DROPOUT": "0.3",
+        "NO_LOAD_OPTIM": "true",
+    }.items():
+        monkeypatch.setenv(f"MEGATRON_LM_{name}", text)
+    plugin = MegatronLMPlugin(pp_degree=1)
+    args = plugin.megatron_lm_default_args
+    assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == (4, 1)
+    assert (args["clip_grad"], args["sequence_parallel"]) == (0.5, True)
+    assert (args["recompute_granularity"], args["use_distributed_optimizer"]) == ("selective", True)
+    assert (plugin.num_micro_batches, plugin.attention_dropout, plugin.no_load_optim) == (8, 0.3, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_degree": 0}, "tp_degree is 0"),
+        ({"num_micro_batches": 1.5}, "num_micro_batches is 1.5"),
+        ({"pipeline_model_parallel_split_rank": 1}, "split_rank=1.*Leave it out"),
+    ],
+)
+def test_values_that_are_not_allowed_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronLMPlugin(**options)
+
+
+def test_logging_options_of_another_loop_are_told_to_be_ignored():
+    with pytest.warns(UserWarning, match="ignores tensorboard_dir") as told:
+        MegatronLMPlugin(tensorboard_dir="logs")
+    assert told[0].filename == __file__
+
+
+def test_gpt2_is_described():
+    plugin = MegatronLMPlugin(tp_degree=2, hidden_dropout=0.0)
+    plugin.set_network_size_args(described(**GPT2))
+    args = plugin.megatron_lm_default_args
+    assert args["model_type_name"] == "gpt"
+    assert (args["num_layers"], args["hidden_size"], args["ffn_hidden_size"]) == (2, 16, 64)
+    assert args["padded_vocab_size"] == 512  # 128 for each process of tp_degree
+    assert (args["attention_dropout"], args["hidden_dropout"]) == (0.1, 0.0)
+    assert args["seq_length"] == 8
+    plugin.set_network_size_args(described(**GPT2), {"input_ids": torch.zeros(2, 5)})
+    assert plugin.megatron_lm_default_args["seq_length"] == 5
+    rotary = MegatronLMPlugin(use_rotary_position_embeddings=True)
+    rotary.set_network_size_args(described(**GPT2))
+    assert rotary.megatron_lm_default_args["position_embedding_type"] == "rope"
+
+
+def test_llama_is_described():
+    plugin = MegatronLMPlugin()
+    plugin.set_network_size_args(described(**LLAMA))
+    args = plugin.megatron_lm_default_args
+    assert (args["num_query_groups"], args["normalization"], args["swiglu"]) == (2, "RMSNorm", True)
+    assert (args["rotary_base"], args["position_embedding_type"]) == (5e5, "rope")
+    assert (args["add_bias_linear"], args["share_embeddings_and_output_weights"]) == (False, False)
+
+
+def test_another_kind_of_model_is_refused_until_it_is_described():
+    plugin = MegatronLMPlugin()
+    with pytest.raises(ValueError, match=r"Linear \(model_type 'own'\).*gpt2, llama, megatron-bert, t5"):
+        plugin.set_network_size_args(described(model_type="own"))
+
+    @add_model_config_to_megatron_parser("own-for-this-test")
+    def parse(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+        return {"num_layers": model.config.depth}
+
+    plugin.set_network_size_args(described(model_type="own-for-this-test", depth=3))
+    assert plugin.megatron_lm_default_args["num_layers"] == 3
+
+
+def test_optimizers_are_described():
+    plugin = MegatronLMPlugin(end_weight_decay=0.3)
+    weight, bias = torch.nn.Linear(2, 2).parameters()
+    groups = [{"params": [weight], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
+    plugin.set_optimizer_type(torch.optim.AdamW(groups, lr=1e-3, betas=(0.8, 0.9), eps=1e-6))
+    args = plugin.megatron_lm_default_args
+    assert (args["optimizer"], args["lr"], args["weight_decay"]) == ("adam", 1e-3, 0.1)
+    assert (args["adam_beta1"], args["adam_beta2"], args["adam_eps"]) == (0.8, 0.9, 1e-6)
+    assert (args["start_weight_decay"], args["end_weight_decay"]) == (0.1, 0.3)
+    assert args["decoupled_weight_decay"] is True
+    plugin.set_optimizer_type(torch.optim.Adam([weight], lr=1e-3))
+    assert args["decoupled_weight_decay"] is False
+    plugin.set_optimizer_type(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+    assert (args["optimizer"], args["sgd_momentum"]) == ("sgd", 0.9)
+    with pytest.raises(ValueError, match="Rprop has no counterpart"):
+        plugin.set_optimizer_type(torch.optim.Rprop([weight]))
+    with pytest.raises(ValueError, match="different learning rates"):
+        plugin.set_optimizer_type(torch.optim.SGD([{"params": [weight], "lr": 1.0}, {"params": [bias]}], 0.1))
+
+
+def test_batch_sizes_and_schedules_count_as_those_of_other_engines():
+    plugin = MegatronLMPlugin(num_micro_batches=4)
+    plugin.set_training_args(micro_batch_size=3, dp_degree=2)
+    assert plugin.global_batch_size == 24
+    plugin.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=100, warmup_num_steps=10))
+    args = plugin.megatron_lm_default_args
+    assert (args["train_iters"], args["lr_warmup_iters"]) == (50, 5)
+    fixed = MegatronLMPlugin(train_iters=7, lr_warmup_fraction=0.1)
+    fixed.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=100, warmup_num_steps=10))
+    args = fixed.megatron_lm_default_args
+    assert (args["train_iters"], args["lr_warmup_iters"]) == (7, None)
+
+
+def test_precisions():
+    plugin = MegatronLMPlugin()
+    plugin.set_mixed_precision("bf16")
+    assert (plugin.megatron_lm_default_args["bf16"], plugin.megatron_lm_default_args["fp16"]) == (True, False)
+    with pytest.raises(ValueError, match="fp8"):
+        plugin.set_mixed_precision("fp8")
