@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,12 @@ class MegatronLMEngine(Engine):
             plugin.set_training_args(size, self.data_shard[1])
         if plugin.custom_model_provider_function is None:
             plugin.set_network_size_args(objects.models[0])
+        warnings.warn(
+            "Megatron-LM builds a model of its own from the configuration of "
+            f"{type(objects.models[0]).__name__}, "
+            "whose weights are not used. load_state restores what save_state wrote under Megatron-LM.",
+            stacklevel=2,
+        )
         for optimizer in objects.optimizers:
             plugin.set_optimizer_type(optimizer)
         plugin.schedule_moves = objects.schedule_moves
