@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from accel import configuration, metrics, tracking
 from accel.agreement import Agreement
+from accel.checkpoints import CheckpointControl
 from accel.configuration import UNSET
 from accel.ds.settings import precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
@@ -45,7 +45,6 @@ from accel_state.gradient import GradientState
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from accel.preemption import Preemption
     from accel.tracking import GeneralTracker
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator"]
 
 
-class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
+class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessControl):
     """Runs an ordinary PyTorch training loop on any number of processes and in any precision.
 
     Args:
@@ -168,16 +167,16 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         self.trackers: list[GeneralTracker] = []
         self.flag_tensor: torch.Tensor | None = None
         self._triggers = Agreement(self.process)
-        self._preemption: Preemption | None = None
+        self._preemption = None
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._lomo: Any = None
         self._dataloaders: list[Any] = []
-        self._custom_objects: list[Any] = []
+        self._custom_objects = []
         self._unprepared: list[Any] = []
-        self._save_state_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self._load_state_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._save_state_hooks = OrderedDict()
+        self._load_state_hooks = OrderedDict()
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         scales_itself = self.deepspeed_plugin is not None or self.state.megatron_lm_plugin is not None
@@ -459,110 +458,6 @@ class Accelerator(GradientControl, MeshCoordinates, ProcessControl):
         """Whether any process raised its flag since the last check, which all of them make together."""
         raised, self.flag_tensor = self.flag_tensor is not None, None
         return self._triggers.ask("check_trigger", raised)
-
-    # Files (the checkpoint code is imported by the first of them)
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process holds weights that have to be written."""
-        return self.engine.saves_model
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write `obj` once per job (or once per machine, with save_on_each_node)."""
-        from accel import checkpointing
-
-        checkpointing.save(self, obj, f, safe_serialization)
-
-    def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> str:
-        """Write everything that `load_state` needs to go on from here; returns the folder.
-
-        With `blocking=False` the state is copied, and written and committed in the background while training
-        goes on. One such save is in flight at most: the next call waits for it, and raises what went wrong in
-        it, as do `wait_for_save`, `load_state` and `end_training`.
-        """
-        from accel import checkpointing
-
-        return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
-
-    def wait_for_save(self) -> None:
-        """Wait until the save in the background, if there is one, is committed; raise what went wrong."""
-        from accel import checkpointing
-
-        checkpointing.wait_for_save()
-
-    def save_on_preemption(
-        self,
-        output_dir: str | None = None,
-        *,
-        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
-        exit_code: int = 75,
-    ) -> None:
-        """Save and exit if any process was told to end. Call it on every process, at the end of each step.
-
-        The first call takes the signals. A signal to any process makes all of them save, commit and exit in
-        the same step: at one of the next two calls at which no accumulation window is open. `load_state` then
-        goes on exactly there.
-
-        Args:
-            output_dir: The folder of the checkpoint; not needed with automatic naming.
-            signals: Names of the signals.
-            exit_code: How the processes end. The default, 75, asks to be started again (EX_TEMPFAIL).
-
-        Raises:
-            SystemExit: With `exit_code`, when the checkpoint is committed.
-            ValueError: If there is no folder to save to.
-            RuntimeError: If this is not the main thread.
-        """
-        from accel.preemption import save_on_preemption
-
-        save_on_preemption(self, output_dir, signals, exit_code)
-
-    def load_state(
-        self,
-        input_dir: str | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Restore what `save_state` wrote; without a folder, the newest automatically named one."""
-        from accel import resuming
-
-        resuming.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
-
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state of a prepared model."""
-        return self.engine.state_dict(model, unwrap)
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
-        from accel import checkpointing
-
-        checkpointing.save_model(self, model, save_directory, max_shard_size, safe_serialization)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects (with state_dict and load_state_dict) along with the state."""
-        from accel import checkpointing
-
-        checkpointing.register(self, objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` before `save_state` writes."""
-        handle = RemovableHandle(self._save_state_hooks)
-        self._save_state_hooks[handle.id] = hook
-        return handle
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` before `load_state` reads."""
-        handle = RemovableHandle(self._load_state_hooks)
-        self._load_state_hooks[handle.id] = hook
-        return handle
 
     # Tracking
 
