@@ -293,7 +293,7 @@ def test_processes_of_a_tensor_parallel_group_count_once(world):
     common = {"drop_last": False, "workers": 0, "even": True}
     cases = [
         {**common, "kind": kind, "split": split, "count": count, "batch_size": 4 if split else 2}
-        for kind in ("map", "stream")
+        for kind in ("map", "stream", "dispatched map", "dispatched stream")
         for split in (False, True)
         for count in (1, 7, 8)
     ]

@@ -58,7 +58,7 @@ class FSDP1Engine(ShardedEngine):
         super().__init__(context)
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
-        self._flattened = Flattened()
+        self._flattened = _Flattened()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -271,16 +271,16 @@ class FSDP1Engine(ShardedEngine):
         return inner, root, self._flattened.in_given_order(inner, names)
 
 
-class Flattened:
+class _Flattened:
     """Which parameter took the place of which, and what it was called.
 
     Several parameters may have become one, a flat parameter. What nobody else holds is forgotten.
     """
 
     def __init__(self) -> None:
-        self._new = WeakIdKeyDictionary()
-        self._names = WeakIdKeyDictionary()
-        self._sizes = WeakIdKeyDictionary()
+        self._new: Any = WeakIdKeyDictionary()  # untyped in torch
+        self._names: Any = WeakIdKeyDictionary()
+        self._sizes: Any = WeakIdKeyDictionary()
         self._given: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
 
     def note(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:

@@ -337,7 +337,7 @@ def _find_meshes(context: EngineContext) -> Meshes:
         )
     if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
         # Replicas alone, each one shard, on one mesh with the axis that splits weights.
-        sizes = (config.dp_replicate_size, 1, config.tp_size)
+        sizes = (mesh["dp_replicate"].size(), 1, tensor.size())
         whole = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         return Meshes(whole["dp_replicate", "dp_shard"], whole["tp"])
     if config.dp_shard_cp_dim_names:

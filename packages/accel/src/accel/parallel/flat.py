@@ -105,7 +105,7 @@ def managed(models: Iterable[torch.nn.Module]) -> dict[int, dist.ProcessGroup | 
     Of a flat parameter that is itself and (with use_orig_params) the parameters in it; parameters that were
     ignored are not there.
     """
-    found = {}
+    found: dict[int, dist.ProcessGroup | None] = {}
     for _, handle in parts(models):
         group = handle.process_group if handle.uses_sharded_strategy else None
         found |= {id(item): group for item in (handle.flat_param, *(handle.flat_param._params or ()))}

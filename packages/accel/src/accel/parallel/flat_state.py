@@ -213,7 +213,7 @@ class WholeFlatOptimizer:
             for group, own in zip(state["param_groups"], self.names, strict=True)
             for number, name in zip(group["params"], own, strict=True)
         }
-        named = {
+        named: dict[str, Any] = {
             "state": {names[number]: values for number, values in state["state"].items()},
             "param_groups": [
                 {**group, "params": own} for group, own in zip(state["param_groups"], self.names, strict=True)
