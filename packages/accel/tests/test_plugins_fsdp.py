@@ -9,7 +9,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.plugins.fsdp import FSDP_SHARDING_STRATEGY, FullyShardedDataParallelPlugin
 from accel_state.env import patch_environment
 
 
@@ -66,6 +66,14 @@ def test_the_environment_fills_what_is_not_given():
     assert (plugin.activation_checkpointing, plugin.cpu_ram_efficient_loading) == (True, True)
     assert (plugin.min_num_params, plugin.ignored_modules) == (7, "head")
     assert (given.reshard_after_forward, given.min_num_params) == (True, 3)
+
+
+@pytest.mark.parametrize("name", [*FSDP_SHARDING_STRATEGY, "_HYBRID_SHARD_ZERO2"])
+def test_every_strategy_is_known_by_the_name_that_launchers_give_it(name):
+    with patch_environment(FSDP_SHARDING_STRATEGY=name.lstrip("_")):
+        from_environment = FullyShardedDataParallelPlugin().sharding_strategy
+    assert from_environment is FullyShardedDataParallelPlugin(sharding_strategy=name).sharding_strategy
+    assert from_environment.name.lstrip("_") == name.lstrip("_")
 
 
 def test_the_environment_of_version_1():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -168,6 +169,19 @@ def ask_by_plugin() -> tuple[str, int | None]:
 
 def test_the_plugin_asks_for_tensor_parallelism(world):
     assert world.run(ask_by_plugin, timeout_s=100) == [("tp", 2)] * 2
+
+
+def train_again() -> tuple[torch.Tensor, torch.Tensor]:
+    first, *_ = step({"tp_size": 2}, on_meta=False)
+    Accelerator(cpu=True).end_training()
+    Accelerator(cpu=True)
+    dist.new_group()  # so that the groups of the second mesh have other names
+    return first, step({"tp_size": 2}, on_meta=False)[0]
+
+
+def test_a_second_training_does_not_talk_to_groups_that_are_gone(world):
+    for first, second in world.run(train_again, timeout_s=100):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def ask_for_overlap() -> str:

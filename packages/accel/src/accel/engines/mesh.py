@@ -28,7 +28,7 @@ from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.language_models import check_language_models, tell_part
 from accel.parallel.repoint import Replaced, repoint
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
-from accel.parallel.tensor import is_split, split_weights, tensor_plan
+from accel.parallel.tensor import forget_meshes, is_split, split_weights, tensor_plan
 from accel.parallel.wrapping import aliases, choose_groups
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ class MeshEngine(ShardedEngine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
+        forget_meshes()
         self._meshes = _find_meshes(context)
         data = "ddp" if self._meshes.has_one_shard and context.fsdp is None else "fsdp2"
         axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, debug
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +22,7 @@ from accel.parallel.wrapping import aliases
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["get_model_tp_size", "is_split", "split_weights", "tensor_plan"]
+__all__ = ["forget_meshes", "get_model_tp_size", "is_split", "split_weights", "tensor_plan"]
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -154,6 +154,16 @@ def split_weights(
             for other in names if own else ():
                 path, _, last = other.rpartition(".")
                 setattr(model.get_submodule(path), last, model.get_parameter(own[0]))
+
+
+def forget_meshes() -> None:
+    """Forget what torch noted about meshes of process groups that are gone.
+
+    It takes a new mesh of the same shape for the old one, and would go on to talk to the old one's groups.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # of torch 2.13; older ones have no such cache
+    if clear is not None:
+        clear()
 
 
 def is_split(model: torch.nn.Module, size: int) -> bool:

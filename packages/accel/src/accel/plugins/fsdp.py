@@ -126,7 +126,8 @@ class FullyShardedDataParallelPlugin:
             self._read_precision()
 
     def _set_sharding(self, given: set[str]) -> None:
-        strategies = {item.name: item for item in fsdp.ShardingStrategy}
+        strategies = {item.name.lstrip("_"): item for item in fsdp.ShardingStrategy}
+        strategies |= {item.name: item for item in fsdp.ShardingStrategy}
         if self.fsdp_version == 1:
             chosen = self.reshard_after_forward if "reshard_after_forward" in given else None
             chosen = self.sharding_strategy if chosen is None else chosen
