@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import estimate
+from accel.commands import estimate_sources
 from accel.commands.estimate import main
 from accel.commands.estimate_sources import size_of
 from accel.estimate import ModelSize, convert_bytes, training_bytes
@@ -138,6 +139,8 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     ("model", "message"),
     [
         ("./none", "There is no folder './none'"),
+        ("none/model.safetensors", "There is no folder 'none/model.safetensors'"),
+        ("one/two/three", "There is no folder 'one/two/three'"),
         (".", "neither safetensors files nor a config.json"),
         ("no_such_module_here:model", "cannot be called: No module named 'no_such_module_here'"),
     ],
@@ -148,6 +151,19 @@ def test_what_is_not_there_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchError, match=message):
         size_of(model)
+
+
+def test_a_name_with_dots_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def from_config(place: str, trust_remote_code: bool) -> nn.Module:
+        asked.append(place)
+        return Stack()
+
+    monkeypatch.setattr(estimate_sources, "_from_config", from_config)
+    for name in ("some/Model-2.5-7B", "some-model_1.0"):
+        assert size_of(name).parameters == PARAMETERS
+    assert asked == ["some/Model-2.5-7B", "some-model_1.0"]
 
 
 def test_a_missing_library_is_one_line(

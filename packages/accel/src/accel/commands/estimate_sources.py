@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from accel_launch.errors import LaunchError
 from accel_state.imports import require
 
 __all__ = ["size_of"]
+
+_FILES = (".bin", ".json", ".pt", ".pth", ".safetensors")
 
 
 def size_of(model: str, *, library: str | None = None, trust_remote_code: bool = False) -> ModelSize:
@@ -35,7 +38,7 @@ def size_of(model: str, *, library: str | None = None, trust_remote_code: bool =
         return _size_of_folder(path, trust_remote_code)
     if ":" in model:
         return _size_of_module(_call(model))
-    if path.suffix or model.startswith((".", "/", "~")):
+    if path.suffix in _FILES or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise LaunchError(
             f"There is no folder {model!r}. Name a folder, module:callable, or a name on the hub."
         )
