@@ -53,6 +53,31 @@ def test_the_environment_of_torchrun() -> None:
     assert "RANK" not in environ
 
 
+@pytest.mark.parametrize(
+    ("flags", "starts"),
+    [
+        (["--num_processes", "1"], [sys.executable, "script.py"]),
+        (["--num_processes", "2"], [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]),
+        (["--deepspeed_hostfile", "hosts"], ["deepspeed", "--no_local_rank", "--hostfile=hosts"]),
+    ],
+)
+def test_what_starts_deepspeed(folder: Path, flags: list[str], starts: list[str]) -> None:
+    (folder / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
+    flags = ["--cpu", "--use_deepspeed", *flags, "--zero_stage", "3", "script.py", "--lr", "1"]
+    command, environ = programs.prepare_deepspeed_cmd_env(launch_command_parser().parse_args(flags))
+
+    assert command[: len(starts)] == starts
+    assert command[-3:] == ["script.py", "--lr", "1"]
+    assert environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert environ["PATH"] == os.environ["PATH"]
+
+
+def test_deepspeed_has_to_be_asked_for() -> None:
+    with pytest.raises(LaunchError, match="Give --use_deepspeed"):
+        programs.prepare_deepspeed_cmd_env(launch_command_parser().parse_args(["--cpu", "script.py"]))
+
+
 def test_a_script_is_needed() -> None:
     with pytest.raises(LaunchError, match="No script was given"):
         programs.prepare_simple_launcher_cmd_env(launch_command_parser().parse_args([]))
