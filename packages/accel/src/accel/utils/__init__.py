@@ -82,8 +82,14 @@ if TYPE_CHECKING:
     from accel_launch.config.write import write_basic_config as write_basic_config
     from accel_launch.notebook import PrepareForLaunch as PrepareForLaunch
     from accel_launch.programs import is_port_in_use as is_port_in_use
+    from accel_launch.programs import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
     from accel_launch.programs import prepare_multi_gpu_env as prepare_multi_gpu_env
     from accel_launch.programs import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+    from accel_launch.sagemaker.estimator import (
+        prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
+    )
+    from accel_launch.tpu.colab import install_xla as install_xla
+    from accel_launch.tpu.variables import prepare_tpu as prepare_tpu
     from accel_ops.collectives import broadcast as broadcast
     from accel_ops.collectives import copy_tensor_to_devices as copy_tensor_to_devices
     from accel_ops.collectives import gather as gather
@@ -173,6 +179,9 @@ if TYPE_CHECKING:
     from accel_state.handlers import KwargsHandler as KwargsHandler
     from accel_state.handlers import ProfileKwargs as ProfileKwargs
     from accel_state.handlers import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+    from accel_state.hardware import check_os_kernel as check_os_kernel
+    from accel_state.hardware import get_gpu_info as get_gpu_info
     from accel_state.imports import is_4bit_bnb_available as is_4bit_bnb_available
     from accel_state.imports import is_8bit_bnb_available as is_8bit_bnb_available
     from accel_state.imports import is_aim_available as is_aim_available
@@ -299,9 +308,13 @@ _NAMES = {
     "accel_launch.notebook": ("PrepareForLaunch",),
     "accel_launch.programs": (
         "is_port_in_use",
+        "prepare_deepspeed_cmd_env",
         "prepare_multi_gpu_env",
         "prepare_simple_launcher_cmd_env",
     ),
+    "accel_launch.sagemaker.estimator": ("prepare_sagemager_args_inputs",),
+    "accel_launch.tpu.colab": ("install_xla",),
+    "accel_launch.tpu.variables": ("prepare_tpu",),
     "accel_ops.collectives": ("broadcast", "copy_tensor_to_devices", "gather", "reduce"),
     "accel_ops.convert": ("convert_outputs_to_fp32", "convert_to_fp32"),
     "accel_ops.memory": ("find_executable_batch_size", "release_memory"),
@@ -383,6 +396,7 @@ _NAMES = {
         "ProfileKwargs",
         "TorchDynamoPlugin",
     ),
+    "accel_state.hardware": ("check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"),
     "accel_state.imports": (
         "is_4bit_bnb_available",
         "is_8bit_bnb_available",
