@@ -15,8 +15,8 @@ from .accumulate import accumulate_row
 from .checkpoints import load_rows, save_async_row, save_row
 from .collectives import gather_rows
 from .dispatch import dispatch_rows
-from .imports import help_row, import_rows
-from .launch import launch_many_row, launch_one_row
+from .imports import dry_run_row, help_row, import_rows
+from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
 from .merging import merge_row
 from .row import Row
@@ -41,8 +41,10 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "merge": merge_row,
     "import": import_rows,
     "help": help_row,
+    "dry-run": dry_run_row,
     "launch": launch_one_row,
     "launch-2": launch_many_row,
+    "shutdown": shutdown_row,
 }
 
 

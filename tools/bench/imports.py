@@ -1,19 +1,21 @@
-"""CPU time of imports, and of `accel --help`."""
+"""CPU time of imports, and of commands that need no torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from .commands import console_script, run
 from .row import Row
 from .timing import BASELINE, CONTROL, interleave, ratios, spread
 
-__all__ = ["help_row", "import_rows"]
+__all__ = ["dry_run_row", "help_row", "import_rows"]
 
 LIMIT = 1.05
-HELP_LIMIT_S = 0.2
+COMMAND_LIMIT_S = 0.2
 
 
 def import_rows(*, quick: bool = False) -> list[Row]:
@@ -59,15 +61,30 @@ def _import(statement: str) -> Callable[[], float]:
 
 def help_row(*, quick: bool = False) -> Row:
     """Measure the CPU time of the command's help, and see whether that imported torch."""
-    scripts = {name: console_script(name) for name in ("accel", "accelerate")}
-    commands = {name: [sys.executable, path, "--help"] for name, path in scripts.items() if path}
+    return _command_row("`accel --help`: CPU seconds", ("accel", "accelerate"), ["--help"], quick)
+
+
+def dry_run_row(*, quick: bool = False) -> Row:
+    """Measure the CPU time of planning a launch of two processes, which accelerate has no command for."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.touch()
+        arguments = ["launch", "--dry_run", "--cpu", "--num_processes", "2", str(script)]
+        return _command_row(
+            "`accel launch --dry_run`, 2 processes: CPU seconds", ("accel",), arguments, quick
+        )
+
+
+def _command_row(what: str, names: tuple[str, ...], arguments: list[str], quick: bool) -> Row:
+    scripts = {name: console_script(name) for name in names}
+    commands = {name: [sys.executable, path, *arguments] for name, path in scripts.items() if path}
     measures = {name: _cpu_s(command) for name, command in commands.items()}
     samples = interleave(measures, rounds=3 if quick else 9)
     cpu_s = {name: spread(values) for name, values in samples.items()}
     return Row(
-        what="`accel --help`: CPU seconds",
+        what=what,
         value=cpu_s["accel"].median,
-        limit=HELP_LIMIT_S,
+        limit=COMMAND_LIMIT_S,
         unit="s",
         condition=("torch not imported", not _imports_torch(commands["accel"])),
         peers={name: cpu_s[name].median for name in ("accelerate",) if name in cpu_s},

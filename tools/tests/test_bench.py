@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import count
 
 import pytest
 
+from bench.launch import _outlives_s
 from bench.row import Row
 from bench.table import BEGIN, END, render, write
 from bench.timing import BASELINE, differences, interleave, ratios, timed
@@ -93,3 +95,17 @@ def test_write_refuses_a_page_without_marks(tmp_path):
 def test_a_worker_that_fails_is_an_error_with_what_it_printed():
     with pytest.raises(RuntimeError, match=r"(?s)exit codes.*no_such_function"):
         run_workers("timing:no_such_function", 1)
+
+
+def test_a_launcher_outlives_its_workers_from_the_last_ones_end():
+    code = """
+import pathlib, sys, time
+for rank, ago_s in enumerate(AGO):
+    pathlib.Path(sys.argv[1], str(rank)).write_text(str(time.monotonic() - ago_s))
+time.sleep(0.1)
+"""
+    seconds = _outlives_s([sys.executable, "-c", code.replace("AGO", "[100, 0]")])()
+
+    assert 0.1 <= seconds < 100
+    with pytest.raises(RuntimeError, match="1 workers ran, not 2"):
+        _outlives_s([sys.executable, "-c", code.replace("AGO", "[0]")])()
