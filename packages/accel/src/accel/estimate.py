@@ -22,7 +22,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["BYTES", "ENGINES", "OPTIMIZER_STATES", "ModelSize", "convert_bytes", "training_bytes"]
+__all__ = [
+    "BYTES",
+    "ENGINES",
+    "OPTIMIZER_STATES",
+    "ModelSize",
+    "block_of",
+    "convert_bytes",
+    "training_bytes",
+]
 
 BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
 """Bytes of one parameter by the dtype in which it is stored."""
@@ -67,15 +75,19 @@ class ModelSize:
             raise ValueError("The model has no parameters; there is nothing to estimate.")
         blocks: dict[str, int] = {}
         for name, count in parameters.items():
-            blocks[_block(name)] = blocks.get(_block(name), 0) + count
+            blocks[block_of(name)] = blocks.get(block_of(name), 0) + count
         largest = max(blocks, key=lambda block: blocks[block])
         return cls(
             sum(parameters.values()), sum((buffers or {}).values()), blocks[largest], largest or "the model"
         )
 
 
-def _block(name: str) -> str:
-    """The block of a parameter: up to its number in the stack of layers, else the module that has it."""
+def block_of(name: str) -> str:
+    """The block of a parameter: up to its number in the stack of layers, else the module that has it.
+
+    Args:
+        name: The parameter's full name.
+    """
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdecimal():

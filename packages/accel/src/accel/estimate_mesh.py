@@ -1,0 +1,144 @@
+"""How much memory a process of a device mesh needs: counted tensor by tensor, as the mesh engine cuts them.
+
+With a mesh of r replicas x s shards x c context-parallel x t tensor-parallel processes, a tensor of shape
+(d, ...) first becomes t parts along the dimension in which the tensor-parallel plan splits it, and each of
+them N = s c parts of rows. The first process has the most: of n rows over N processes it has ceil(n / N).
+With e elements on a process, b bytes each, and k optimizer states per parameter, training needs
+
+    b e (parameters) + b e (gradients) + k b e (states) + 2 b (R + L)
+
+where the largest layer of the stack has L elements, and all that is in no layer has R, as one process has
+them whole (a t-th part of what is split). One layer at a time is gathered, with its gradients; the rest stays
+from the beginning of forward to the end of backward. Where N = 1, nothing is gathered. Replicas take no part
+of anything, and the context-parallel axis shares parameters out like further shards. Not included are
+activations, buffers, what is gathered ahead or copied in between, and the context of the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel.estimate import BYTES, OPTIMIZER_STATES, block_of
+
+__all__ = ["MeshBytes", "MeshSizes", "language_model", "mesh_bytes"]
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """The sizes of a mesh's axes, as `ParallelismConfig` has them.
+
+    Args:
+        dp_replicate: Replicas.
+        dp_shard: Processes that shard a replica.
+        cp: Processes that split sequences.
+        tp: Processes that split weights.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Processes that share out the rows of a parameter."""
+        return self.dp_shard * self.cp
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self.dp_replicate * self.shards * self.tp
+
+
+@dataclass(frozen=True)
+class MeshBytes:
+    """What one process needs, in bytes.
+
+    Args:
+        parameters: Its parts of the parameters.
+        gradients: The same of the gradients.
+        states: The same of the optimizer's states.
+        gathered: What is whole at once, with its gradients: the largest layer and all that is in none.
+    """
+
+    parameters: float
+    gradients: float
+    states: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.states + self.gathered
+
+
+def mesh_bytes(
+    shapes: Mapping[str, tuple[int, ...]],
+    split: Mapping[str, int],
+    mesh: MeshSizes,
+    dtype: str = "float32",
+    optimizer: str = "adam",
+) -> MeshBytes:
+    """Estimate what training over a mesh needs on the process that has the most.
+
+    Args:
+        shapes: The shape of each parameter by its name; shared ones once.
+        split: The dimension in which the tensor-parallel plan splits a parameter, by its name; those that it
+            leaves whole are left out.
+        mesh: The sizes of the axes.
+        dtype: The dtype of the parameters; with mixed precision that is float32.
+        optimizer: One of `OPTIMIZER_STATES`.
+
+    Returns:
+        Bytes, without activations.
+    """
+    own, rest, layers = 0, 0, {"": 0}
+    for name, shape in shapes.items():
+        part = list(shape)
+        if name in split:
+            part[split[name]] = math.ceil(part[split[name]] / mesh.tp)
+        block = block_of(name)
+        if block.rpartition(".")[2].isdecimal():
+            layers[block] = layers.get(block, 0) + math.prod(part)
+        else:
+            rest += math.prod(part)
+        part[0] = math.ceil(part[0] / mesh.shards)
+        own += math.prod(part)
+    parameters = BYTES[dtype] * own
+    gathered = 2 * BYTES[dtype] * (rest + max(layers.values())) if mesh.shards > 1 else 0.0
+    return MeshBytes(parameters, parameters, OPTIMIZER_STATES[optimizer] * parameters, gathered)
+
+
+def language_model(
+    *, layers: int, width: int, inner: int, heads: int, groups: int, words: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """The parameters of a Llama, and how its tensor-parallel plan splits them.
+
+    Args:
+        layers: Number of layers.
+        width: Features of a token.
+        inner: Features inside the feed-forward layers.
+        heads: Heads of queries.
+        groups: Heads of keys and of values.
+        words: Size of the vocabulary; the output has weights of its own.
+
+    Returns:
+        Shapes and split dimensions by name, for `mesh_bytes`.
+    """
+    narrow = width // heads * groups
+    rows = {"q_proj": (width, width), "k_proj": (narrow, width), "v_proj": (narrow, width)}
+    parts = {f"self_attn.{name}.weight": (shape, 0) for name, shape in rows.items()}
+    parts["self_attn.o_proj.weight"] = (width, width), 1
+    parts |= {f"mlp.{name}_proj.weight": ((inner, width), 0) for name in ("gate", "up")}
+    parts["mlp.down_proj.weight"] = (width, inner), 1
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
+    split = {"model.embed_tokens.weight": 0, "lm_head.weight": 0}
+    for layer in range(layers):
+        for name, (shape, dim) in parts.items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+            split[f"model.layers.{layer}.{name}"] = dim
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{norm}.weight"] = (width,)
+    return {**shapes, "model.norm.weight": (width,), "lm_head.weight": (words, width)}, split
