@@ -19,7 +19,7 @@ import pytest
 import torch
 
 # Torch starts in every process, on every machine, and the machine may be busy.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.machines]
 
 STEPS = 12
 SCRIPT = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -106,6 +107,9 @@ def _leave_world() -> list[str]:
         if dist.is_initialized():
             settle()
             dist.destroy_process_group()
+            # What lies in a cycle with the group would be taken down by a loader's worker, forked later, and
+            # crash it: gloo's threads are not there.
+            gc.collect()
     except Exception as error:
         return [_describe(error)]
     # A failed initialisation leaves the counter that names groups ahead of the other ranks', and the next

@@ -195,7 +195,8 @@ def test_bnb_tells_of_its_backends(site):
     assert imports.is_bitsandbytes_multi_backend_available()
 
 
-def test_fp8_needs_one_of_its_libraries(site):
+def test_fp8_needs_one_of_its_libraries(site, monkeypatch):
+    monkeypatch.setattr(imports, "is_torchao_available", lambda: False)  # it may be installed
     assert not imports.is_fp8_available()
     forget()
     add(site, "msamp")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accel_state.env import parse_flag_from_env as parse_flag_from_env
     from accel_state.env import patch_environment as patch_environment
     from accel_state.env import purge_accelerate_environment as purge_accelerate_environment
+    from accel_state.env import put_here as put_here
     from accel_state.env import str_to_bool as str_to_bool
     from accel_state.gradient import GradientState as GradientState
     from accel_state.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from accel_state.handlers import KwargsHandler as KwargsHandler
     from accel_state.handlers import ProfileKwargs as ProfileKwargs
     from accel_state.handlers import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_state.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+    from accel_state.hardware import check_os_kernel as check_os_kernel
+    from accel_state.hardware import get_gpu_info as get_gpu_info
     from accel_state.imports import check_cuda_fp8_capability as check_cuda_fp8_capability
     from accel_state.imports import compare_versions as compare_versions
     from accel_state.imports import is_4bit_bnb_available as is_4bit_bnb_available
@@ -162,6 +166,7 @@ _PUBLIC = {
         "parse_flag_from_env",
         "patch_environment",
         "purge_accelerate_environment",
+        "put_here",
         "str_to_bool",
     ),
     "gradient": ("GradientState",),
@@ -172,6 +177,7 @@ _PUBLIC = {
         "ProfileKwargs",
         "TorchDynamoPlugin",
     ),
+    "hardware": ("check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"),
     "imports": (
         "check_cuda_fp8_capability",
         "compare_versions",

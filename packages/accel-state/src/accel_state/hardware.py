@@ -11,7 +11,7 @@ import warnings
 __all__ = ["check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"]
 
 _TIMEOUT_S = 20
-_OLDEST_LINUX = (5, 5)  # accelerate's documented minimum
+_OLDEST_LINUX = (5, 5)  # older ones can hang in a training of several processes
 
 
 def get_gpu_info() -> tuple[list[str], int]:
