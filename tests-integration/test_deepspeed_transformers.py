@@ -169,9 +169,6 @@ def test_a_model_is_shared_out_while_it_is_built(world):
 
 
 def with_sequences_shared(stage: int, together: bool) -> tuple[list[float], int, int, list[bool]]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     length = DeepSpeedSequenceParallelConfig(sp_seq_length=LENGTH, sp_seq_length_is_variable=True)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": {"stage": stage}}, zero3_init_flag=False),
@@ -201,7 +198,6 @@ def with_sequences_shared(stage: int, together: bool) -> tuple[list[float], int,
         losses.append(float(accelerator.reduce(loss.detach()) / accelerator.reduce(count)))
     shown = (losses, len(loader), width, ends)
     accelerator.end_training()
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention  # DeepSpeed's stays, for groups that are gone
     return shown
 
 

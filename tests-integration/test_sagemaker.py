@@ -55,6 +55,8 @@ def aws(tmp_path: Path) -> Iterator[dict[str, str]]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.1)
+        else:
+            pytest.fail(f"moto does not listen: {(tmp_path / 'moto.log').read_text()}")
         yield {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "SAGEMAKER_USER_CONFIG_OVERRIDE": str(tmp_path / "sdk.yaml"),

@@ -58,6 +58,7 @@ def test_a_file_of_several_machines_needs_no_address(tmp_path: Path) -> None:
     flags = ("--num_machines", "2", "--num_processes", "2", "--mpirun_hostfile", str(tmp_path / "hosts"))
 
     assert plan(tmp_path, *flags).how == "mpirun"
+    assert plan(tmp_path, "--num_machines", "1:2", *flags[2:]).how == "mpirun"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Found:
 
 def large_model() -> torch.nn.Module:
     """Two layers of Llama 2 70B without memory."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the alone environment has no transformers")
     config = transformers.LlamaConfig(
         hidden_size=LLAMA_2_70B["width"],
         intermediate_size=LLAMA_2_70B["inner"],

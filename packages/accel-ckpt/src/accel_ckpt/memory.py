@@ -78,6 +78,8 @@ class Memory:
 
     def settle(self) -> None:
         """Wait until tensors on the CPU are copied; several threads take half the time of one."""
+        if not self._waiting:
+            return
         with Crew(THREADS, "accel-copy") as crew:
             pending = [
                 crew.submit(np.copyto, copy[start : start + _PIECE_BYTES], data[start : start + _PIECE_BYTES])

@@ -51,7 +51,7 @@ class Reading:
         name = next((name for name in alternatives if name in self.names), None)
         if name is None:
             return None
-        return self._opened.pop(name) if name in self._opened else self._open(name)
+        return self._opened.pop(name) if name in self._opened else self._open(name, self._maps(name))
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -64,10 +64,10 @@ class Reading:
 
     def _open_ahead(self, name: str) -> None:
         if self._maps(name):  # any error comes again in `load`, where it is told
-            self._opened[name] = self._open(name)
+            self._opened[name] = self._open(name, maps=True)
 
-    def _open(self, name: str) -> Any:
-        options = {"mmap": True, **self.options} if self._maps(name) else self.options
+    def _open(self, name: str, maps: bool) -> Any:
+        options = {"mmap": True, **self.options} if maps else self.options
         return tensors.load(self.folder / name, map_location=self.device, **options)
 
     def _maps(self, name: str) -> bool:

@@ -42,7 +42,15 @@ from accel_ckpt.staging import Staging, staged
 from accel_ops.walk import recursively_apply
 from accel_state.process import Process, current_process
 
-__all__ = ["Parts", "compare_parts", "load_parts", "load_sharded_state", "save_sharded_state"]
+__all__ = [
+    "Parts",
+    "compare_parts",
+    "load_parts",
+    "load_sharded_state",
+    "read_folder",
+    "save_sharded_state",
+    "write_folder",
+]
 
 Folder = str | os.PathLike[str]
 
@@ -213,14 +221,14 @@ def load_parts(
                 weights = {
                     key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
                 }
-            _load({"model": weights}, folder / name, process)
+            read_folder({"model": weights}, folder / name, process)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(parts.optimizers):
         name = layout.sharded_optimizer_folder(index)
         if strict or _has(names, name):
             owner = parts.owner(index)
             state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(owner, optimizer)}
-            _load(state, folder / name, process)
+            read_folder(state, folder / name, process)
             set_optimizer_state_dict(owner, optimizer, state["optimizer"])
 
 
@@ -251,15 +259,8 @@ def _write(state: dict[str, Any], name: str, staging: Staging, process: Process)
         staging.memory.settle()
 
     def write(group: Any) -> None:
-        # What is flushed and renamed as a whole needs neither a flush nor a rename of each file.
-        writer = FileSystemWriter(folder, sync_files=False)
-        alone = process.world_size == 1
-        _collective(
-            lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
-            process,
-            f"writing {name}",
-            group,
-        )
+        # What is flushed and renamed as a whole needs no flush of each file.
+        write_folder(state, folder, process, group, flush=False)
         for path in sorted(folder.glob(f"__{process.rank}_*")):
             staging.writer.follow(path)  # each process digests its own
 
@@ -283,7 +284,44 @@ def _copy(value: torch.Tensor, memory: Memory) -> torch.Tensor:
     )
 
 
-def _load(state: dict[str, Any], folder: Path, process: Process) -> None:
+def write_folder(
+    state: dict[str, Any], folder: Path, process: Process, group: Any = None, *, flush: bool = True
+) -> None:
+    """Write a state dict into a folder of DCP, each process its part. Every process must call it.
+
+    Args:
+        state: The state dict.
+        folder: The folder.
+        process: This process.
+        group: The process group to speak in; None for that of the run.
+        flush: Whether each file is flushed to the disk.
+
+    Raises:
+        Exception: What went wrong here; a CheckpointError on the other processes.
+    """
+    writer = FileSystemWriter(folder, sync_files=flush)
+    alone = process.world_size == 1
+    _collective(
+        lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
+        process,
+        f"writing {folder.name}",
+        group,
+    )
+
+
+def read_folder(state: dict[str, Any], folder: Path, process: Process) -> None:
+    """Read a folder of DCP into the tensors of a state dict. Every process must call it.
+
+    Args:
+        state: The state dict, with the parts that this process needs.
+        folder: The folder.
+        process: This process.
+
+    Raises:
+        CheckpointError: If the folder does not have what the state dict needs.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+
     def read() -> None:
         alone = process.world_size == 1
         load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)

@@ -19,7 +19,7 @@ from accel_state.enums import ComputeEnvironment
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
 
-__all__ = ["launch_command", "launch_command_parser", "main", "plan_of"]
+__all__ = ["launch_command", "launch_command_parser", "main", "plan_of", "read_config"]
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -36,7 +36,7 @@ def launch_command(args: argparse.Namespace) -> None:
         SystemExit: With the exit code of the worker that failed first.
     """
     environ = env.snapshot()
-    config = _config(args)
+    config = read_config(args)
     if config is not None and config.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER:
         _launch_job(config, args, environ)
         return
@@ -83,7 +83,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         LaunchError: If it cannot be started.
     """
     environ = env.snapshot()
-    return _plan(args, resolve(args, _config(args), environ), environ)
+    return _plan(args, resolve(args, read_config(args), environ), environ)
 
 
 def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> Plan:
@@ -93,7 +93,7 @@ def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, st
     return make_plan(settings, script, args.training_script_args or [], environ)
 
 
-def _config(args: argparse.Namespace) -> LaunchConfig | None:
+def read_config(args: argparse.Namespace) -> LaunchConfig | None:
     """Read the config file that a flag names, or the default one if there is one."""
     named = getattr(args, "config_file", None)
     from accel_launch.config.paths import config_path

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from accel_launch.errors import LaunchError
 from accel_launch.hostfile import Host, read_hostfile
+from accel_launch.ports import DEFAULT_PORT
 from accel_launch.resolve import Settings
 from accel_launch.schema import nearest
 from accel_launch.starters import Prepared
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["is_needed", "prepare"]
 
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
-_DEFAULT_PORT = 29500
 
 
 def is_needed(settings: Settings) -> bool:
@@ -65,7 +65,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
         )
     hosts = _read(hostfile)
     command = ["deepspeed", "--no_local_rank", f"--hostfile={hostfile}", *_which(plan, hosts)]
-    command += [f"--master_port={value('main_process_port') or _DEFAULT_PORT}"]
+    command += [f"--master_port={value('main_process_port') or DEFAULT_PORT}"]
     if value("main_process_ip") is not None:
         command.append(f"--master_addr={value('main_process_ip')}")
     note = f"DeepSpeed's launcher ({launcher}) for the machines of {hostfile}"

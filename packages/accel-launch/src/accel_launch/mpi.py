@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from accel_launch.errors import LaunchError
 from accel_launch.hostfile import read_hostfile
-from accel_launch.ports import reserve_port
+from accel_launch.ports import DEFAULT_PORT, reserve_port
 from accel_launch.starters import Prepared
 from accel_state import env
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from accel_launch.plan import Plan
 
 __all__ = ["mpirun_command", "mpirun_environment", "mpirun_port", "prepare"]
-
-_DEFAULT_PORT = 29500
 
 
 def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
@@ -51,7 +49,7 @@ def mpirun_port(plan: Plan) -> tuple[int, socket.socket | None]:
     """
     port = plan.settings["main_process_port"]
     if plan.settings.value("mpirun_hostfile") is not None:
-        return port.value or _DEFAULT_PORT, None
+        return port.value or DEFAULT_PORT, None
     held = reserve_port(port.value, port.detail if port.given else "")
     return held.getsockname()[1], held
 

@@ -65,20 +65,23 @@ def make_plan(
         LaunchError: If the script does not exist, or counts, devices and machines do not fit together.
     """
     command = worker_command(settings, script, arguments, environ)
-    elsewhere = choose_elsewhere(settings, environ)
-    if elsewhere is not None:
-        return _plan_elsewhere(elsewhere, settings, script, arguments, command, environ)
-    machine = machine or Machine.detect()
-    settings = _choose_rendezvous(settings)
-    machines = _machines(settings)
-    mask = _gpu_mask(settings, machine)
-    visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
-    settings = _count_processes(settings, len(gpus), machines[1])
-    processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
-    _check_mesh(settings)
-    how = choose_here(settings)
-    settings = _count_threads(settings, machine.cores, processes)
+    how = choose_elsewhere(settings, environ)
+    if how is not None:  # this machine and its devices do not count
+        if settings.given("num_processes"):
+            _check_mesh(settings)
+        mask, processes, machines = None, 0, _machine_range(settings)
+    else:
+        machine = machine or Machine.detect()
+        settings = _choose_rendezvous(settings)
+        machines = _machines(settings)
+        mask = _gpu_mask(settings, machine)
+        visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
+        settings = _count_processes(settings, len(gpus), machines[1])
+        processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
+        _check_mesh(settings)
+        how = choose_here(settings)
+        settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
     warn_unused(settings, how)
     if how == "exec" and _is_a_run_of_its_own(settings, environ):
@@ -97,36 +100,6 @@ def make_plan(
         ),
         processes=processes,
         machines=machines,
-    )
-
-
-def _plan_elsewhere(
-    how: How,
-    settings: Settings,
-    script: str,
-    arguments: Sequence[str],
-    command: Sequence[str],
-    environ: Mapping[str, str],
-) -> Plan:
-    """Return the plan of a run whose machines and devices are not looked at from here."""
-    if settings.given("num_processes"):
-        _check_mesh(settings)
-    warn_unused(settings, how)
-    threads = settings["num_cpu_threads_per_process"]
-    return Plan(
-        settings=settings,
-        how=how,
-        script=script,
-        arguments=tuple(arguments),
-        command=tuple(command),
-        environ=common_environment(
-            settings,
-            environ,
-            gpus=None,
-            threads=None if threads.source == Source.ENVIRONMENT else threads.value,
-        ),
-        processes=0,
-        machines=_machine_range(settings),
     )
 
 

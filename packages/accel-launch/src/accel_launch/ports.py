@@ -7,7 +7,10 @@ import socket
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["reserve_port"]
+__all__ = ["DEFAULT_PORT", "reserve_port"]
+
+DEFAULT_PORT = 29500
+"""Where processes meet if nothing says so: torch's own."""
 
 
 def reserve_port(port: int | None, source: str = "") -> socket.socket:

@@ -6,7 +6,7 @@ import argparse
 
 from accel_launch.command import plan_of
 from accel_launch.errors import LaunchError
-from accel_launch.ports import reserve_port
+from accel_launch.ports import DEFAULT_PORT, reserve_port
 from accel_launch.starters import STARTERS, How, Prepared
 from accel_state import env
 
@@ -17,8 +17,6 @@ __all__ = [
     "prepare_simple_launcher_cmd_env",
     "test_launch",
 ]
-
-_DEFAULT_PORT = 29500
 
 
 def is_port_in_use(port: int | None = None) -> bool:
@@ -31,7 +29,7 @@ def is_port_in_use(port: int | None = None) -> bool:
         True if no server could listen on it now.
     """
     try:
-        reserve_port(port or _DEFAULT_PORT).close()
+        reserve_port(port or DEFAULT_PORT).close()
     except LaunchError:
         return True
     return False

@@ -157,14 +157,14 @@ def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | No
     Returns:
         The starter; None if the workers are this machine's.
     """
-    role = _slurm_role(settings, environ)
-    if settings.value("tpu_cluster"):
+    if settings.value("tpu") and settings.value("tpu_cluster"):
         return "pod"
     if settings.value("use_deepspeed"):
         from accel_launch.deepspeed import is_needed
 
         if is_needed(settings):
             return "deepspeed"
+    role = _slurm_role(settings, environ)
     if settings.value("launcher") == "srun" or role == "batch":
         return "srun"
     return "task" if role == "worker" else None
@@ -208,7 +208,8 @@ def _reasons_for_torchrun(settings: Settings) -> list[str]:
     wanted = {
         "num_machines": settings.value("num_machines") != 1,
         "max_restarts": settings.value("max_restarts") > 0,
-        "rdzv_backend": settings.value("rdzv_backend") != "static",
+        # One that was detected has a reason that is here too.
+        "rdzv_backend": settings.given("rdzv_backend") and settings.value("rdzv_backend") != "static",
         "rdzv_conf": bool(settings.value("rdzv_conf")),
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from accel_launch.errors import LaunchError
 from accel_launch.network import interface_of, is_listening, is_local, is_loopback, local_address
 from accel_launch.plan import Plan
-from accel_launch.ports import reserve_port
+from accel_launch.ports import DEFAULT_PORT, reserve_port
 from accel_launch.starters import Prepared
 from accel_state import env
 
 __all__ = ["prepare", "reach_machine_0", "torchrun_command", "torchrun_environment", "torchrun_port"]
 
-_DEFAULT_PORT = 29500
 _DEFAULT_TIMEOUT_S = 600.0  # torch's own, for the static rendezvous
 _NOTE_AFTER_S = 5.0
 _RETRY_S = 0.2
@@ -54,7 +53,7 @@ def torchrun_port(plan: Plan) -> tuple[int, socket.socket | None]:
     port = plan.settings["main_process_port"]
     number = port.value
     if plan.machines != (1, 1):
-        number = number or _DEFAULT_PORT
+        number = number or DEFAULT_PORT
         if not _listens(plan, number):
             return number, None
     held = reserve_port(number, port.detail if port.given else "")

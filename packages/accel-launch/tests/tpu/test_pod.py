@@ -20,10 +20,10 @@ def last_line(run: Any) -> list[str]:
     return shlex.split(out.splitlines()[-1])
 
 
-def test_a_launcher_is_started_on_each_machine(start: Start) -> None:
+def test_a_launcher_is_started_on_each_machine(start: Start, tmp_path: Path) -> None:
     flags = (*POD, "--mixed_precision", "bf16", "--env", "A=it's b", "--dry_run")
+    (tmp_path / "script.py").touch()
     run = start("launch", *flags, "script.py", "--name", "x y")
-    (run.folder / "script.py").touch()
     command = last_line(run)
 
     assert command[:-1] == [
@@ -52,6 +52,17 @@ def test_the_config_file_names_the_pod_and_its_settings_go_along(start: Start, t
 
     assert "ssh pod --zone=zone" in " ".join(command)
     assert command[-1].endswith("sudo -E accel launch --tpu --no_tpu_cluster --debug=true script.py")
+
+
+def test_who_leaves_the_pod_out_stays_here(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "distributed_type: XLA\ntpu_use_cluster: true\ntpu_name: pod\ntpu_zone: zone\n"
+    )
+    flags = ("--config_file", "c.yaml", "--cpu", "--num_processes", "1", "--dry_run")
+    code, out, error = start("launch", *flags, script="pass\n").finish()
+
+    assert code == 0, error
+    assert "gcloud" not in out
 
 
 @pytest.mark.parametrize(

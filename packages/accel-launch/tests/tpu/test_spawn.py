@@ -43,9 +43,9 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{tmp_path / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def test_every_process_runs_the_function(start: Start, stand_in: dict[str, str]) -> None:
+def test_every_process_runs_the_function(start: Start, stand_in: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
     run = start("launch", "--tpu", "script.py", "--lr", "1", env=stand_in)
-    (run.folder / "script.py").write_text(SCRIPT)
     code, _, error = run.finish()
 
     assert code == 0, error

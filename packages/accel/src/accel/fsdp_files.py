@@ -7,27 +7,24 @@ pytorch_model_fsdp_0/, optimizer_0/       parts of all processes (SHARDED_STATE_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_parts
-from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.fsdp import StateDictType
 
 from accel.adapters import adapter_names
 from accel.parallel.flat_state import optimizer_parts
 from accel_ckpt import layout, tensors
 from accel_ckpt.agree import together
-from accel_ckpt.dcp import METADATA, SafePlanner, SafeReader
+from accel_ckpt.dcp import METADATA
+from accel_ckpt.sharded import read_folder, write_folder
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -64,9 +61,8 @@ def save_fsdp_model(
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
     if _in_parts(fsdp_plugin, use_dcp):
-        state = get_model_state_dict(accelerator.engine.state_root(model))
-        chosen = {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
-        _write_parts(accelerator, {"model": chosen}, output_dir, layout.sharded_model_folder(model_index))
+        weights = _weights_in_parts(accelerator, model, adapter_only)
+        _write_parts(accelerator, {"model": weights}, output_dir, layout.sharded_model_folder(model_index))
         return
     whole = accelerator.get_state_dict(model)
     if adapter_only and whole:
@@ -103,11 +99,10 @@ def load_fsdp_model(
     """
     engine = accelerator.engine
     if _in_parts(fsdp_plugin, use_dcp):
-        root = engine.state_root(model)
-        state = get_model_state_dict(root)
-        chosen = {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
-        _read_parts(accelerator, {"model": chosen}, input_dir, layout.sharded_model_folder(model_index))
-        return set_model_state_dict(root, chosen, options=StateDictOptions(strict=not adapter_only))
+        weights = _weights_in_parts(accelerator, model, adapter_only)
+        _read_parts(accelerator, {"model": weights}, input_dir, layout.sharded_model_folder(model_index))
+        options = StateDictOptions(strict=not adapter_only)
+        return set_model_state_dict(engine.state_root(model), weights, options=options)
     whole = _read_whole(accelerator, input_dir, _whole_file(model_index))
     target = engine.model_to_load(model)
     if adapter_only:
@@ -200,13 +195,17 @@ def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
     return in_parts
 
 
+def _weights_in_parts(accelerator: Accelerator, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
+    state = get_model_state_dict(accelerator.engine.state_root(model))
+    return {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
+
+
 def _whole_file(index: int) -> str:
     return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
 
 
 def _write_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
-    writer = FileSystemWriter(Path(folder) / name)
-    _together(accelerator, lambda: save_parts(state, storage_writer=writer), f"writing {name}")
+    write_folder(state, Path(folder) / name, accelerator.process)
 
 
 def _read_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
@@ -216,12 +215,8 @@ def _read_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder,
         if not (place / METADATA).exists():
             raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
 
-    _together(accelerator, find, f"looking for {name}")
-    _together(
-        accelerator,
-        lambda: load_parts(state, storage_reader=SafeReader(place), planner=SafePlanner()),
-        f"reading {name}",
-    )
+    together(find, accelerator.process, f"looking for {name}")
+    read_folder(state, place, accelerator.process)
 
 
 def _write_whole(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
@@ -231,14 +226,9 @@ def _write_whole(accelerator: Accelerator, state: dict[str, Any], folder: Folder
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors.save(state, Path(folder) / name, save_on_each_node=each_node)
 
-    _together(accelerator, write, f"writing {name}")
+    together(write, accelerator.process, f"writing {name}")
 
 
 def _read_whole(accelerator: Accelerator, folder: Folder, name: str) -> Any:
-    return _together(
-        accelerator, lambda: tensors.load(Path(folder) / name, map_location="cpu"), f"reading {name}"
-    )
-
-
-def _together(accelerator: Accelerator, function: Callable[[], Any], task: str) -> Any:
-    return together(function, accelerator.process, task)
+    path = Path(folder) / name
+    return together(lambda: tensors.load(path, map_location="cpu"), accelerator.process, f"reading {name}")

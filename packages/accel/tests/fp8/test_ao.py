@@ -20,7 +20,7 @@ from accel.fp8.recipes import AORecipeKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_state.parallelism import ParallelismConfig
 
-pytest.importorskip("torchao.float8")
+pytest.importorskip("torchao.float8", reason="torchao is not installed")
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 WIDTH, STEPS = 32, 20

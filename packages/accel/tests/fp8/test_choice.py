@@ -20,7 +20,7 @@ def test_other_precisions_have_none_and_say_that_a_recipe_is_ignored():
 
 
 def test_torchao_is_chosen_where_nothing_else_runs():
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="torchao is not installed")
     accelerator = Accelerator(cpu=True, mixed_precision="fp8")
     assert (accelerator.fp8_backend, accelerator.mixed_precision) == ("AO", "fp8")
     recipe = AORecipeKwargs(pad_inner_dim=False)
@@ -28,7 +28,7 @@ def test_torchao_is_chosen_where_nothing_else_runs():
 
 
 def test_the_launcher_chooses_and_a_recipe_comes_first(monkeypatch):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="torchao is not installed")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "torchao")
     assert resolve_fp8("fp8", None).backend == "AO"
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")

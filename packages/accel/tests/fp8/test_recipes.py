@@ -79,7 +79,7 @@ def test_the_old_name_has_the_settings_of_both_and_says_what_to_write():
 
 
 def test_torchao_configuration_from_arguments_environment_and_its_own(monkeypatch):
-    float8 = pytest.importorskip("torchao.float8")
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
     built = AORecipeKwargs().build(gathers=True)
     assert (built.pad_inner_dim, built.enable_fsdp_float8_all_gather) == (True, True)
     assert AORecipeKwargs().build(gathers=False).enable_fsdp_float8_all_gather is False

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from accel.ds.dummies import DummyOptim
+from accel.megatron import parsers
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.megatron.parsers import add_model_config_to_megatron_parser
 from accel.plugins.megatron import MegatronLMPlugin
@@ -123,7 +125,8 @@ def test_llama_is_described():
     assert (args["add_bias_linear"], args["share_embeddings_and_output_weights"]) == (False, False)
 
 
-def test_another_kind_of_model_is_refused_until_it_is_described():
+def test_another_kind_of_model_is_refused_until_it_is_described(monkeypatch):
+    monkeypatch.setattr(parsers, "_PARSERS", dict(parsers._PARSERS))
     plugin = MegatronLMPlugin()
     with pytest.raises(ValueError, match=r"Linear \(model_type 'own'\).*gpt2, llama, megatron-bert, t5"):
         plugin.set_network_size_args(described(model_type="own"))
@@ -146,6 +149,9 @@ def test_optimizers_are_described():
     assert (args["adam_beta1"], args["adam_beta2"], args["adam_eps"]) == (0.8, 0.9, 1e-6)
     assert (args["start_weight_decay"], args["end_weight_decay"]) == (0.1, 0.3)
     assert args["decoupled_weight_decay"] is True
+    plugin.set_optimizer_type(DummyOptim([weight], lr=1e-2, weight_decay=0.2, betas=(0.7, 0.8), eps=1e-5))
+    assert (args["optimizer"], args["lr"], args["weight_decay"]) == ("adam", 1e-2, 0.2)
+    assert (args["adam_beta1"], args["adam_beta2"], args["adam_eps"]) == (0.7, 0.8, 1e-5)
     plugin.set_optimizer_type(torch.optim.Adam([weight], lr=1e-3))
     assert args["decoupled_weight_decay"] is False
     plugin.set_optimizer_type(torch.optim.SGD([weight], lr=0.1, momentum=0.9))

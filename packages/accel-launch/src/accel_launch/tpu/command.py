@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_launch.config import config_path, load_config_from_file
+from accel_launch.command import read_config
 from accel_launch.errors import LaunchError
 from accel_launch.starters import Prepared, become
 from accel_launch.tpu.gcloud import pod_command
@@ -56,8 +56,8 @@ def setup_command(args: argparse.Namespace) -> list[str]:
             "--install_accelerate and --accelerate_version cannot say which packages of accel to install. "
             "Give --command 'pip install ...' with what you want on the pod."
         )
-    named = args.config_file is not None or config_path().is_file()
-    config: Any = load_config_from_file(args.config_file).values if named else {}
+    found = read_config(args)
+    config: Any = {} if found is None else found.values
     commands = _commands(args, config)
     name, zone = args.tpu_name or config.get("tpu_name"), args.tpu_zone or config.get("tpu_zone")
     return pod_command(name, zone, "; ".join(commands))

@@ -31,9 +31,10 @@ class DummyOptim:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameters as groups, as an optimizer has them."""
+        own = {"lr": self.lr, "weight_decay": self.weight_decay, **self.kwargs}
         if self.params and isinstance(self.params[0], dict):
-            return [{"lr": self.lr, **group} for group in self.params]
-        return [{"params": self.params, "lr": self.lr}]
+            return [{**own, **group} for group in self.params]
+        return [{**own, "params": self.params}]
 
 
 class DummyScheduler:

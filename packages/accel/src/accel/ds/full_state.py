@@ -71,6 +71,7 @@ class SharedOutModel:
         if strict and present.keys() ^ state.keys():
             raise ValueError(f"These names do not fit the model: {sorted(present.keys() ^ state.keys())}.")
         with torch.no_grad():
-            for name in present.keys() & state.keys():
-                with part("runtime.zero").GatheredParameters([present[name]], modifier_rank=0):
-                    present[name].copy_(state[name])
+            for name, value in present.items():  # in the order of all processes, which gather together
+                if name in state:
+                    with part("runtime.zero").GatheredParameters([value], modifier_rank=0):
+                        value.copy_(state[name])

@@ -33,12 +33,8 @@ def in_parameters(engine: Any) -> bool:
 
 
 def norm(engine: Any) -> torch.Tensor:
-    """The 2-norm of the reduced gradients, over all processes."""
+    """The 2-norm of the reduced gradients, over all processes, where they are not in the parameters."""
     optimizer = engine.optimizer
-    if in_parameters(engine):
-        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-        whole: torch.Tensor = torch.nn.utils.get_total_norm(gradients) / loss_scale(engine)
-        return whole
     if _accumulates_apart(engine):
         apart: torch.Tensor = part("runtime.utils").get_global_norm_of_tensors(
             optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu

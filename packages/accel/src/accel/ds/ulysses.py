@@ -7,10 +7,12 @@ batches. Every process reads batches of its own; a group works on those of its m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel.ds.runtime import part
 from accel_ops.tree import send_to_device
+from accel_state import rendezvous
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from accel_state.parallelism import ParallelismConfig
 
 __all__ = ["SequenceParallelLoader", "register"]
+
+_replaced: dict[str, Any] = {}
+"""Attention functions of transformers, by the names under which DeepSpeed's stand now."""
 
 
 def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int) -> Any:
@@ -44,6 +49,12 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
     part("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
     handler = config.sp_handler
     assert handler is not None, "it is made with sp_size"
+    _put_attention_back()
+    functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    name = handler.sp_attn_implementation
+    if name is not None and name in functions:
+        _replaced[name] = functions[name]
+        rendezvous.before_destroy(_put_attention_back)
     attention = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
     return attention.register_with_transformers(
         model_name_or_path=model,
@@ -53,6 +64,13 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
         seq_length=handler.sp_seq_length,
         seq_length_is_variable=handler.sp_seq_length_is_variable,
     )
+
+
+def _put_attention_back() -> None:
+    """Take DeepSpeed's attention out of transformers, before the groups that it speaks in are gone."""
+    while _replaced:
+        name, function = _replaced.popitem()
+        import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 class SequenceParallelLoader:

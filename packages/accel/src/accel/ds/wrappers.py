@@ -190,9 +190,6 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         **options: Options of AcceleratedScheduler.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Any, **options: Any) -> None:
-        super().__init__(scheduler, optimizers, **options)
-
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine has moved it in its step."""
 

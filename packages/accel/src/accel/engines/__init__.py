@@ -114,8 +114,8 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     """The engine class that a state asks for.
 
     Raises:
-        NotImplementedError: If the engine, mesh dimension, plugin or precision is documented but not built
-            yet.
+        ImportError: As `engine_class`.
+        ValueError: If the engine and the axes of the mesh do not go together.
     """
     config = state.parallelism_config
     if state.distributed_type == DistributedType.DEEPSPEED:
@@ -147,7 +147,8 @@ def start_engine(state: AcceleratorState, context: EngineContext, asked: Mapping
         asked: The arguments that choose an engine or a precision, as they were given; None: not given.
 
     Raises:
-        NotImplementedError: As `choose_engine`.
+        ImportError: As `choose_engine`.
+        ValueError: As `choose_engine`, or if the engine cannot work with the settings.
     """
     engine = choose_engine(state)(context)
     _logger.info(

@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import torch
 
 from accel.compilation import compile_regions
+from accel.engines.refusals import (
+    refuse_foreign,
+    refuse_fp16_parameters,
+    refuse_fp16_parameters_of,
+    refuse_offloaded_training,
+)
 from accel.precision import Precision, wrap_forward
-from accel_ckpt import layout
-from accel_ckpt.errors import CheckpointError
+from accel_ops import collectives
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -150,13 +155,13 @@ class Engine:
             ValueError: If some object cannot be prepared; the message names it and the fix.
         """
         for model in objects.models:
-            _refuse_offloaded_training(model, objects)
+            refuse_offloaded_training(model, objects.evaluation_mode)
             if self.context.scaler is not None and not objects.evaluation_mode:
-                _refuse_fp16_parameters(model)
+                refuse_fp16_parameters(model)
         for optimizer in objects.optimizers:
             has_scaler = self.context.scaler is not None
             if has_scaler:
-                _refuse_fp16_parameters_of(optimizer)
+                refuse_fp16_parameters_of(optimizer)
             refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
     def prepare(self, objects: Prepared) -> Prepared:
@@ -280,6 +285,14 @@ class Engine:
         """
         return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
 
+    def sum_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Add up a weight over all processes, in one small collective."""
+        process = self.context.process
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), weight, dtype=dtype, device=process.device)  # no copy, no wait
+        total: torch.Tensor = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        return total
+
     @torch.no_grad()
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients gathered in this window, before its last backward pass reduces them."""
@@ -370,23 +383,7 @@ class Engine:
         Raises:
             CheckpointError: If it cannot.
         """
-        if any(layout.role_of(name) == "deepspeed" for name in names):
-            raise CheckpointError(
-                f"The checkpoint was written under DeepSpeed, and the engine here is {self.name}. Load it "
-                "under DeepSpeed, with as many processes and the same stage; or make whole weights of it "
-                "with its zero_to_fp32.py, and load those before prepare()."
-            )
-        if any(layout.role_of(name) == "megatron" for name in names):
-            raise CheckpointError(
-                f"The checkpoint was written under Megatron-LM, and the engine here is {self.name}. Load it "
-                "under Megatron-LM, with any tp_degree and pp_degree."
-            )
-        if any(layout.role_of(name) == "local" for name in names):
-            raise CheckpointError(
-                "The checkpoint was written with state_dict_type='LOCAL_STATE_DICT', of which each process "
-                f"reads its own file, and the engine here is {self.name}. Load it as it was saved, with "
-                "fsdp_version=1 and as many processes, and save it with 'SHARDED_STATE_DICT' for others."
-            )
+        refuse_foreign(names, self.name)
 
     def load_own(self, folder: Path, **options: Any) -> None:
         """Load what `save_own` wrote; every process calls it.
@@ -409,36 +406,3 @@ class Engine:
 def _is_dispatched(model: torch.nn.Module) -> bool:
     """Whether a device map spread the model over several devices."""
     return len(set(getattr(model, "hf_device_map", {}).values())) > 1
-
-
-def _refuse_offloaded_training(model: torch.nn.Module, objects: Prepared) -> None:
-    devices = set(getattr(model, "hf_device_map", {}).values())
-    offloaded = {"cpu", "disk"} & {str(device) for device in devices}
-    if len(devices) > 1 and offloaded and not objects.evaluation_mode:
-        raise ValueError(
-            f"{type(model).__name__} is dispatched with parts on {sorted(offloaded)} (hf_device_map), which "
-            f"cannot be "
-            "trained. Load it on the process's device, or pass evaluation_mode=True to prepare_model."
-        )
-
-
-_FP16 = (
-    "is float16, and fp16 training scales the loss: gradients in float16 cannot be unscaled. Keep the "
-    "parameters in float32 (mixed precision casts per operation), or train in bf16 with "
-    "mixed_precision='bf16'."
-)
-
-
-def _refuse_fp16_parameters(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is torch.float16:
-            raise ValueError(f"{type(model).__name__}.{name} {_FP16}")
-
-
-def _refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer) -> None:
-    for group, options in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(options["params"]):
-            if parameter.requires_grad and parameter.dtype is torch.float16:
-                raise ValueError(
-                    f"{type(optimizer).__name__}.param_groups[{group}]['params'][{place}] {_FP16}"
-                )

@@ -13,7 +13,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine, Prepared
-from accel_ops import collectives
 from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["DDPEngine", "sync_in_backward"]
@@ -92,12 +91,7 @@ class DDPEngine(Engine):
                 "(the default) or give each process as many batches, the missing ones with a loss and a "
                 "weight of 0."
             )
-        process = self.context.process
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.full(
-                (), weight, dtype=dtype, device=process.device
-            )  # filled there: no copy, no wait
-        total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        total = self.sum_weight(weight, dtype)
         return total if total.device.type != "cpu" else float(total)
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel.compilation import compile_regions_deepspeed
 from accel.ds import checkpoint, gradients, ulysses
 from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.ds.full_state import SharedOutModel, gather_whole, is_shared_out
@@ -19,7 +20,6 @@ from accel.ds.values import Facts, complete
 from accel.ds.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel.engines.base import Engine, EngineContext, Prepared
 from accel.precision import wrap_forward
-from accel_ops import collectives
 
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
@@ -179,6 +179,9 @@ class DeepSpeedEngine(Engine):
         if dynamo is None or dynamo.backend == "NO":
             return
         options = dynamo.to_kwargs()
+        if dynamo.use_regional_compilation:
+            compile_regions_deepspeed(engine.module, **options)
+            return
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _prepare_evaluated(self, model: torch.nn.Module, put: bool, objects: Prepared) -> torch.nn.Module:
@@ -240,10 +243,7 @@ class DeepSpeedEngine(Engine):
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over all processes."""
-        process = self.context.process
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.full((), weight, dtype=dtype, device=process.device)
-        total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        total = self.sum_weight(weight, dtype)
         return total if total.device.type != "cpu" else float(total)
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:

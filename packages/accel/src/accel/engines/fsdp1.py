@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.base import EngineContext, Prepared
-from accel.engines.sharded import ShardedEngine
+from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import flat, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.filling import Filling, check_weights
@@ -99,7 +98,7 @@ class FSDP1Engine(ShardedEngine):
             return model
         groups = choose_groups(model, self.plugin)
         if self.context.precision.is_mixed:
-            _tell_upcast(model, *flat.upcast_groups(model, groups))
+            tell_upcast(model, *flat.upcast_groups(model, groups))
         record, before = FlatRecord.of(model), aliases(model)
         # Checkpointing changes the forward that the wrappers go around: parameters are gathered for the
         # second computation too.
@@ -377,14 +376,4 @@ def _check_whole(optimizer: Any, held: int, size: int) -> None:
         raise ValueError(
             f"{type(optimizer).__name__} has a group with {held} of {size} parameters that fsdp_version=1 "
             "lays into one vector, which is stepped as a whole. Set use_orig_params=True, or fsdp_version=2."
-        )
-
-
-def _tell_upcast(model: torch.nn.Module, trained: list[str], frozen: list[str]) -> None:
-    if trained:
-        beside = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
-        warnings.warn(
-            f"Mixed precision keeps trainable parameters in float32: {len(trained)} of "
-            f"{type(model).__name__} became float32 ({trained[0]} and others){beside}.",
-            stacklevel=2,
         )

@@ -86,12 +86,7 @@ class MegatronLMEngine(Engine):
                 f"{' more' if self._model is not None else ''}. Pass one of each to a single call."
             )
         for scheduler in objects.schedulers:
-            if not isinstance(scheduler, MegatronLMDummyScheduler):
-                raise ValueError(
-                    f"{type(scheduler).__name__} cannot schedule Megatron-LM's optimizer, which has "
-                    "groups of "
-                    "its own. Pass MegatronLMDummyScheduler(optimizer, total_num_steps, warmup_num_steps)."
-                )
+            _check_stand_in(scheduler)
         if not _sizes(objects) and "micro_batch_size" not in self.plugin.megatron_lm_default_args:
             raise ValueError(
                 "Megatron-LM needs the batch size of a micro-batch: pass a DataLoader to the same call of "
@@ -144,6 +139,14 @@ class MegatronLMEngine(Engine):
                 f"{', '.join(_STEPS)}). Give "
                 "MegatronLMPlugin(custom_train_step_class=...)."
             )
+        plugin = self.plugin
+        ours = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
+        if (plugin.context_parallel_size or 1) > 1 and ours:
+            raise ValueError(
+                f"context_parallel_size={plugin.context_parallel_size}: labels, positions and masks are "
+                "made of a whole batch, and each process has a part of it. Give custom_get_batch_function, "
+                "which makes them for the part, or use Megatron's datasets (megatron_dataset_flag=True)."
+            )
         return _STEPS[kind](owner, args)
 
     def _owner(self) -> Any:
@@ -155,10 +158,12 @@ class MegatronLMEngine(Engine):
         """Megatron-LM's schedule, in the place of the stand-in.
 
         Raises:
-            ValueError: If there is no optimizer to schedule.
+            ValueError: If it is none, or there is no optimizer to schedule.
         """
+        _check_stand_in(scheduler)
         if self._optimizer is None:
             raise ValueError("Pass MegatronLMDummyScheduler to the same call of prepare() as its optimizer.")
+        self.plugin.set_scheduler_args(scheduler)  # again, or for the first time in a call of its own
         args = self.plugin.megatron_lm_default_args
         schedule = build_schedule(self._optimizer.optimizer, args)
         return MegatronLMSchedulerWrapper(
@@ -283,6 +288,14 @@ class MegatronLMEngine(Engine):
         """Load megatron-core's checkpoint."""
         if self._model is not None:
             checkpoint.load(self._model, folder, self.plugin)
+
+
+def _check_stand_in(scheduler: Any) -> None:
+    if not isinstance(scheduler, MegatronLMDummyScheduler):
+        raise ValueError(
+            f"{type(scheduler).__name__} cannot schedule Megatron-LM's optimizer, which has groups of its "
+            "own. Pass MegatronLMDummyScheduler(optimizer, total_num_steps, warmup_num_steps)."
+        )
 
 
 def _sizes(objects: Prepared) -> tuple[int, ...]:

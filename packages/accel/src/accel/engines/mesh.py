@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.engines.base import EngineContext, Prepared
-from accel.engines.sharded import ShardedEngine
+from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.context import ContextParallel
@@ -100,7 +100,7 @@ class Plan:
 def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """Make a model parallel; the order matters."""
     if plan.upcasts:
-        _tell_upcast(model, upcast(model, plan.ignored))
+        tell_upcast(model, upcast(model, plan.ignored))
     # Checkpointing changes the forward that the sharding's hooks go around: parameters are gathered once for
     # the second computation too.
     apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)
@@ -368,12 +368,3 @@ def _share_sequences(context: EngineContext, meshes: Meshes) -> ContextParallel 
     rotation = config.cp_handler.cp_comm_strategy
     assert rotation is not None, "the environment has a default"
     return ContextParallel(meshes.context, rotation)
-
-
-def _tell_upcast(model: torch.nn.Module, names: list[str]) -> None:
-    if names:
-        warnings.warn(
-            f"Mixed precision keeps trainable parameters in float32: {len(names)} of {type(model).__name__} "
-            f"became float32 ({names[0]} and others).",
-            stacklevel=2,
-        )

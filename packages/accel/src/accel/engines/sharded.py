@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import StateDictType
 
 from accel.engines.base import Engine, EngineContext, Prepared
+from accel.parallel.alone import ensure_group
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_ops import collectives
-from accel_state import rendezvous
-from accel_state.devices import row
-from accel_state.env import CPUInformation
 
-if TYPE_CHECKING:
-    from accel_state.process import Process
-
-__all__ = ["ShardedEngine"]
+__all__ = ["ShardedEngine", "tell_upcast"]
 
 
 class ShardedEngine(Engine):
@@ -34,7 +29,7 @@ class ShardedEngine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=self.version)
-        _ensure_group(context.process)
+        ensure_group(context.process)
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -103,11 +98,7 @@ class ShardedEngine(Engine):
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over the processes that have data, or parts of it, of their own."""
-        process = self.context.process
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.full((), weight, dtype=dtype, device=process.device)
-        total = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
-        total = total / (process.world_size // self.gradient_shards)
+        total = self.sum_weight(weight, dtype) / (self.context.process.world_size // self.gradient_shards)
         return total if total.device.type != "cpu" else float(total)
 
     @property
@@ -116,9 +107,18 @@ class ShardedEngine(Engine):
         return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
 
-def _ensure_group(process: Process) -> None:
-    """Make a group of one process where none was launched: FSDP asked for is FSDP."""
-    if process.world_size == 1 and not rendezvous.has_group():
-        alone = CPUInformation(0, 1, 0, 1)
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        rendezvous.start(row(process.device), alone, process.device, {"store": store})
+def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
+    """Warn of parameters that became float32.
+
+    Args:
+        model: The model.
+        trained: Names of trainable ones.
+        frozen: Names of frozen ones that became so beside them.
+    """
+    if trained:
+        beside = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
+        warnings.warn(
+            f"Mixed precision keeps trainable parameters in float32: {len(trained)} of "
+            f"{type(model).__name__} became float32 ({trained[0]} and others){beside}.",
+            stacklevel=2,
+        )

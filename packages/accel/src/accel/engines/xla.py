@@ -16,7 +16,6 @@ import torch
 
 from accel.engines.base import Engine, EngineContext
 from accel.parallel.full_state import WholeOptimizer
-from accel_ops import collectives
 from accel_ops.placement import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
 
@@ -39,7 +38,7 @@ class XLAEngine(Engine):
                 "fsdp_plugin and megatron_lm_plugin are not there on XLA devices, where every process holds "
                 "the whole model. Leave them out."
             )
-        self._known: weakref.WeakSet[XLAOptimizer] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -61,7 +60,7 @@ class XLAEngine(Engine):
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
         )
-        self._known.add(prepared)
+        self._known[prepared] = None
         return prepared
 
     def share_loader(self, loader: Any) -> Any:
@@ -81,11 +80,7 @@ class XLAEngine(Engine):
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over all processes."""
-        process = self.context.process
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.full((), weight, dtype=dtype, device=process.device)
-        total: torch.Tensor = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
-        return total
+        return self.sum_weight(weight, dtype)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0

@@ -82,7 +82,7 @@ def convert_model(
         for name, child in model.named_children():
             if _convert_linear and isinstance(child, source.Linear) and _fits(child):
                 made = _linear(target, child)
-            elif _convert_ln and isinstance(child, source.LayerNorm):
+            elif _convert_ln and isinstance(child, source.LayerNorm) and child.weight is not None:
                 made = _norm(target, child)
             else:
                 convert_model(child, to_transformer_engine, _convert_linear, _convert_ln)

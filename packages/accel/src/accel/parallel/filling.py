@@ -15,7 +15,15 @@ from accel.parallel.wrapping import aliases
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Filling", "check_weights", "ensure_weights_retied", "fill_group", "fill_rest", "local"]
+__all__ = [
+    "Filling",
+    "check_weights",
+    "ensure_weights_retied",
+    "fill_group",
+    "fill_rest",
+    "local",
+    "put_parameter",
+]
 
 ParamInitFn = Callable[[torch.nn.Module], None]
 
@@ -133,9 +141,10 @@ def ensure_weights_retied(
         }
         for names in shared:
             for name in own & set(names):
-                given = next((item for other in names if not (item := _get(model, other)).is_meta), None)
+                tied = map(model.get_parameter, names)
+                given = next((item for item in tied if not item.is_meta), None)
                 if given is not None:
-                    _set(model, name, given)
+                    put_parameter(model, name, given)
 
     return initialise
 
@@ -147,11 +156,8 @@ def _initialise(group: torch.nn.Module, done: set[torch.nn.Parameter], initialis
             initialise(module)
 
 
-def _get(model: torch.nn.Module, name: str) -> torch.nn.Parameter:
-    return model.get_parameter(name)
-
-
-def _set(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+def put_parameter(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Put a parameter into a model in the place of the one of this name."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, parameter)
 
@@ -164,7 +170,7 @@ def _fill_parameter(
         return parameter
     fresh = torch.nn.Parameter(_filled(parameter.detach(), how), requires_grad=parameter.requires_grad)
     for name in names:
-        _set(model, name, fresh)
+        put_parameter(model, name, fresh)
     return fresh
 
 

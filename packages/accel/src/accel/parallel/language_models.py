@@ -16,7 +16,7 @@ import torch
 
 from accel.parallel.part import Part
 
-__all__ = ["check_language_models", "tell_part"]
+__all__ = ["check_language_models", "tell_part", "text_config"]
 
 _IGNORED = -100  # as torch's cross_entropy has it by default
 _WHOLE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -41,14 +41,14 @@ def check_language_models(model: torch.nn.Module) -> None:
     Raises:
         ValueError: If one of the model's modules cannot; the message names the alternative.
     """
-    configured = [item for item in model.modules() if hasattr(_config(item), "_attn_implementation")]
+    configured = [item for item in model.modules() if hasattr(text_config(item), "_attn_implementation")]
     if configured and not any(True for _ in _language_models(model)):
         raise ValueError(
             f"{type(configured[0]).__name__} takes no position_ids, so that each process would count "
             "positions from 0. Leave cp_size at 1, or use a model that takes them."
         )
     for module in configured:
-        kind, config = type(module).__name__, _config(module)
+        kind, config = type(module).__name__, text_config(module)
         if config._attn_implementation != "sdpa":
             raise ValueError(
                 f"{kind} has attn_implementation={config._attn_implementation!r}, and cp_size splits what "
@@ -105,7 +105,7 @@ def _check_length(module: torch.nn.Module, name: str, tensor: torch.Tensor, part
 
 
 def _check_window(module: torch.nn.Module, part: Part) -> None:
-    config = _config(module)
+    config = text_config(module)
     kinds = getattr(config, "layer_types", None) or _WHOLE_LAYERS
     for name, layer in (
         ("sliding_window", "sliding_attention"),
@@ -119,8 +119,8 @@ def _check_window(module: torch.nn.Module, part: Part) -> None:
             )
 
 
-def _config(module: torch.nn.Module) -> Any:
-    """The configuration of a module's language model, if it has one."""
+def text_config(module: torch.nn.Module) -> Any:
+    """The configuration of a module's language model; None if it has none."""
     config: Any = getattr(module, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

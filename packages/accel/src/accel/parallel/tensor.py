@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel.parallel.filling import Filling, fill_group
+from accel.parallel.filling import Filling, fill_group, put_parameter
+from accel.parallel.language_models import text_config
 from accel.parallel.summed import SummedGradients
 from accel.parallel.wrapping import aliases
 
@@ -92,8 +93,7 @@ def _check_features(name: str, module: torch.nn.Module, style: Any, size: int) -
 
 
 def _check_heads(model: torch.nn.Module, size: int) -> None:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads is not None and heads % size:
@@ -152,8 +152,7 @@ def split_weights(
         for names in shared:
             own = [other for other in names if other.rpartition(".")[0] == name]
             for other in names if own else ():
-                path, _, last = other.rpartition(".")
-                setattr(model.get_submodule(path), last, model.get_parameter(own[0]))
+                put_parameter(model, other, model.get_parameter(own[0]))
 
 
 def forget_meshes() -> None:

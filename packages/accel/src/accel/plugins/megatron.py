@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronLMPlugin"]
 
-# Fields whose variables have another name than MEGATRON_LM_<FIELD>.
+# Fields that have a variable, MEGATRON_LM_<FIELD>.
 _FROM_ENVIRONMENT = tuple(
     name.removeprefix("MEGATRON_LM_").lower() for name in env.VARIABLES if name.startswith("MEGATRON_LM_")
 )
@@ -304,7 +304,7 @@ class MegatronLMPlugin:
 
 
 def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    groups = getattr(optimizer, "param_groups", None) or [vars(optimizer) | getattr(optimizer, "kwargs", {})]
+    groups = optimizer.param_groups
     kind = type(optimizer).__name__.lower()
     if "adam" not in kind and "sgd" not in kind and "dummy" not in kind:
         raise ValueError(

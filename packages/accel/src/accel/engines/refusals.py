@@ -1,0 +1,102 @@
+"""What no engine can train, or go on from, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from accel_ckpt import layout
+from accel_ckpt.errors import CheckpointError
+
+__all__ = [
+    "refuse_foreign",
+    "refuse_fp16_parameters",
+    "refuse_fp16_parameters_of",
+    "refuse_offloaded_training",
+]
+
+_FP16 = (
+    "is float16, and fp16 training scales the loss: gradients in float16 cannot be unscaled. Keep the "
+    "parameters in float32 (mixed precision casts per operation), or train in bf16 with "
+    "mixed_precision='bf16'."
+)
+
+_FOREIGN = {
+    "deepspeed": (
+        "The checkpoint was written under DeepSpeed, and the engine here is {engine}. Load it under "
+        "DeepSpeed, with as many processes and the same stage; or make whole weights of it with its "
+        "zero_to_fp32.py, and load those before prepare()."
+    ),
+    "megatron": (
+        "The checkpoint was written under Megatron-LM, and the engine here is {engine}. Load it under "
+        "Megatron-LM, with any tp_degree and pp_degree."
+    ),
+    "local": (
+        "The checkpoint was written with state_dict_type='LOCAL_STATE_DICT', of which each process reads its "
+        "own file, and the engine here is {engine}. Load it as it was saved, with fsdp_version=1 and as many "
+        "processes, and save it with 'SHARDED_STATE_DICT' for others."
+    ),
+}
+"""By the role of files that one engine alone reads."""
+
+
+def refuse_foreign(names: Collection[str], engine: str) -> None:
+    """Refuse a checkpoint that only another engine can read.
+
+    Args:
+        names: Its files.
+        engine: What the engine here is called.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    roles = {layout.role_of(name) for name in names}
+    for role, message in _FOREIGN.items():
+        if role in roles:
+            raise CheckpointError(message.format(engine=engine))
+
+
+def refuse_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> None:
+    """Refuse to train a model that is spread over devices with parts on the CPU or the disk.
+
+    Args:
+        model: The model.
+        evaluation_mode: Whether it is only evaluated.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    offloaded = {"cpu", "disk"} & {str(device) for device in devices}
+    if len(devices) > 1 and offloaded and not evaluation_mode:
+        raise ValueError(
+            f"{type(model).__name__} is dispatched with parts on {sorted(offloaded)} (hf_device_map), which "
+            "cannot be trained. Load it on the process's device, or pass evaluation_mode=True to "
+            "prepare_model."
+        )
+
+
+def refuse_fp16_parameters(model: torch.nn.Module) -> None:
+    """Refuse a model with trainable parameters in float16.
+
+    Raises:
+        ValueError: If it has some.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise ValueError(f"{type(model).__name__}.{name} {_FP16}")
+
+
+def refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer with trainable parameters in float16.
+
+    Raises:
+        ValueError: If it has some.
+    """
+    for group, options in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(options["params"]):
+            if parameter.requires_grad and parameter.dtype is torch.float16:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.param_groups[{group}]['params'][{place}] {_FP16}"
+                )
