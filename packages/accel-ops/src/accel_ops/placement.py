@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,16 +47,18 @@ def send_to_device(
 
 
 def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: frozenset[str]) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node if node.device == device else node.to(device, non_blocking=non_blocking)
     kind = type(node)
-    if kind in _PLAIN_LEAVES:
+    if kind in _PLAIN_CONTAINERS:  # first, as most batches are one, and on the CPU nothing has to move
+        if _are_there(node.values() if kind is dict else node, device):
+            return node
+    elif isinstance(node, torch.Tensor):
+        return node if node.device == device else node.to(device, non_blocking=non_blocking)
+    elif kind in _PLAIN_LEAVES:
         return node
-    plain = kind in _PLAIN_CONTAINERS
-    if not plain and callable(getattr(kind, "to", None)) and not _has_any(node, skip):
+    elif callable(getattr(kind, "to", None)) and not _has_any(node, skip):
         return _send_by_method(node, device, non_blocking)
     inside = children(node)
-    if inside is None or (plain and _are_there(inside, device)):
+    if inside is None:
         return node
     if not skip or isinstance(node, (list, tuple)):
         sent = [_send(child, device, non_blocking, skip) for child in inside]
@@ -70,7 +72,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
     return rebuild(node, sent)
 
 
-def _are_there(leaves: Sequence[Any], device: torch.device | int) -> bool:
+def _are_there(leaves: Iterable[Any], device: torch.device | int) -> bool:
     """Tell quickly of most batches on the CPU that nothing has to move."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
