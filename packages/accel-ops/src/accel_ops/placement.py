@@ -14,6 +14,7 @@ __all__ = ["send_to_device"]
 
 # What every batch is made of is told by its type alone: looking for a method of another object is slow.
 _PLAIN_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
+_SEQUENCES = frozenset({list, tuple})
 _PLAIN_CONTAINERS = frozenset({list, tuple, dict})
 _NOTHING: frozenset[str] = frozenset()
 
@@ -39,6 +40,12 @@ def send_to_device(
     Returns:
         The tree with its tensors on `device`.
     """
+    if type(tensor) in _SEQUENCES:  # most batches; on the CPU nothing in them has to move
+        for leaf in tensor:
+            if type(leaf) is not torch.Tensor or leaf.device != device:
+                break
+        else:
+            return tensor
     target = torch.device(device) if isinstance(device, str) else device
     if skip_keys is None:
         return _send(tensor, target, non_blocking, _NOTHING)
@@ -48,7 +55,7 @@ def send_to_device(
 
 def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: frozenset[str]) -> Any:
     kind = type(node)
-    if kind in _PLAIN_CONTAINERS:  # first, as most batches are one, and on the CPU nothing has to move
+    if kind in _PLAIN_CONTAINERS:
         if _are_there(node.values() if kind is dict else node, device):
             return node
     elif isinstance(node, torch.Tensor):
