@@ -110,6 +110,7 @@ def _leave_world() -> list[str]:
             # What lies in a cycle with the group would be taken down by a loader's worker, forked later, and
             # crash it: gloo's threads are not there.
             gc.collect()
+            gc.freeze()  # what is left lives on, modules above all: the next collection passes over it
     except Exception as error:
         return [_describe(error)]
     # A failed initialisation leaves the counter that names groups ahead of the other ranks', and the next
