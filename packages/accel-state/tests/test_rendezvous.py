@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from accel_state import env, rendezvous
 from accel_state.process import PartialState
@@ -149,3 +152,39 @@ def test_group_that_cannot_serve_the_device_is_refused(world: World) -> None:
 
     assert "cannot serve meta" in message
     assert "gloo serves the CPU" in message
+
+
+class Collects(Dataset[int]):
+    """A dataset whose reader collects garbage, as any may at any time."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
+
+
+def _drops_its_group_in_a_cycle(held_at_the_end: bool) -> list[Any]:
+    gc.disable()
+    try:
+        state = PartialState()
+        cycle: list[Any] = [dist.group.WORLD]
+        cycle.append(cycle)
+        if held_at_the_end:
+            state.destroy_process_group()
+            del cycle
+        else:
+            del cycle
+            state.destroy_process_group()
+        return list(DataLoader(Collects(), batch_size=None, num_workers=1, timeout=20))
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
+@pytest.mark.parametrize("held_at_the_end", [False, True])
+def test_a_forked_worker_leaves_a_group_that_is_garbage_alone(world: World, held_at_the_end: bool) -> None:
+    """Otherwise the worker waits for ever for the threads of gloo, which it does not have."""
+    assert world.run(_drops_its_group_in_a_cycle, held_at_the_end, init=False) == [[0], [0]]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,6 +105,7 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
         ValueError: If the environment does not say where rank 0 is, or the group there cannot serve the
             device.
     """
+    _keep_garbage_from_children()
     if has_group():
         warn_ignored(options)
         _check_serves(device)
@@ -224,6 +227,18 @@ def _destroy_at_exit() -> None:
         faulthandler.dump_traceback_later(_FAILED_EXIT_S, exit=True, file=nowhere)
         destroy()
         faulthandler.cancel_dump_traceback_later()
+
+
+@cache  # it holds from the first call on
+def _keep_garbage_from_children() -> None:
+    """Have forked processes, as a loader's workers, never collect what they inherit.
+
+    A process group in a reference cycle ends when the cycle is collected. In a child it then crashes, or
+    waits for ever for its threads, which are not there. (To collect when the group is destroyed would not do:
+    a script may hold a model, and the group with it, longer.)
+    """
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 _before: dict[Callable[[], None], None] = {}
