@@ -168,7 +168,7 @@ def test_what_is_for_this_process_passes_through(kind, size):
             assert loader.total_batch_size == 2 * size
 
 
-@pytest.mark.parametrize("place", [(1, 2), (0, 3), (0, 1)])
+@pytest.mark.parametrize("place", [(1, 2), (0, 3), (0, 1), (2, 4)])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_what_is_for_another_process_is_refused(kind, place):
     loader = KINDS[kind](2, 3)

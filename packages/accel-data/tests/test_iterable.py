@@ -77,6 +77,7 @@ def test_shards_are_as_documented(case):
 
         assert list(shard) == expected[rank]
         assert len(shard) == len(expected[rank])
+        assert all(block.samples for block in shard.blocks())  # a process without samples gets no batch
 
 
 def test_documented_examples():

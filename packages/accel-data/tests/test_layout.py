@@ -73,6 +73,13 @@ def test_padding_is_counted_exactly(length, layout):
         assert kept == list(range(length - len(kept), length))
 
 
+def test_a_share_of_a_range_costs_nothing_else():
+    order = range(2**50)  # neither a list nor a walk of it would end
+    layout = Layout(2, 8, False, True, start=2**50 - 20)
+
+    assert list(cut(order, layout, 3, Share())) == [[2**50 - 14, 2**50 - 13], [2, 3]]
+
+
 def test_own_rows_do_not_keep_the_whole_order():
     order = torch.arange(1024)
     batches = cut(order, Layout(1, 64, False, True), 3, Share())

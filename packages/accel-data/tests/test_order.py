@@ -1,4 +1,5 @@
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -188,3 +189,15 @@ def test_the_users_generator_is_found():
 @pytest.mark.parametrize("order", [range(5, 15), torch.arange(5, 15), list(range(5, 15))])
 def test_entries_are_taken_at_positions(order):
     assert take(order, [0, 3, 9]) == [5, 8, 14]
+
+
+def test_taking_a_few_entries_makes_no_list_of_all():
+    order = torch.arange(10**5)
+    tracemalloc.start()
+    try:
+        take(order, [0, 3, 9])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 10**5  # bytes; a list takes eight for each entry

@@ -1,8 +1,9 @@
-from collections import UserDict, namedtuple
+from collections import Counter, UserDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from accel_data.scatter import ABSENT, Message, Receiver, Sender, open_line
 from accel_state.process import current_process
@@ -126,6 +127,29 @@ def test_the_structure_is_sent_when_it_changes(world):
     assert received == [[1.0] * 2, [0.0] * 2, [1.0] * 3, [0.0] * 3]
     assert {*map(tuple, structures)} == {(1,)}  # nothing is made for process 0 itself
     assert [bool(sizes[1]) for sizes in structures] == [True, False, True, False]
+
+
+def counts_bytes():
+    """Return the bytes of the messages to each other process."""
+    sent = Counter()
+
+    def counted(content, rank, **kwargs):
+        sent[rank] += content.nbytes
+        return isend(content, rank, **kwargs)
+
+    isend, dist.isend = dist.isend, counted
+    try:
+        converse([([torch.ones(size, dtype=torch.uint8) for size in (3000, 500, 1500)], None, True)])
+    finally:
+        dist.isend = isend
+    return sent
+
+
+def test_each_process_is_sent_its_own_part_alone(world):
+    sent, *_ = world.run(counts_bytes, size=3)
+    headers = {1: sent[1] - 500, 2: sent[2] - 1500}
+
+    assert all(0 < size < 500 for size in headers.values())
 
 
 def small_tensors_are_free():
