@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from accel.accelerator import Accelerator
 from accel.parallel.ring import balanced_part
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism import ParallelismConfig, TorchContextParallelConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -30,14 +31,15 @@ class Attention(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True, **options)
 
 
-def make(**options: Any) -> tuple[Accelerator, Any]:
+def make(strategy: str = "allgather", **options: Any) -> tuple[Accelerator, Any]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Attention"],
         **options,
     )
-    config = ParallelismConfig(cp_size=2)
+    handler = TorchContextParallelConfig(cp_comm_strategy=strategy)
+    config = ParallelismConfig(cp_size=2, cp_handler=handler)
     accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
     torch.manual_seed(0)
     return accelerator, accelerator.prepare(torch.nn.Sequential(Attention()))
@@ -86,6 +88,29 @@ def gradients(is_causal: bool, checkpointing: bool) -> tuple[float, dict[str, to
         accelerator.backward(loss)
     loss = accelerator.reduce(loss.detach(), "mean")
     return float(loss), {name: item.grad.full_tensor() for name, item in model.named_parameters()}
+
+
+def rotation(strategy: str) -> str:
+    """How torch sends keys and values around."""
+    accelerator, model = make(strategy)
+    torchs = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    plain, seen = torchs._templated_ring_attention, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.append(torchs._cp_options.rotate_method.name)
+        return plain(*args, **kwargs)
+
+    x = data()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchs, "_templated_ring_attention", noting)
+        with torch.no_grad(), accelerator.maybe_context_parallel([x, model[0].positions], [1, 0]):
+            model(x)
+    return seen[0]
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("allgather", "ALL_GATHER"), ("alltoall", "ALL_TO_ALL")])
+def test_keys_and_values_travel_as_asked(world, strategy, name):
+    assert world.run(rotation, strategy) == [name, name]
 
 
 @pytest.mark.parametrize(("is_causal", "checkpointing"), [(True, False), (True, True), (False, False)])

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 
 from accel.accelerator import Accelerator
+from accel.parallel import flat
 from accel.parallel.checkpointing import CheckpointedForward
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ckpt.errors import CheckpointError
@@ -185,6 +186,32 @@ def test_the_model_is_wrapped_in_groups(world):
     world.run(check_wrapping)
 
 
+def check_what_reaches_torch() -> None:
+    """What cannot be seen in the numbers of a CPU process."""
+    options = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
+    accelerator = make_accelerator(ignored_modules="embed", reshard_after_forward="SHARD_GRAD_OP", **options)
+    raw = Net()
+    raw.embed.requires_grad_(False)
+    model = accelerator.prepare(raw)
+    assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert model.forward_prefetch
+    assert not model.limit_all_gathers
+    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert raw.embed.weight.shape == (6, 6)  # ignored: whole, and no part of a flat parameter
+    assert raw.head.weight is raw.embed.weight
+    flats = [handle.flat_param for _, handle in flat.parts([model])]
+    with accelerator.no_sync(model):
+        accelerator.backward(model(data()).square().mean())
+    assert all(item.grad.numel() == item._unpadded_unsharded_size.numel() for item in flats)
+    accelerator.backward(model(data()).square().mean())
+    assert all(item.grad.shape == item.shape for item in flats)
+    assert all(item.numel() < item._unpadded_unsharded_size.numel() for item in flats)
+
+
+def test_options_reach_torch_and_no_sync_reduces_nothing(world):
+    world.run(check_what_reaches_torch)
+
+
 def test_one_process_that_asks_for_fsdp_gets_it():
     accelerator = make_accelerator()
     model = Net()
@@ -300,6 +327,7 @@ def clipping() -> list[tuple[float, float]]:
             accelerator = make_accelerator(use_orig_params=use_orig_params)
             model = accelerator.prepare(Net(accelerator.process_index).double())
             accelerator.backward(model(data().double()).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 100.0, norm_type)  # nothing changes
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
             after = accelerator.clip_grad_norm_(model.parameters(), 100.0, norm_type)
             found.append((float(norm), float(after)))
@@ -394,6 +422,67 @@ def test_what_cannot_be_trained_is_refused_with_the_alternative(world):
     assert "load_state" in found["state"]
     assert "a group with 1 of 2 parameters" in found["part"]
     assert "a group with 1 of 2 parameters" in found["late"]
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer, and a trainable product of two narrow ones beside it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 6, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted_net(seed: int = 0) -> Net:
+    net = Net(seed).requires_grad_(False)
+    for layer in net.layers:
+        layer.linear = Adapted(layer.linear)
+    return net
+
+
+def train_adapters(folder: str, version: int) -> tuple[State, State, int]:
+    """The state after two steps, after one more that was taken twice, and the adapters with a state."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        sync_module_states=True,
+        use_orig_params=True if version == 1 else None,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    raw = adapted_net(accelerator.process_index)
+    model, optimizer = accelerator.prepare(raw, make_optimizer(raw))
+    for _ in range(2):
+        step(accelerator, model, optimizer)
+    accelerator.save_state(folder)
+    saved = accelerator.get_state_dict(model)
+    saved = {name: value.clone() for name, value in saved.items()}
+    step(accelerator, model, optimizer)
+    after = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.load_state(folder)
+    step(accelerator, model, optimizer)
+    again = accelerator.get_state_dict(model)
+    assert all(torch.equal(value, again[name]) for name, value in after.items())
+    return saved, after, len(optimizer.state)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_adapters_train_beside_a_frozen_model(world, tmp_path, version):
+    found = world.run(train_adapters, str(tmp_path / "state"), version)
+    saved, after, _ = found[0]
+
+    assert_close(saved, expected_state(adapted_net()))
+    trained = {f"layers.{layer}.linear.{part}.weight" for layer in (0, 1) for part in ("down", "up")}
+    before = adapted_net().state_dict()
+    assert {name for name, value in after.items() if not torch.equal(value, before[name])} == trained
+    # Of version 1 a process may have no element of them.
+    assert max(states for _, _, states in found) == len(trained)
 
 
 def test_cpu_offload_on_the_cpu_is_refused():

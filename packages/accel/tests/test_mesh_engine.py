@@ -202,6 +202,34 @@ def test_trainable_parameters_become_float32_and_frozen_ones_stay(world):
         assert frozen == {torch.bfloat16}
 
 
+def what_reaches_torch() -> list[tuple[bool, ...]]:
+    """What cannot be seen in the numbers of a CPU process, for two plugins."""
+    found = []
+    both = {"activation_checkpointing": True, "activation_checkpointing_offload": True, "cpu_offload": True}
+    for options in ({}, {"reshard_after_forward": False, **both}):
+        accelerator = make_accelerator(**options)
+        model = accelerator.prepare(Net())
+        with accelerator.no_sync(model):
+            accelerator.backward(model(data()).square().mean())
+        is_held_back = all(item.grad is None for item in model.parameters())
+        accelerator.backward(model(data()).square().mean())
+        is_reduced = all(isinstance(item.grad, DTensor) for item in model.parameters())
+        with torch.no_grad():
+            model(data())
+        is_resharded = isinstance(model.layers[0].linear.weight, DTensor)
+        offloads_activations = getattr(model.layers[0].forward, "offload", False)
+        groups = model._get_fsdp_state()._fsdp_param_groups  # of torch 2.13
+        (offloads,) = {item.offload_to_cpu for group in groups for item in group.fsdp_params}
+        found.append((is_held_back, is_reduced, is_resharded, offloads_activations, offloads))
+    return found
+
+
+def test_options_reach_torch_and_no_sync_reduces_nothing(world):
+    for plain, others in world.run(what_reaches_torch):
+        assert plain == (True, True, True, False, False)
+        assert others == (True, True, False, True, True)
+
+
 def recomputed(checkpointing: bool) -> int:
     accelerator = make_accelerator(activation_checkpointing=checkpointing)
     model = accelerator.prepare(Net())
@@ -274,6 +302,7 @@ def clipping(norm_type: float) -> tuple[float, float, float]:
     accelerator = make_accelerator()
     model = accelerator.prepare(Net())
     accelerator.backward(model(data()).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 100.0, norm_type)  # larger than the norm: nothing changes
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     after = accelerator.clip_grad_norm_(model.parameters(), 100.0, norm_type)
     accelerator.clip_grad_value_(model.parameters(), 1e-3)
@@ -418,6 +447,12 @@ def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
     model._tp_plan = {"up": "colwise", "down": "rowwise"}
     model = accelerator.prepare(model)
     shapes = {model.up.weight.to_local().shape, model.down.weight.to_local().shape}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules="up")
+    sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    frozen = Pair().requires_grad_(False)
+    frozen._tp_plan = {"up": "colwise", "down": "rowwise"}
+    with pytest.raises(ValueError, match=r"ignored_modules='up' beside tp_size=2.*one of the two out"):
+        Accelerator(parallelism_config=sizes, fsdp_plugin=plugin).prepare(frozen)
     x = torch.full((1, 4), float(accelerator.engine.data_shard[0] + 1))
     accelerator.backward(model(x).square().mean())
     gradients = {name: item.grad.full_tensor() for name, item in model.named_parameters()}
