@@ -1,4 +1,7 @@
-"""The examples, run as users run them: whole programs under real launchers."""
+"""The examples, run as users run them: whole programs, each under every real launcher.
+
+Where the way of starting makes no difference they are ranks of the persistent world, which has torch already.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from accel_world.program import run_program
 
 # Each program takes seconds, but starts torch in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
@@ -32,15 +37,20 @@ PERPLEXITY = re.compile(r"^held-out perplexity ([\d.]+) per byte on (\d+) sequen
 # The ways of starting a script, as (launcher, number of processes).
 PYTHON, ONE, TWO, TORCHRUN = ("python", 1), ("accel", 1), ("accel", 2), ("torchrun", 2)
 WAYS = [PYTHON, ONE, TWO, TORCHRUN]
+WORLD = "world"  # in place of a launcher
 
 
 @pytest.fixture(scope="module")
-def run(launched):
+def run(launched, world):
     """Run a script once for all tests that ask for the same run, and return what it printed."""
 
     @cache
     def run_once(script, way, *args):
         launcher, num_processes = way
+        if launcher == WORLD:
+            return "".join(
+                world.run(run_program, str(script), *args, size=num_processes, init=False, timeout_s=150)
+            )
         done = launched(
             script,
             *args,
@@ -74,7 +84,7 @@ def test_digits_are_learned_however_the_script_is_started(run, way):
     assert int(num_images) == TEST_SIZE
 
 
-@pytest.mark.parametrize("way", [ONE, TWO, TORCHRUN, ("accel", 3), ("accel", 4)])
+@pytest.mark.parametrize("way", [ONE, TWO, TORCHRUN, (WORLD, 3), (WORLD, 4)])
 def test_every_test_image_counts_once(run, way):
     args = ["--print-losses"] if way[1] < 3 else ["--num_epochs", "1"]
     epochs = EPOCH.findall(run(IMAGES, way, *args))
@@ -99,29 +109,34 @@ def test_losses_do_not_depend_on_the_number_of_processes(run, way):
 
 def test_accumulated_losses_of_one_and_two_processes_agree(run):
     args = ["--num_epochs", "2", "--print-losses", "--gradient_accumulation_steps", "2"]
-    one, two = (step_losses(run(IMAGES, way, *args)) for way in (ONE, TWO))
+    one, two = (step_losses(run(IMAGES, way, *args)) for way in (ONE, (WORLD, 2)))
 
     assert len(one) >= STEPS
     assert two == pytest.approx(one, rel=LOSS_TOLERANCE)
 
 
 def test_bf16_trains(run):
-    stdout = run(IMAGES, TWO, "--mixed_precision", "bf16", "--print-losses")
+    stdout = run(IMAGES, (WORLD, 2), "--mixed_precision", "bf16", "--print-losses")
 
     assert float(EPOCH.findall(stdout)[-1][2]) >= 0.96
     in_fp32 = step_losses(run(IMAGES, TWO, "--print-losses"))
     assert step_losses(stdout)[:STEPS] != pytest.approx(in_fp32[:STEPS], rel=LOSS_TOLERANCE)
 
 
-def test_tracking_and_progress_bars_are_on_the_main_process_alone(launched, tmp_path):
-    run = launched(
-        IMAGES, "--num_epochs", "1", "--with-tracking", "--print-losses", "--output-dir", str(tmp_path)
-    )
+@pytest.fixture(scope="module")
+def written(launched, tmp_path_factory):
+    """Run with all that writes files; return the run and the folder."""
+    folder = tmp_path_factory.mktemp("written")
+    options = ["--num_epochs", "1", "--with-tracking", "--print-losses", "--save"]
+    done = launched(IMAGES, *options, "--output-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    return done, folder
 
-    assert run.returncode == 0, run.stderr
-    config, *steps, epoch = [
-        json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()
-    ]
+
+def test_tracking_and_progress_bars_are_on_the_main_process_alone(written):
+    run, folder = written
+
+    config, *steps, epoch = [json.loads(line) for line in (folder / "digits.jsonl").read_text().splitlines()]
     assert config["config"]["num_epochs"] == 1
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     assert [line["loss"] for line in steps] == pytest.approx(step_losses(run.stdout), abs=1e-8)
@@ -130,13 +145,10 @@ def test_tracking_and_progress_bars_are_on_the_main_process_alone(launched, tmp_
     assert len(finished_bars) == 1
 
 
-def test_saved_weights_can_be_read(launched, tmp_path):
+def test_saved_weights_can_be_read(written):
     safetensors = pytest.importorskip("safetensors.torch")
 
-    run = launched(IMAGES, "--num_epochs", "1", "--save", "--output_dir", str(tmp_path))
-
-    assert run.returncode == 0, run.stderr
-    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    weights = safetensors.load_file(written[1] / "model.safetensors")
     assert {name: tuple(weight.shape) for name, weight in weights.items()}["head.weight"] == (10, 64)
 
 

@@ -1,4 +1,7 @@
-"""The example that uses accel-data alone, as users run it: under python and torchrun."""
+"""The example that uses accel-data alone, as users run it: under python and torchrun.
+
+Further runs on two processes are ranks of the persistent world, which has torch already.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from accel_world.program import run_program
 
 # Each run starts torch in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
@@ -20,11 +25,13 @@ LOSS_TOLERANCE = 1e-5  # sums in another order, in fp32
 
 
 @pytest.fixture(scope="module")
-def run(launched):
+def run(launched, world):
     @cache
-    def run_once(num_processes, *args):
+    def run_once(num_processes, *options):
         launcher = "python" if num_processes == 1 else "torchrun"
-        args = ("--num_epochs", str(NUM_EPOCHS), *args)
+        args = ("--num_epochs", str(NUM_EPOCHS), *options)
+        if num_processes == 2 and options:
+            return "".join(world.run(run_program, str(SCRIPT), *args, init=False, timeout_s=150))
         done = launched(SCRIPT, *args, launcher=launcher, num_processes=num_processes, timeout_s=150)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_world.program import run_program
+
 pytestmark = pytest.mark.timeout(300)
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -19,11 +21,11 @@ backward(losses.mean())                           2.7500      2.0000
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_numbers_that_the_page_on_gradients_explains(launched, processes):
-    run = launched(DOCS / "worked_gradients.py", num_processes=processes, timeout_s=120)
+def test_the_numbers_that_the_page_on_gradients_explains(world, processes):
+    script = str(DOCS / "worked_gradients.py")
+    printed = world.run(run_program, script, size=processes, init=False, timeout_s=100)
 
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == GRADIENTS.strip()
+    assert "".join(printed).strip() == GRADIENTS.strip()
 
 
 ENGINE = """
@@ -35,6 +37,7 @@ weight 0.566064
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_engine_that_the_page_on_engines_shows_trains_as_one_process_does(launched, processes):
+    # In processes of their own: the script adds an engine to those that are known.
     run = launched(DOCS / "worked_engine.py", num_processes=processes, timeout_s=120)
 
     assert run.returncode == 0, run.stderr

@@ -9,6 +9,7 @@
 - `pool`: the workers of one pytest process, and `World`, the fixture's value.
 - `report`: what a failed run looks like to a reader.
 - `exchange`: running one call on several workers together.
+- `program`: a whole script as one rank of a world.
 - `launched`: a script run under a real launcher.
 - `marked`: the processes of one launched run.
 - `guard`: the end of launched runs whose pytest process was killed.

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel_world import exchange
+from accel_world.program import run_program
 from accel_world.report import WorldFailure
 
 
@@ -338,3 +339,15 @@ def test_a_warm_run_costs_tens_of_milliseconds(world, record_property):
     median = sorted(seconds)[10]
     print(f"median {median * 1000:.1f} ms")
     assert median < 0.5  # ten times what an idle machine shows: catches seconds, not noise
+
+
+def test_a_script_is_run_by_every_rank_with_its_arguments(world, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(__name__, os.environ['RANK'], sys.argv[1:])\n")
+
+    assert world.run(run_program, str(script), "--x", "1", init=False) == [
+        f"__main__ {rank} ['--x', '1']\n" for rank in range(2)
+    ]
+    script.write_text("raise SystemExit(3)\n")
+    with pytest.raises(WorldFailure, match="SystemExit: 3"):
+        world.run(run_program, str(script), init=False)
