@@ -181,6 +181,7 @@ if sys.argv[2] == "raises":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 3), ("fails", 0)])
 def test_the_interpreter_waits_and_tells_an_error_that_nobody_saw(
     tmp_path: Path, how: str, code: int

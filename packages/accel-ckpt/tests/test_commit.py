@@ -215,6 +215,7 @@ print(" ".join(seen))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["swap", "in-place"])
 def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path: Path, kind: str) -> None:
     (tmp_path / "child.py").write_text(KILLED)

@@ -343,6 +343,7 @@ print("left", number)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["leave", "fail"])
 def test_a_script_ends_in_the_middle_of_a_loop(launched, way):
     run = launched(SCRIPT, way, launcher="torchrun", timeout_s=40)

@@ -113,6 +113,7 @@ def test_the_exit_code_is_that_of_the_failed_worker(start: Start, end: str, code
     run.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_workers_that_ignore_sigterm_are_killed_within_ten_seconds(start: Start) -> None:
     script = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -433,6 +434,7 @@ dist.destroy_process_group()
     assert [(run.folder / f"done{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
+@pytest.mark.long
 def test_a_collective_that_waits_for_a_dead_rank_ends_with_its_traceback(start: Start) -> None:
     script = """
 import torch, torch.distributed as dist

@@ -83,6 +83,7 @@ def test_a_missing_mpirun_is_named(start: Start) -> None:
     )
 
 
+@pytest.mark.long
 @needs_mpirun
 @pytest.mark.parametrize("how", ["--launcher", "--mpirun_hostfile"])
 def test_accel_starts_mpirun_for_real(start: Start, tmp_path: Path, how: str) -> None:

@@ -174,7 +174,6 @@ def test_ports(plan: Any) -> None:
             torchrun_port(taken)
 
 
-@pytest.mark.slow
 def test_one_machine_for_real(start: Start) -> None:
     run = start("launch", "--launcher", "torchrun", "--num_processes", "2", script=SCRIPT)
     code, _, error = run.finish(90)
@@ -184,7 +183,7 @@ def test_one_machine_for_real(start: Start) -> None:
     assert (run.folder / "done1").read_text() == "2 1 0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines_for_real(start: Start) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
@@ -202,6 +201,7 @@ def test_two_machines_for_real(start: Start) -> None:
     assert (runs[0].folder / "done1").read_text() == "2 0 1"
 
 
+@pytest.mark.long
 def test_a_restart_for_real(start: Start) -> None:
     script = (
         "import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nopen('run' + count, 'w').close()\n"

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "processes", "victim", "points"), CASES)
 def test_the_newest_complete_checkpoint_is_resumed_bit_for_bit(

@@ -160,10 +160,19 @@ accelerator.end_training()
 """
 
 
+@pytest.fixture(scope="module")
+def straight(launched, tmp_path_factory):
+    """Return the parameters at the end of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("straight")
+    run = launched(SCRIPT, str(folder / "none"), str(folder / "end.pt"), "no", "0")
+    assert run.returncode == 0, run.stderr
+    return torch.load(folder / "end.pt")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["worker", "usr1", "launcher"])
-def test_under_the_launcher_all_save_exit_and_resume_bit_for_bit(launched, tmp_path, how):
-    folder, straight, resumed = (str(tmp_path / name) for name in ("state", "straight.pt", "resumed.pt"))
-    launched(SCRIPT, str(tmp_path / "none"), straight, "no", "0")
+def test_under_the_launcher_all_save_exit_and_resume_bit_for_bit(launched, tmp_path, straight, how):
+    folder, resumed = (str(tmp_path / name) for name in ("state", "resumed.pt"))
     first = launched(SCRIPT, folder, resumed, how, "13")
     assert first.returncode == EXIT_CODE, first.stderr
     assert "exiting with 75" in first.stderr
@@ -172,5 +181,4 @@ def test_under_the_launcher_all_save_exit_and_resume_bit_for_bit(launched, tmp_p
     assert second.returncode == 0
     assert "resumed at" in second.stdout
 
-    expected, found = torch.load(straight), torch.load(resumed)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(straight, torch.load(resumed), strict=True))

@@ -31,6 +31,7 @@ def accel(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.long
 def test_two_processes_pass_every_check(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
     run = accel(tmp_path, "test", "--config_file", "c.yaml")
@@ -42,6 +43,7 @@ def test_two_processes_pass_every_check(tmp_path: Path) -> None:
     assert run.stdout.endswith(f"All {len(passed) - 1} checks passed.\n")
 
 
+@pytest.mark.long
 def test_a_failing_check_is_named_and_ends_the_run(tmp_path: Path) -> None:
     script = """
 from accel import Accelerator
