@@ -88,8 +88,9 @@ def _environ(path: Path) -> list[bytes]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     """Start `accel` with arguments; a source text as `script` is written to script.py and appended."""
     runs: list[Started] = []
-    # Under nohup SIGHUP is ignored, and would be by everything that a test starts.
+    # Under nohup SIGHUP is ignored, in a script's background SIGINT, and would be by all that a test starts.
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def starter(
         *arguments: str, script: str | None = None, env: Mapping[str, str] | None = None, **popen: Any
@@ -104,3 +105,4 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     for run in runs:
         run.kill()
     signal.signal(signal.SIGHUP, hangup)
+    signal.signal(signal.SIGINT, interrupt)
