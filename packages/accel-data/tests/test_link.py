@@ -64,6 +64,9 @@ BAD = {
     "structure": lambda: DataLoader(range(24), 2, collate_fn=collate_by_rank),
     "late structure": lambda: DataLoader(range(24), 2, collate_fn=collate_late_by_rank),
     "unpicklable": lambda: DataLoader(range(24), 2, collate_fn=collate_late_unpicklable),
+    "no workers": lambda: DataLoader(
+        Numbers(lambda index: None), 2, num_workers=1, multiprocessing_context="spawn"
+    ),
     "sampler": lambda: DataLoader(range(24), 2, sampler=(1 // (9 - index) for index in range(24))),
 }
 TEXTS = {
@@ -73,6 +76,7 @@ TEXTS = {
     "structure": "batch is a Tensor for process 0, but a dict of",
     "late structure": r"batch is a dict of \['x'\] for process 0, but a dict of \['x', 'y'\] for process 1",
     "unpicklable": r"(batch\[0\] is of type function|batch is a Tensor for process 0, but a list)",
+    "no workers": "pickle",
     "sampler": "division",
 }
 

@@ -14,6 +14,16 @@ from accel_data.config import DataLoaderConfiguration
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
+class Stream(IterableDataset):
+    """A stream that every process reads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return iter(torch.ones(self.count, 1))
+
+
 class Part(IterableDataset):
     """A stream of one process, which says so."""
 
@@ -27,11 +37,15 @@ class Part(IterableDataset):
 
 def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> tuple[list[str], int]:
     """Iterate a loader; return what was told, and the number of its batches."""
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+    dispatch = False if kind == "stream" else None
+    config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
     rank, size = accelerator.process_index, accelerator.num_processes
     data = {
         "map": torch.ones(count, 1),
         "sampler of batches": torch.ones(count, 1),
+        "stream": Stream(count),
+        "dispatched stream": Stream(count),
         "part": Part(count + rank, rank, size),
     }[kind]
     loader = DataLoader(data, batch_size=2, drop_last=drop_last)
@@ -54,6 +68,9 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
         ("map", 5, {"drop_last": True}, None, [1, 1]),
         ("map", 5, {"even": True}, None, [2, 2]),
         ("sampler of batches", 3, {}, "gives 2 batches to process 0, but only 1 to process 1", [2, 1]),
+        ("stream", 5, {}, "may give some processes fewer batches than others", [2, 1]),
+        ("stream", 5, {"even": True}, None, [2, 2]),
+        ("dispatched stream", 5, {}, "may give some processes fewer batches than others", [2, 1]),
         ("part", 4, {}, "may give some processes fewer batches than others", [2, 3]),
     ],
 )
