@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["gradients", "holding"]
+__all__ = ["gradients", "holding", "sharded_parameters"]
 
 
 @contextlib.contextmanager
@@ -31,11 +31,14 @@ def gradients(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     for model in models:
         for part in model.modules():
             if isinstance(part, FSDPModule):
-                found += [item for parameter in _parameters(part) if (item := _held(parameter)) is not None]
+                found += [
+                    item for parameter in sharded_parameters(part) if (item := _held(parameter)) is not None
+                ]
     return found
 
 
-def _parameters(module: FSDPModule) -> Iterator[Any]:
+def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
+    """What `fully_shard` keeps of each parameter that a module shards by itself."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12 has one group at most

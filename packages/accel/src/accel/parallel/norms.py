@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from accel.parallel.filling import local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Sets", "gradients_of", "local_gradients", "norm_of_sets", "scale", "total_norm"]
 
@@ -44,9 +47,6 @@ def scale(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) -> No
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The norm of all gradients as one vector: each element counts once, wherever it lies.
 
-    Parts are gathered by the mesh and the axes that they are sharded over; each such set costs one small
-    reduction per axis.
-
     Args:
         gradients: Plain and sharded tensors.
         norm_type: The p of the p-norm; infinity for the maximum.
@@ -54,21 +54,14 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torc
     """
     sets: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
-        gradient = _without_partial(gradient)
-        sets.setdefault(_axes(gradient), []).append(local(gradient))
-    return norm_of_sets(
-        [
-            (parts, [] if key is None else [key[0].get_group(axis) for axis in key[1]])
-            for key, parts in sets.items()
-        ],
-        norm_type,
-        device,
-    )
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        sets.setdefault(key, []).append(gradient)
+    return norm_of_sets([_parts(key, found) for key, found in sets.items()], norm_type, device)
 
 
 @torch.no_grad()
 def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm of this process's parts of gradients, and of the others' parts.
+    """The norm of this process's parts of gradients, and of the others' parts: one small reduction per group.
 
     Args:
         sets: Parts, each with the process groups over which they are parts. All processes of a group have the
@@ -78,32 +71,33 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
     """
     norm_type = float(norm_type)
     is_max = norm_type == float("inf")
-    totals = [torch.zeros((), device=device)]
-    for parts, groups in sets:
+    totals = []
+    for parts, _ in sets:
         filled = [part for part in parts if part.numel()]
         precise = torch.promote_types(parts[0].dtype, torch.float32)
         norm = torch.zeros((), device=device, dtype=precise)
         if filled:
             norm = torch.nn.utils.get_total_norm(filled, norm_type).to(device, precise)
-        norm = norm if is_max else norm**norm_type
-        for group in groups:
-            dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-        totals.append(norm)
-    joined = torch.stack(totals)
+        totals.append(norm if is_max else norm**norm_type)
+    for group in dict.fromkeys(group for _, groups in sets for group in groups):
+        members = [index for index, (_, groups) in enumerate(sets) if group in groups]
+        joined = torch.stack([totals[index] for index in members])
+        dist.all_reduce(joined, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        for index, total in zip(members, joined.unbind(), strict=True):
+            totals[index] = total
+    joined = torch.stack([torch.zeros((), device=device), *totals])
     return joined.max() if is_max else joined.sum() ** (1.0 / norm_type)
 
 
-def _axes(gradient: torch.Tensor) -> Any:
-    if not isinstance(gradient, DTensor):
-        return None
-    mesh = gradient.device_mesh
-    sharded = (axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return mesh, tuple(axis for axis in sharded if mesh.size(axis) > 1)
-
-
-def _without_partial(gradient: torch.Tensor) -> torch.Tensor:
-    if isinstance(gradient, DTensor) and any(isinstance(item, Partial) for item in gradient.placements):
-        return gradient.redistribute(
-            placements=[Replicate() if isinstance(item, Partial) else item for item in gradient.placements]
-        )
-    return gradient
+def _parts(
+    key: tuple[DeviceMesh, Sequence[Placement]] | None, gradients: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[dist.ProcessGroup]]:
+    """This process's parts of gradients that lie alike, and the groups over which they are parts."""
+    if key is None:
+        return gradients, []
+    mesh, placements = key
+    if any(item.is_partial() for item in placements):
+        whole = [Replicate() if item.is_partial() else item for item in placements]
+        gradients = [cast("DTensor", gradient).redistribute(placements=whole) for gradient in gradients]
+    axes = [axis for axis, item in enumerate(placements) if not (item.is_replicate() or item.is_partial())]
+    return [local(item) for item in gradients], [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]

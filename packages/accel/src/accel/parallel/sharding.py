@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from accel.parallel.filling import Filling, fill_group, fill_rest
+from accel.parallel.shared_meshes import SharedMeshes
 
 __all__ = ["Sharding", "check_dtypes", "check_ignored", "shard", "upcast"]
 
@@ -103,11 +104,12 @@ def shard(
         options["ignored_params"] = keep
     if how.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.filling.device.type != "cpu")
+    meshes = SharedMeshes()
     for module in [*groups, model]:
         split(module)
         done = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, keep | done, how.filling)
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
-        fully_shard(module, reshard_after_forward=reshard, **options)
+        meshes.put_into(fully_shard(module, reshard_after_forward=reshard, **options))
     return model
