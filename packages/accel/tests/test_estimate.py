@@ -211,6 +211,50 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert "There is no folder './none'" in wrong.stderr
 
 
+def test_the_command_estimates_a_mesh_by_the_plan_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_with_plan.py").write_text(
+        "from torch import nn\n"
+        "def planned():\n"
+        "    model = nn.ModuleDict({'layers': nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 8)])})\n"
+        "    model._tp_plan = {'layers.0': 'colwise', 'layers.1': 'rowwise'}\n"
+        "    return model\n"
+    )
+    save_file({"layers.0.weight": torch.zeros(32, 8)}, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
+
+    def accel(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["accel-estimate-memory", *arguments])
+        code = main()
+        return code, *capsys.readouterr()
+
+    axes = ("--dp_replicate_size", "3", "--dp-shard-size", "2", "--cp_size", "2", "--tp_size", "2")
+    code, out, error = accel("mine_with_plan:planned", "--json", "--dtypes", "float32", "int8", *axes)
+    assert code == 0, error
+    found = json.loads(out)
+    assert found["num_processes"] == 24
+    # 16 x 8 and 16 of the first layer, 8 x 16 and 8 of the second; over four processes a quarter of the rows
+    assert found["mesh_bytes"]["float32"]["parameters"] == 4 * (4 * 8 + 4 + 2 * 16 + 2)
+    assert found["mesh_bytes"]["float32"]["gathered"] == 2 * 4 * (16 * 8 + 16)
+    assert set(found["mesh_bytes"]["int8"].values()) == {None}
+
+    _, out, _ = accel(".", "--dtypes", "float32", "--dp_shard_size", "2")  # headers are enough without a plan
+    assert "dp_replicate 1 x dp_shard 2 x cp 1 x tp 1, on the process that has the most" in out
+    assert " ".join(out.splitlines()[-3].split()) == "float32 512 bytes 512 bytes 1.0 KB 2.0 KB 4.0 KB"
+
+    for arguments, message in (
+        ((".", "--tp_size", "2"), "--tp_size 2 splits weights by the plan of a model"),
+        (("mine_with_plan:planned", "--tp_size", "3"), "does not divide by tp_size=3"),
+        ((".", "--cp_size", "0"), "--cp_size 0 is not allowed; allowed: 1 or more"),
+        ((".", "--dp_shard_size", "2", "--num_processes", "4"), "dp_shard(2) * cp(1) * tp(1) = 2, and --num"),
+    ):
+        code, out, error = accel(*arguments)
+        assert (code, out) == (2, ""), error
+        assert message in error
+
+
 MEASURE = """
 import sys
 import torch

@@ -96,7 +96,7 @@ def mesh_bytes(
     """
     own, rest, layers = 0, 0, {"": 0}
     for name, shape in shapes.items():
-        part = list(shape)
+        part = list(shape) or [1]
         if name in split:
             part[split[name]] = math.ceil(part[split[name]] / mesh.tp)
         block = block_of(name)

@@ -1,15 +1,26 @@
-"""`accel estimate-memory`: how much memory a model needs, per dtype and per engine."""
+"""`accel estimate-memory`: how much memory a model needs, per dtype, per engine and on a device mesh."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from accel.estimate import BYTES, ENGINES, OPTIMIZER_STATES, ModelSize, convert_bytes, training_bytes
+from accel.estimate_mesh import MeshSizes, mesh_bytes
 
-__all__ = ["estimate_command", "estimate_rows", "main", "register"]
+__all__ = ["estimate_command", "estimate_rows", "main", "mesh_rows", "register"]
+
+_AXES = {
+    "dp_replicate": "replicas",
+    "dp_shard": "processes that shard a replica",
+    "cp": "processes that split sequences",
+    "tp": "processes that split weights, by the model's tensor-parallel plan",
+}
+_Rows = dict[str, dict[str, float | None]]
 
 
 def register(subparsers: Any) -> argparse.ArgumentParser:
@@ -38,9 +49,11 @@ def register(subparsers: Any) -> argparse.ArgumentParser:
         "--num_processes",
         "--num-processes",
         type=int,
-        default=8,
-        help="Processes of the engines; default: 8.",
+        help="Processes of the engines; default: 8, or those of the mesh.",
     )
+    for axis, meaning in _AXES.items():
+        flags = (f"--{axis}_size", f"--{axis.replace('_', '-')}-size")
+        parser.add_argument(*flags, type=int, help=f"Axis of a mesh: {meaning}; default: 1.")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZER_STATES), default="adam")
     parser.add_argument("--trust_remote_code", "--trust-remote-code", action="store_true")
     parser.add_argument("--json", action="store_true", help="Print bytes as JSON instead of a table.")
@@ -68,26 +81,63 @@ def estimate_command(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: If there is no such model, or a library that it needs is not installed.
     """
-    from accel.commands.estimate_sources import size_of
+    from accel.commands.estimate_sources import find_tensors
     from accel_launch.errors import LaunchError
 
-    if args.num_processes < 1:
-        raise LaunchError(f"--num_processes {args.num_processes} is not allowed; allowed: 1 or more.")
     try:
-        size = size_of(args.model_name, library=args.library_name, trust_remote_code=args.trust_remote_code)
+        mesh = _mesh_of(args)
+        processes = _processes_of(args, mesh)
+        found = find_tensors(
+            args.model_name,
+            library=args.library_name,
+            trust_remote_code=args.trust_remote_code,
+            builds=mesh is not None and mesh.tp > 1,
+        )
+        size = found.size
+        split = {} if mesh is None else found.split_dims(mesh.tp)
     except (ImportError, ValueError) as error:
         raise LaunchError(str(error)) from error
-    rows = estimate_rows(size, args.dtypes, args.num_processes, args.optimizer)
+    rows = estimate_rows(size, args.dtypes, processes, args.optimizer)
+    over = None if mesh is None else mesh_rows(found.parameters, split, mesh, args.dtypes, args.optimizer)
     if args.json:
-        found = {"parameters": size.parameters, "buffers": size.buffers, "num_processes": args.num_processes}
-        print(json.dumps({**found, "bytes": rows}, indent=2))
-    else:
-        print(_table(args, size, rows))
+        values = {"parameters": size.parameters, "buffers": size.buffers, "num_processes": processes}
+        more = {} if mesh is None else {"mesh": asdict(mesh), "mesh_bytes": over}
+        print(json.dumps({**values, "bytes": rows, **more}, indent=2))
+        return
+    print(
+        f"{args.model_name}: {size.parameters:,} parameters; the largest block is {size.block}\n"
+        f"Training with {args.optimizer}; DDP, FSDP and ZeRO on each of {processes} processes\n\n"
+        f"{_table(rows)}\n"
+    )
+    if mesh is not None and over is not None:
+        axes = " x ".join(f"{axis} {count}" for axis, count in asdict(mesh).items())
+        print(f"Training on a mesh of {axes}, on the process that has the most\n\n{_table(over)}\n")
+    print("Without activations, which grow with the batch. Mixed precision trains float32 parameters.")
 
 
-def estimate_rows(
-    size: ModelSize, dtypes: list[str], processes: int, optimizer: str
-) -> dict[str, dict[str, float | None]]:
+def _mesh_of(args: argparse.Namespace) -> MeshSizes | None:
+    given = {axis: size for axis in _AXES if (size := getattr(args, f"{axis}_size")) is not None}
+    for axis, size in given.items():
+        if size < 1:
+            raise ValueError(f"--{axis}_size {size} is not allowed; allowed: 1 or more.")
+    return MeshSizes(**given) if given else None
+
+
+def _processes_of(args: argparse.Namespace, mesh: MeshSizes | None) -> int:
+    if args.num_processes is None:
+        return 8 if mesh is None else mesh.processes
+    if args.num_processes < 1:
+        raise ValueError(f"--num_processes {args.num_processes} is not allowed; allowed: 1 or more.")
+    if mesh is not None and mesh.processes != args.num_processes:
+        axes = " * ".join(f"{axis}({size})" for axis, size in asdict(mesh).items())
+        raise ValueError(
+            f"{axes} = {mesh.processes}, and --num_processes is {args.num_processes}. Leave --num_processes "
+            "out, or change an axis."
+        )
+    return int(args.num_processes)
+
+
+def estimate_rows(size: ModelSize, dtypes: list[str], processes: int, optimizer: str) -> _Rows:
     """Return bytes by dtype and use: the largest block, inference, and training by engine.
 
     Args:
@@ -106,20 +156,34 @@ def estimate_rows(
     }
 
 
-def _table(args: argparse.Namespace, size: ModelSize, rows: dict[str, dict[str, float | None]]) -> str:
-    header = ["dtype", *next(iter(rows.values()))]
-    lines = [header]
+def mesh_rows(
+    shapes: Mapping[str, tuple[int, ...]],
+    split: Mapping[str, int],
+    mesh: MeshSizes,
+    dtypes: list[str],
+    optimizer: str,
+) -> _Rows:
+    """Return bytes by dtype and use, on the process of a mesh that has the most; None: cannot be trained.
+
+    Args:
+        shapes: The shape of each parameter by its name.
+        split: The dimension in which a parameter is split, by its name.
+        mesh: The sizes of the axes.
+        dtypes: The dtypes of the parameters.
+        optimizer: adam, momentum or sgd.
+    """
+    rows: _Rows = {}
+    for dtype in dtypes:
+        needed = mesh_bytes(shapes, split, mesh, dtype, optimizer)
+        values = {item.name: getattr(needed, item.name) for item in fields(needed)} | {"all": needed.total}
+        rows[dtype] = values if BYTES[dtype] >= 2 else dict.fromkeys(values)
+    return rows
+
+
+def _table(rows: _Rows) -> str:
+    lines = [["dtype", *next(iter(rows.values()))]]
     for dtype, values in rows.items():
         lines.append([dtype, *("-" if value is None else convert_bytes(value) for value in values.values())])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(
-        [
-            f"{args.model_name}: {size.parameters:,} parameters; the largest block is {size.block}",
-            f"Training with {args.optimizer}; DDP, FSDP and ZeRO on each of {args.num_processes} processes",
-            "",
-            *text,
-            "",
-            "Without activations, which grow with the batch. Mixed precision trains float32 parameters.",
-        ]
-    )
+    return "\n".join(text)

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +18,108 @@ from accel_ckpt.weights import find_weight_files
 from accel_launch.errors import LaunchError
 from accel_state.imports import require
 
-__all__ = ["size_of"]
+__all__ = ["Tensors", "find_tensors", "size_of"]
 
 _FILES = (".bin", ".json", ".pt", ".pth", ".safetensors")
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """What a model consists of.
+
+    Args:
+        parameters: The shape of each parameter by its name; shared ones once.
+        buffers: Number of elements by buffer name.
+        module: The model without memory; None where files alone told the shapes.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    module: Any = None
+
+    @property
+    def size(self) -> ModelSize:
+        """Its numbers of elements.
+
+        Raises:
+            ValueError: If there are no parameters.
+        """
+        counts = {name: math.prod(shape) for name, shape in self.parameters.items()}
+        return ModelSize.from_counts(counts, self.buffers)
+
+    def split_dims(self, processes: int) -> dict[str, int]:
+        """The dimension in which the model's tensor-parallel plan splits each parameter that it splits.
+
+        Args:
+            processes: Processes of one tensor-parallel group.
+
+        Raises:
+            LaunchError: If no model was built, which has the plan.
+            ValueError: If it has none, or does not fit this many processes.
+        """
+        if processes == 1:
+            return {}
+        if self.module is None:
+            raise LaunchError(
+                f"--tp_size {processes} splits weights by the plan of a model, which files have not. Put "
+                "its config.json into the folder, or name module:callable."
+            )
+        from accel.parallel.tensor import split_dims
+
+        return split_dims(self.module, processes)
+
+
 def size_of(model: str, *, library: str | None = None, trust_remote_code: bool = False) -> ModelSize:
-    """Find a model and count its tensors; no weights are read.
+    """Find a model and count its tensors; as `find_tensors`, whose numbers alone it returns."""
+    return find_tensors(model, library=library, trust_remote_code=trust_remote_code).size
+
+
+def find_tensors(
+    model: str, *, library: str | None = None, trust_remote_code: bool = False, builds: bool = False
+) -> Tensors:
+    """Find a model and list its tensors; no weights are read.
 
     Args:
         model: A folder with safetensors files or a config.json, `package.module:callable` that returns a
             module, or a name on the hub.
         library: transformers or timm, for a name; found from the config where it says so.
         trust_remote_code: Run code that comes with the model.
+        builds: Build the model of a folder from its config.json, if it has one, though files tell the shapes.
 
     Raises:
         LaunchError: If there is no such model, or it cannot be built.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return _size_of_folder(path, trust_remote_code)
+        return _tensors_of_folder(path, trust_remote_code, builds)
     if ":" in model:
-        return _size_of_module(_call(model))
+        return _tensors_of(_call(model))
     if path.suffix in _FILES or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise LaunchError(
             f"There is no folder {model!r}. Name a folder, module:callable, or a name on the hub."
         )
-    return _size_of_module(_from_hub(model, library, trust_remote_code))
+    return _tensors_of(_from_hub(model, library, trust_remote_code))
 
 
-def _size_of_folder(path: Path, trust_remote_code: bool) -> ModelSize:
-    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
-        counts: dict[str, int] = {}
+def _tensors_of_folder(path: Path, trust_remote_code: bool, builds: bool) -> Tensors:
+    has_config = (path / "config.json").is_file()
+    has_files = any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+    if has_files and not (builds and has_config):
+        shapes: dict[str, tuple[int, ...]] = {}
         for file in find_weight_files(path):
             if file.suffix == ".safetensors":
                 entries, _, _ = read_header(file)
-                counts |= {name: math.prod(entry["shape"]) for name, entry in entries.items()}
-        if counts:
-            return ModelSize.from_counts(counts)
-    if not (path / "config.json").is_file():
+                shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        if shapes:
+            return Tensors(shapes)
+    if not has_config:
         raise LaunchError(f"The folder {path} has neither safetensors files nor a config.json.")
-    return _size_of_module(_from_config(str(path), trust_remote_code))
+    return _tensors_of(_from_config(str(path), trust_remote_code))
 
 
-def _size_of_module(module: Any) -> ModelSize:
-    parameters = {name: value.numel() for name, value in module.named_parameters()}
-    return ModelSize.from_counts(parameters, {name: value.numel() for name, value in module.named_buffers()})
+def _tensors_of(module: Any) -> Tensors:
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    return Tensors(shapes, {name: value.numel() for name, value in module.named_buffers()}, module)
 
 
 def _call(name: str) -> Any:

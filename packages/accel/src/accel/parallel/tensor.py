@@ -23,7 +23,7 @@ from accel.parallel.wrapping import aliases
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["forget_meshes", "get_model_tp_size", "is_split", "split_weights", "tensor_plan"]
+__all__ = ["forget_meshes", "get_model_tp_size", "is_split", "split_dims", "split_weights", "tensor_plan"]
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -121,6 +121,25 @@ def _split_dim(model: torch.nn.Module, name: str, plan: Mapping[str, ParallelSty
         is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
         return int(is_embedding == isinstance(style, ColwiseParallel))
     return None if style is None else type(style).__name__
+
+
+def split_dims(model: torch.nn.Module, size: int) -> dict[str, int]:
+    """The dimension in which a model's plan splits each parameter that it splits, by its name.
+
+    Args:
+        model: The model, which may be on the meta device; it is not changed.
+        size: Processes of one tensor-parallel group.
+
+    Raises:
+        ValueError: As `tensor_plan`.
+    """
+    plan = tensor_plan(model, size)
+    found = {}
+    for name, parameter in model.named_parameters():
+        dim = _split_dim(model, name.rpartition(".")[0], plan)
+        if isinstance(dim, int) and dim < parameter.dim():  # the bias of a rowwise layer stays whole
+            found[name] = dim
+    return found
 
 
 def split_weights(
