@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_ckpt import digests, manifest
+from accel_ckpt import commit, digests, manifest
 from accel_ckpt.digests import FileEntry
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import MANIFEST
 from accel_ckpt.manifest import Manifest
+from accel_ckpt.writer import Writer
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     (base / "model.safetensors").write_bytes(bytes(range(256)) * 40)
     (base / "empty.bin").touch()
     (base / "sub" / "notes.txt").write_text("hello")
-    manifest.write(base, manifest.describe(base, {"step": 3}))
+    commit.seal(base, {"step": 3})
     return base
 
 
@@ -65,7 +67,9 @@ def test_chunks_cover_every_byte(tmp_path_factory: Any, size: int, chunk_bytes: 
     folder = tmp_path_factory.mktemp("chunks")
     data = random.Random(size).randbytes(size)
     (folder / "x").write_bytes(data)
-    entries = digests.describe_files(folder, ["x"], chunk_bytes)
+    with closing(Writer(chunk_bytes=chunk_bytes)) as writer:
+        writer.follow(folder / "x")
+        entries = writer.entries(folder)
     assert entries[0].chunks == tuple(
         xxhash.xxh3_128_hexdigest(data[start : start + chunk_bytes]) for start in range(0, size, chunk_bytes)
     )
@@ -276,7 +280,7 @@ def test_links_and_pipes_are_not_put_into_a_checkpoint(folder: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"latest is a symbolic link; a checkpoint holds files and folders alone"
     ):
-        manifest.describe(folder, {})
+        manifest.files_in(folder)
 
 
 def test_an_entry_is_a_value() -> None:

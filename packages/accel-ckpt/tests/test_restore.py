@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_ckpt import manifest
+from accel_ckpt import commit, layout, manifest, tensors
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.restore import load_accelerator_state
 from accel_ckpt.staging import staged
@@ -76,7 +76,7 @@ def without(folder: Path, name: str, seal: bool = True) -> Path:
     copy = Path(shutil.copytree(folder, folder.parent / f"without_{name}"))
     (copy / name).unlink()
     if seal:
-        manifest.write(copy, manifest.describe(copy, facts.facts))
+        commit.seal(copy, facts.facts)
     return copy
 
 
@@ -137,6 +137,113 @@ def test_an_unknown_file_is_an_error_or_told(tmp_path: Path, name: str) -> None:
         Run().load(tmp_path / "c")
     with pytest.warns(UserWarning, match=rf"{name} is not in accel_manifest\.json"):
         Run().load(tmp_path / "c", strict=False)
+
+
+def sealed_with(folder: Path, name: str, value: Any, **facts: Any) -> None:
+    """Put a file into a checkpoint, as if it had been saved like that."""
+    read = manifest.read(folder)
+    assert read is not None
+    tensors.save(value, folder / name, safe_serialization=name.endswith(".safetensors"))
+    commit.seal(folder, {**read.facts, **facts})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gradients_0.safetensors", "no accumulation window was open"),
+        ("gradients_1.safetensors", "it is of none of 1 processes"),
+        ("random_states_3.pkl", "it is of none of 1 processes"),
+        ("sampler.bin", "dl_state_dict.bin is, in its place"),
+        ("sampler_1.bin", "there is no sampler for it here"),
+        ("pytorch_model.bin", "model.safetensors is, in its place"),
+    ],
+)
+def test_a_surplus_part_is_an_error_or_told(tmp_path: Path, name: str, message: str) -> None:
+    Run(3.0).save(tmp_path / "c")
+    sealed_with(tmp_path / "c", name, {"x": torch.ones(1)})
+    run = Run()
+    run.loader.sampler = Counter()  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=f"{name} is not loaded: {message}"):
+        run.load(tmp_path / "c")
+    assert set(run.values().values()) == {0}
+    with pytest.warns(UserWarning, match=f"{name} is not loaded: {message}"):
+        run.load(tmp_path / "c", strict=False)
+    assert set(run.values().values()) == {3}
+    (tmp_path / "c" / layout.MANIFEST).unlink()
+    with pytest.warns(UserWarning, match="another implementation|is not loaded") as told:
+        run.load(tmp_path / "c")
+    assert any(f"{name} is not loaded: {message}" in str(entry.message) for entry in told)
+
+
+def test_gradients_that_are_missing_of_another_world_or_of_other_weights(tmp_path: Path) -> None:
+    Run(3.0).save(tmp_path / "c")
+    name, gradients = "gradients_0.safetensors", {"0.weight": torch.ones(2, 2)}
+    sealed_with(tmp_path / "c", name, gradients, open_window=True)
+    run = Run()
+    run.load(tmp_path / "c")
+    assert run.model.weight.grad is not None
+    assert run.model.weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert run.model.bias.grad is None
+
+    for folder, facts in ((without(tmp_path / "c", name), {}), (tmp_path / "c", {"world_size": 2})):
+        sealed_with(folder, "random_states_1.pkl" if facts else "random_states_0.pkl", {}, **facts)
+        message = (
+            r"in the middle of an accumulation window, and has no gradients_0\.safetensors of 1 processes"
+        )
+        with pytest.raises(CheckpointError, match=message):
+            Run().load(folder)
+        with pytest.warns(UserWarning, match=message):
+            assert Run().load(folder, strict=False)["step"] == 0  # a new window
+
+    sealed_with(tmp_path / "c", name, {"0.other": torch.ones(1)}, world_size=1)
+    (tmp_path / "c" / "random_states_1.pkl").unlink()
+    sealed_with(tmp_path / "c", name, {"0.other": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"gradients of an open accumulation window for 0\.other"):
+        Run().load(tmp_path / "c")
+
+
+def test_a_sampler_that_is_missing_or_of_another_world(tmp_path: Path) -> None:
+    class Loader:
+        sampler = Counter()
+
+    def load(folder: Path, **options: Any) -> None:
+        load_accelerator_state(folder, [], [], [], [Loader()], 0, **options)
+
+    save_accelerator_state(tmp_path / "c", [], [], [], [Loader()], 0, 0)
+    folder = without(tmp_path / "c", "sampler.bin")
+    with pytest.raises(CheckpointError, match=r"there is no sampler\.bin for loader 0"):
+        load(folder)
+    with pytest.warns(UserWarning, match=r"there is no sampler\.bin for loader 0"):
+        load(folder, strict=False)
+    sealed_with(tmp_path / "c", "random_states_1.pkl", {}, world_size=2)
+    message = "the state of a sampler was saved by one of 2 processes, and may not fit 1"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "c")
+    with pytest.warns(UserWarning, match=message):
+        load(tmp_path / "c", strict=False)
+
+
+def test_whole_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: Path) -> None:
+    # pytorch_model_fsdp.bin, and an optimizer's state by the names of weights.
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state, names = optimizer.state_dict(), [name for name, _ in model.named_parameters()]
+    named = {
+        "state": {names[number]: value for number, value in state["state"].items()},
+        "param_groups": [{**group, "params": names} for group in state["param_groups"]],
+    }
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    torch.save(named, tmp_path / "optimizer.bin")
+    again = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    other = torch.optim.AdamW(again.parameters())
+    with pytest.warns(UserWarning, match=r"another implementation wrote it|no random_states_0\.pkl"):
+        load_accelerator_state(tmp_path, [again], [other], [], [], 0)
+
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    for number, values in state["state"].items():
+        assert all(torch.equal(other.state_dict()["state"][number][key], values[key]) for key in values)
 
 
 def test_files_that_were_there_before_the_checkpoint_are_no_difference(tmp_path: Path) -> None:

@@ -164,6 +164,41 @@ def test_weights_that_differ_are_itemised_and_what_fits_is_restored(tmp_path: Pa
     assert not torch.equal(model[0].weight, before[1])
 
 
+def test_optimizers_whose_state_differs_are_itemised_before_anything_is_changed(tmp_path: Path) -> None:
+    model, _ = make(0)
+    heavy = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, heavy, range(2))
+    save_sharded_state(tmp_path / "heavy", [model], [heavy])
+    save_after_three(str(tmp_path / "c"))
+    model, _ = make(1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.clone()
+    surplus = r"optimizer_0 has optimizer\.state\.0\.weight\.exp_avg, which is not in optimizer 0"
+    with pytest.raises(CheckpointError, match=surplus):
+        load_sharded_state(tmp_path / "c", [model], [plain])
+    adam = torch.optim.AdamW(model.parameters())
+    missing = r"optimizer_0 has no optimizer\.state\.0\.weight\.exp_avg for optimizer 0"
+    with pytest.raises(CheckpointError, match=missing):
+        load_sharded_state(tmp_path / "heavy", [model], [adam])
+    assert torch.equal(model[0].weight, before)
+    assert not adam.state
+
+    reading = open_checkpoint(tmp_path / "heavy", current_process(), None, {}, True)
+    load_parts(reading.folder, reading.names, Parts.of([model], [adam]), current_process(), strict=False)
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_gradients_at_hand_keep_no_state_from_being_loaded(tmp_path: Path) -> None:
+    straight = save_after_three(str(tmp_path / "c"))
+    model, optimizer = make(1)
+    model(torch.ones(1, 6).double()).sum().backward()
+    gradient = model[0].weight.grad
+    load_sharded_state(tmp_path / "c", [model], [optimizer])
+    assert model[0].weight.grad is gradient
+    optimizer.zero_grad()
+    assert train(model, optimizer, range(3, 7)) == straight
+
+
 class Payload:
     place = ""
 

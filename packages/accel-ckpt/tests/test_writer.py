@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ckpt import digests, writer
+from accel_ckpt import writer
+from accel_ckpt.digests import FileEntry
 from accel_ckpt.writer import Writer
 
 
@@ -28,8 +30,15 @@ def test_the_digests_are_those_of_the_finished_file(
         (folder / "extra").write_bytes(b"".join(pieces))
         files.follow(folder / "extra")
         entries = files.entries(folder)
-    assert (folder / "model.safetensors").read_bytes() == b"".join(pieces)
-    assert tuple(entries) == digests.describe_files(folder, ["model.safetensors", "extra"], chunk)
+    whole = b"".join(pieces)
+    assert (folder / "model.safetensors").read_bytes() == whole
+    chunks = tuple(
+        xxhash.xxh3_128_hexdigest(whole[start : start + chunk]) for start in range(0, len(whole), chunk)
+    )
+    assert entries == [
+        FileEntry("model.safetensors", len(whole), "model", chunks),
+        FileEntry("extra", len(whole), "other", chunks),
+    ]
 
 
 def test_a_chunk_is_digested_before_the_file_is_finished(tmp_path: Path) -> None:

@@ -73,11 +73,14 @@ def audit(
         world_size: How many processes there are.
     """
     findings = Findings()
-    asked = _compare_shared(frozenset(names), expected, findings)
+    asked, spare = _compare_shared(frozenset(names), expected, findings)
     _compare_ranks(frozenset(names), facts, rank, world_size, findings)
     for name in sorted(names):
         role = layout.role_of(name)
         if name in asked or role in (*_PER_RANK, "sharded", *expected.hooked):
+            continue
+        if name in spare:
+            findings.others.append(f"{name} is not loaded: {spare[name]} is, in its place")
             continue
         if name in expected.hooked:
             findings.notes.append(f"{name} is not loaded: a hook has taken its model out")
@@ -98,8 +101,10 @@ def audit(
     return findings
 
 
-def _compare_shared(names: frozenset[str], expected: Expected, findings: Findings) -> set[str]:
-    """Note what is missing; return the names that were asked for."""
+def _compare_shared(
+    names: frozenset[str], expected: Expected, findings: Findings
+) -> tuple[set[str], dict[str, str]]:
+    """Note what is missing; return the names of what is loaded, and what is not by what is in its place."""
     core = [
         *((f"model {i}", layout.model_files(i)) for i in range(expected.models)),
         *((f"optimizer {i}", [layout.optimizer_file(i)]) for i in range(expected.optimizers)),
@@ -114,13 +119,22 @@ def _compare_shared(names: frozenset[str], expected: Expected, findings: Finding
         for what, files in needed:
             if names.isdisjoint(files):
                 missing.append(f"there is no {' or '.join(files)} for {what}")
-    return {name for _, files in (*core, *others) for name in files}
+    found = [[name for name in files if name in names] for _, files in (*core, *others)]
+    asked = {there[0] for there in found if there}
+    return asked, {name: there[0] for there in found for name in there[1:]}
 
 
 def _compare_ranks(
     names: frozenset[str], facts: dict[str, Any], rank: int, world_size: int, findings: Findings
 ) -> None:
     saved = facts.get("world_size")
+    there = world_size if saved is None else saved
+    for name in sorted(names):
+        role = layout.role_of(name)
+        if role in _PER_RANK and layout.rank_of(name) >= there:
+            findings.others.append(f"{name} is not loaded: it is of none of {there} processes")
+        elif role == "gradients" and not facts.get("open_window"):
+            findings.others.append(f"{name} is not loaded: no accumulation window was open")
     if saved is None or saved == world_size:
         name = layout.random_states_file(rank)
         if name not in names:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -14,14 +13,12 @@ from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.hashing import ALGORITHM, digest_chunk
 from accel_ckpt.header import tensors_between
-from accel_ckpt.layout import role_of
 from accel_ckpt.progress import Progress
 
 __all__ = [
     "CHUNK_BYTES",
     "THREADS",
     "FileEntry",
-    "describe_files",
     "kind_of",
     "plain_file",
     "verify",
@@ -52,24 +49,6 @@ class FileEntry:
     size: int
     role: str
     chunks: tuple[str, ...]
-
-
-def describe_files(
-    folder: Path, names: Sequence[str], chunk_bytes: int = CHUNK_BYTES
-) -> tuple[FileEntry, ...]:
-    """Digest files of a folder.
-
-    Args:
-        folder: The folder.
-        names: Paths inside the folder.
-        chunk_bytes: Size of a digested chunk.
-    """
-    paths = [folder / name for name in names]
-    digested = _chunk_by_chunk(paths, chunk_bytes, partial(digest_chunk, chunk_bytes=chunk_bytes))
-    return tuple(
-        FileEntry(name, path.stat().st_size, role_of(name), chunks)
-        for name, path, chunks in zip(names, paths, digested, strict=True)
-    )
 
 
 def verify(

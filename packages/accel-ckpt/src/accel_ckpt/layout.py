@@ -2,6 +2,7 @@
 needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
+    pytorch_model_fsdp.bin ...                     the same, as others write them for sharded models
     optimizer.bin, optimizer_1.bin ...             optimizers
     scheduler.bin, scheduler_1.bin ...             learning-rate schedules
     dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
@@ -38,6 +39,7 @@ __all__ = [
     "model_files",
     "optimizer_file",
     "random_states_file",
+    "rank_of",
     "role_of",
     "sampler_file",
     "scheduler_file",
@@ -51,7 +53,7 @@ CHECKPOINTS_DIR = "checkpoints"
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _ROLES = {
-    "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)",
+    "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin",
     "optimizer": r"optimizer(_\d+)?\.bin",
     "scheduler": r"scheduler(_\d+)?\.bin",
     "loader": r"dl_state_dict(_\d+)?\.bin",
@@ -85,9 +87,13 @@ def model_file(index: int = 0, safe_serialization: bool = True) -> str:
     )
 
 
-def model_files(index: int = 0) -> tuple[str, str]:
+def model_files(index: int = 0) -> tuple[str, str, str]:
     """Return the names that a model's weights may have, the first of which is preferred."""
-    return model_file(index, True), model_file(index, False)
+    return (
+        model_file(index, True),
+        model_file(index, False),
+        _numbered("pytorch_model_fsdp", index, ".bin"),
+    )
 
 
 def optimizer_file(index: int = 0) -> str:
@@ -152,6 +158,11 @@ def role_of(name: str) -> str:
         "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")
+
+
+def rank_of(name: str) -> int:
+    """Return the rank in the name of a file that one rank has written."""
+    return int(re.findall(r"\d+", name)[-1])
 
 
 def checkpoint_dir(project_dir: str | Path, iteration: int) -> Path:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_ckpt.digests import CHUNK_BYTES, FileEntry, describe_files, kind_of, plain_file
+from accel_ckpt.digests import CHUNK_BYTES, FileEntry, kind_of, plain_file
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.layout import MANIFEST
 from accel_ckpt.paths import check_inside
 
-__all__ = ["Manifest", "describe", "files_in", "is_complete", "read", "write"]
+__all__ = ["Manifest", "files_in", "is_complete", "read", "write"]
 
 FORMAT = "accel-checkpoint"
 VERSION = 2
@@ -76,16 +76,6 @@ def files_in(folder: Path) -> list[str]:
             if stat.S_ISREG(mode):
                 found.append(path.relative_to(folder).as_posix())
     return sorted(name for name in found if name != MANIFEST)
-
-
-def describe(folder: Path, facts: Mapping[str, Any]) -> Manifest:
-    """Make the manifest of the files that are in a folder.
-
-    Args:
-        folder: The folder.
-        facts: What to record about the run; JSON values.
-    """
-    return Manifest(describe_files(folder, files_in(folder)), dict(facts))
 
 
 def write(folder: Path, manifest: Manifest) -> None:

@@ -17,7 +17,9 @@ from accel_ckpt import digests, layout, manifest, recovery, tensors
 from accel_ckpt.agree import from_main, together
 from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.filling import fill
 from accel_ckpt.progress import Progress
+from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process
 
 __all__ = ["Reading", "open_checkpoint"]
@@ -52,6 +54,24 @@ class Reading:
         if name is None:
             return None
         return self._opened.pop(name) if name in self._opened else self._open(name, self._maps(name))
+
+    def fill(self, model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
+        """Read weights straight into a model, those for which that is possible.
+
+        Args:
+            model: The model, prepared or not.
+            name: The name of its safetensors file; nothing is read if there is none.
+
+        Returns:
+            The model's tensors that were read, by name; see `filling.fill`.
+
+        Raises:
+            CheckpointError: As there.
+        """
+        if self.device != "cpu" or name not in self.names:
+            return {}
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        return fill(inner, digests.plain_file(self.folder, name))
 
     @contextmanager
     def opening(self) -> Iterator[None]:

@@ -187,11 +187,14 @@ def restore(
         for index, model in enumerate(objects.models):
             state = reading.load(*layout.model_files(index))
             if state is not None:
-                _load_model(model, state, options)
+                # Options may say that the model's tensors are replaced.
+                filled = {} if load_model_func_kwargs else reading.fill(model, layout.model_file(index))
+                _load_model(model, {**state, **filled}, options)
             del state  # what it holds of the file, before the next is opened
         for item, name in objects.stateful():
             if name in reading.names:
-                item.load_state_dict(reading.load(name))
+                state = reading.load(name)
+                item.load_state_dict(_numbered(state) if layout.role_of(name) == "optimizer" else state)
         for index, loader in enumerate(objects.loaders):
             _load_loader(reading, loader, index)
         result = _load_random(reading, process_index, process, findings)
@@ -281,6 +284,20 @@ def _load_model(model: torch.nn.Module, state: dict[str, Any], options: dict[str
             if name in expected and getattr(value, "shape", None) == getattr(expected[name], "shape", None)
         }
     inner.load_state_dict(state, **options)
+
+
+def _numbered(state: Any) -> Any:
+    """Number the parameters in an optimizer's state in which they have names, as torch's FSDP gives it."""
+    groups = state.get("param_groups", []) if isinstance(state, dict) else []
+    names = [name for group in groups for name in group.get("params", [])]
+    if not names or not all(isinstance(name, str) for name in names):
+        return state
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        **state,
+        "state": {numbers.get(name, name): value for name, value in state["state"].items()},
+        "param_groups": [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups],
+    }
 
 
 def _without_wrapper_names(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

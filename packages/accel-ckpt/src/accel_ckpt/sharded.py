@@ -171,7 +171,7 @@ def load_sharded_state(
 
 
 def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: Process) -> list[str]:
-    """Compare folders of weights with the models that they are for. Every process must call it.
+    """Compare folders with the models and optimizers that they are for. Every process must call it.
 
     Args:
         folder: The checkpoint folder, checked.
@@ -180,9 +180,11 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
         process: This process.
 
     Returns:
-        One line for each folder that is missing, and for each weight that differs or is on one side alone.
+        One line for each folder that is missing, for each weight that differs or is on one side alone, and
+        for each part of an optimizer's state that is.
     """
     states = [flatten_state_dict({"model": get_model_state_dict(model)})[0] for model in parts.models]
+    kept = [_names_of_state(parts.owner(index), item) for index, item in enumerate(parts.optimizers)]
 
     def compare() -> list[str]:
         found = [f"there is no {name} for {what}" for what, name in parts.folders() if not _has(names, name)]
@@ -191,6 +193,14 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
             if _has(names, name):
                 saved = read_metadata(folder / name).state_dict_metadata
                 found += [f"{line} {index}" for line in _different_weights(name, saved, state)]
+        for index, expected in enumerate(kept):
+            name = layout.sharded_optimizer_folder(index)
+            if _has(names, name):
+                known = read_metadata(folder / name).state_dict_metadata.keys()
+                found += sorted(f"{name} has no {key} for optimizer {index}" for key in expected - known)
+                found += sorted(
+                    f"{name} has {key}, which is not in optimizer {index}" for key in known - expected
+                )
         return found
 
     return together(compare, process, "comparing the checkpoint with the objects given")
@@ -206,8 +216,8 @@ def load_parts(
         names: Its files.
         parts: What to load into.
         process: This process.
-        strict: False to leave weights as they are that the folder does not have in their shape, and objects
-            that have no folder.
+        strict: False to leave weights as they are that the folder does not have in their shape, objects
+            that have no folder, and optimizers of whose state a part is missing.
 
     Raises:
         CheckpointError: If the state of an optimizer is another one than it needs.
@@ -227,9 +237,37 @@ def load_parts(
         name = layout.sharded_optimizer_folder(index)
         if strict or _has(names, name):
             owner = parts.owner(index)
-            state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(owner, optimizer)}
+            state: dict[str, Any] = {"optimizer": _state_of(owner, optimizer)}
+            if not strict:
+                saved = read_metadata(folder / name).state_dict_metadata
+                if flatten_state_dict(state)[0].keys() - saved.keys():
+                    continue
             read_folder(state, folder / name, process)
             set_optimizer_state_dict(owner, optimizer, state["optimizer"])
+
+
+def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer's state by the names of parameters. What has none yet makes it first, unless there are
+    gradients, which are therefore taken away meanwhile.
+    """
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    gradients = [item.grad for item in parameters]
+    for item in parameters:
+        item.grad = None
+    try:
+        return get_optimizer_state_dict(model, optimizer)
+    finally:
+        for item, gradient in zip(parameters, gradients, strict=True):
+            item.grad = gradient
+
+
+def _names_of_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """What the parts of an optimizer's state are called in a folder. It has no more state than before."""
+    fresh = not optimizer.state
+    names = set(flatten_state_dict({"optimizer": _state_of(model, optimizer)})[0])
+    if fresh:
+        optimizer.state.clear()
+    return names
 
 
 def _has(names: Collection[str], folder: str) -> bool:
