@@ -12,6 +12,7 @@ that the next test starts clean, and the test fails naming it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start importing torch for the workers while the first tests run, if any test needs them."""
+    gc.collect()
+    gc.freeze()  # modules and tests live to the end: a collection, which some tests ask for, passes over them
     if any("world" in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[_world].warm_up()
 

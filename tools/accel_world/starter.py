@@ -44,6 +44,7 @@ def main(descriptor: int, parent_pid: int) -> None:
     _end_with(parent_pid)
     control = socket.socket(fileno=descriptor)
     import torch
+    import torch._dynamo  # a second or two, which every optimizer's first step would take in every worker
     import torch.distributed
 
     torch.set_num_threads(1)
