@@ -98,6 +98,11 @@ def fsdp2_cp() -> dict[str, Any]:
     return fsdp2() | {"parallelism_config": ParallelismConfig(dp_shard_size=2, cp_size=2)}
 
 
+def cp_tp() -> dict[str, Any]:
+    """Two groups of two processes that split weights; the two that have the same part split sequences."""
+    return fsdp2() | {"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}
+
+
 def in_parts(make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The same, with checkpoints in parts, as version 2 has them by default."""
     options = make()
@@ -126,6 +131,7 @@ CASES: dict[str, Case] = {
 FEW = {
     "fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2),
     "ddp x tp": Case(4, "ddp x tp", ddp_tp, replicas=2),
+    "cp x tp": Case(4, "fsdp2 x cp x tp", cp_tp, replicas=4),
 }
 """Combinations of the others, which are tested where they could differ."""
 
