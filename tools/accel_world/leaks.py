@@ -34,8 +34,8 @@ SINGLETONS = (
     ("accel_state.process", "PartialState"),
 )
 own_children: set[int] = set()  # ids of processes that belong to the plugin, not to a test
-# pytest, torch and OpenMP set these themselves, at any time.
-VOLATILE_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")  # prefixes
+# Prefixes: pytest, torch and OpenMP set these themselves, at any time.
+VOLATILE_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
 
 
 @dataclass(frozen=True)
