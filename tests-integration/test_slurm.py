@@ -18,7 +18,7 @@ import pytest
 # Torch starts in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
 
-PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scontrol")
 # Names that every system can look up: rank 0 listens on the first.
 CONF = """
 ClusterName=accel
@@ -41,6 +41,7 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 NodeName=127.0.0.[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=2
@@ -133,8 +134,13 @@ def test_each_task_of_a_step_is_a_worker(slurm: dict[str, str], tmp_path: Path) 
 
 
 def test_a_batch_script_starts_on_all_machines_of_its_job(slurm: dict[str, str], tmp_path: Path) -> None:
-    job = ["sbatch", "--wait", "--nodes=2", "--output=job.log", f"--wrap={' '.join(launch(tmp_path))}"]
-    run(job, slurm, tmp_path)
+    job = ["sbatch", "--parsable", "--nodes=2", "--output=job.log", f"--wrap={' '.join(launch(tmp_path))}"]
+    number = run(job, slurm, tmp_path).strip()
+    until = time.monotonic() + 200
+    while run(["squeue", "--noheader", f"--jobs={number}"], slurm):  # sbatch --wait looks every ten seconds
+        assert time.monotonic() < until, run(["scontrol", "show", "job", number], slurm)
+        time.sleep(0.1)
 
+    assert "JobState=COMPLETED" in run(["scontrol", "show", "job", number], slurm)
     lines = [line for line in (tmp_path / "job.log").read_text().splitlines() if " of " in line]
     assert sorted(lines) == ["0 of 2 3 0 1 0 127.0.0.1", "1 of 2 3 0 1 1 127.0.0.2"]
