@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_world.program import run_program
+from accel_world.report import WorldFailure
 
 # Each program takes seconds, but starts torch in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
@@ -38,6 +39,7 @@ PERPLEXITY = re.compile(r"^held-out perplexity ([\d.]+) per byte on (\d+) sequen
 PYTHON, ONE, TWO, TORCHRUN = ("python", 1), ("accel", 1), ("accel", 2), ("torchrun", 2)
 WAYS = [PYTHON, ONE, TWO, TORCHRUN]
 WORLD = "world"  # in place of a launcher
+ALONE = dict.fromkeys(["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])  # as python starts a script
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +166,11 @@ def test_the_launchers_accumulation_flag_comes_before_the_scripts(run, launched)
 
 
 @pytest.mark.parametrize("script", [IMAGES, LANGUAGE])
-def test_a_batch_that_cannot_be_cut_is_refused(launched, script):
-    run = launched(script, "--batch_size", "48", "--gradient_accumulation_steps", "5", launcher="python")
-
-    assert run.returncode == 1
-    assert "--batch_size 48 cannot be cut into --gradient_accumulation_steps 5" in run.stderr
+def test_a_batch_that_cannot_be_cut_is_refused(world, script):
+    message = "ValueError: --batch_size 48 cannot be cut into --gradient_accumulation_steps 5"
+    options = ["--batch_size", "48", "--gradient_accumulation_steps", "5"]
+    with pytest.raises(WorldFailure, match=message):
+        world.run(run_program, str(script), *options, size=1, init=False, env=ALONE)
 
 
 def changed_lines():
@@ -256,8 +258,7 @@ def test_text_is_written_once_and_whole(launched, tmp_path):
     assert step_losses(first.stdout) == step_losses(again.stdout)
 
 
-def test_a_batch_larger_than_the_text_is_refused(launched, text_cache):
-    run = launched(LANGUAGE, "--batch_size", "100000000", "--cache_dir", text_cache, launcher="python")
-
-    assert run.returncode == 1
-    assert "take a smaller batch or --block_size" in run.stderr
+def test_a_batch_larger_than_the_text_is_refused(world, text_cache):
+    options = ["--batch_size", "100000000", "--cache_dir", text_cache]
+    with pytest.raises(WorldFailure, match=r"ValueError: .*take a smaller batch or --block_size"):
+        world.run(run_program, str(LANGUAGE), *options, size=1, init=False, env=ALONE, timeout_s=100)

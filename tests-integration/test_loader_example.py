@@ -1,6 +1,6 @@
 """The example that uses accel-data alone, as users run it: under python and torchrun.
 
-Further runs on two processes are ranks of the persistent world, which has torch already.
+Runs with further options are ranks of the persistent world, which has torch already.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel_world.program import run_program
+from accel_world.report import WorldFailure
 
 # Each run starts torch in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
@@ -30,8 +31,10 @@ def run(launched, world):
     def run_once(num_processes, *options):
         launcher = "python" if num_processes == 1 else "torchrun"
         args = ("--num_epochs", str(NUM_EPOCHS), *options)
-        if num_processes == 2 and options:
-            return "".join(world.run(run_program, str(SCRIPT), *args, init=False, timeout_s=150))
+        if options:
+            env = {"RANK": None} if num_processes == 1 else {}  # as python starts a script
+            limits = {"size": num_processes, "init": False, "env": env, "timeout_s": 150}
+            return "".join(world.run(run_program, str(SCRIPT), *args, **limits))
         done = launched(SCRIPT, *args, launcher=launcher, num_processes=num_processes, timeout_s=150)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -82,8 +85,7 @@ def test_every_test_image_counts_once(run, num_processes):
     assert float(accuracy) * 359 == pytest.approx(round(float(accuracy) * 359), abs=0.03)
 
 
-def test_stopping_needs_a_checkpoint(launched):
-    done = launched(SCRIPT, "--stop_after", "3", launcher="python")
-
-    assert done.returncode == 2
-    assert "--stop_after needs a --checkpoint" in done.stderr
+def test_stopping_needs_a_checkpoint(world, capsys):
+    with pytest.raises(WorldFailure, match="SystemExit: 2"):
+        world.run(run_program, str(SCRIPT), "--stop_after", "3", size=1, init=False, env={"RANK": None})
+    assert "--stop_after needs a --checkpoint" in capsys.readouterr().out
