@@ -13,8 +13,10 @@ from pathlib import Path
 
 from .accumulate import accumulate_row
 from .checkpoints import load_rows, save_async_row, save_row
+from .clipping import clip_rows
 from .collectives import gather_rows
 from .dispatch import dispatch_rows
+from .engines import engine_memory_rows, engine_rows
 from .imports import dry_run_row, help_row, import_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
@@ -28,6 +30,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "step": partial(step_row, 1),
     "step-ddp": partial(step_row, 2),
+    "engines": engine_rows,
+    "engine-memory": engine_memory_rows,
+    "clip": clip_rows,
     "accumulate": accumulate_row,
     "gather": gather_rows,
     "loader": iterate_rows,

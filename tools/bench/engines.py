@@ -1,0 +1,234 @@
+"""The step of a small transformer under DDP, FSDP2 and tensor parallelism, beside the same by hand.
+
+By hand means torch's own calls: `DistributedDataParallel`, `fully_shard` for each block and then for the
+model, `parallelize_module` with the same plan. A step is forward, backward, optimizer step and zero_grad;
+clipping is measured in `clipping.py`, and memory here too, in processes that do nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from .loaders import _high_water_mark
+from .row import Row
+from .step import Contestant, check_same_work
+from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
+from .workers import run_workers
+
+__all__ = ["engine_memory_rows", "engine_rows", "measure_engine", "measure_memory"]
+
+LIMIT = 1.03
+WORDS, HEADS, LENGTH, BATCH = 1024, 4, 64, 4
+LAYERS, WIDTH = 4, 256  # of the model whose step is timed
+
+MEMORY_LIMIT = 1.02
+MEMORY_WIDTH, MEMORY_STEPS = 1024, 3
+
+BY_HAND = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard", "tp": "parallelize_module"}
+
+
+def engine_rows(*, quick: bool = False) -> list[Row]:
+    """Measure a step on 2 processes under each engine, as a multiple of the same with torch's own calls."""
+    rows = []
+    for engine, by_hand in BY_HAND.items():
+        samples: Samples = run_workers("engines:measure_engine", 2, engine=engine, rounds=3 if quick else 60)
+        compared = ratios(samples)
+        rows.append(
+            Row(
+                what=f"step of a transformer of {_size(WIDTH)}, {engine}, 2 processes: time / {by_hand}",
+                value=compared["accel"].median,
+                limit=LIMIT,
+                noise=compared[CONTROL],
+                base=f"{1e3 * median(samples[BASELINE]):.1f} ms",
+            )
+        )
+    return rows
+
+
+def engine_memory_rows(*, quick: bool = False) -> list[Row]:
+    """Measure the peak of memory of one of 2 processes over a few steps, beside the same by hand."""
+    width = WIDTH if quick else MEMORY_WIDTH
+    rows = []
+    for engine, by_hand in BY_HAND.items():
+        peaks = [
+            run_workers("engines:measure_memory", 2, engine=engine, accel=accel, width=width)
+            for accel in (False, True, False)
+        ]
+        rows.append(
+            Row(
+                what=f"training a transformer of {_size(width)}, {engine}, 2 processes: peak memory of one "
+                f"over its imports / {by_hand}",
+                value=2 * peaks[1] / (peaks[0] + peaks[2]),
+                limit=MEMORY_LIMIT,
+                base=f"{(peaks[0] + peaks[2]) / 2e6:.0f} MB, again {peaks[2] / peaks[0]:.3f} x",
+            )
+        )
+    return rows
+
+
+def measure_engine(rank: int, size: int, engine: str, rounds: int) -> Samples:
+    """Time one step of each contestant; runs in each worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    contestants = {
+        BASELINE: _by_hand(engine, WIDTH),
+        CONTROL: _by_hand(engine, WIDTH),
+        "accel": _accel(engine, WIDTH),
+    }
+    measures = {name: timed(contestant.step, 2) for name, contestant in contestants.items()}
+    samples = interleave(measures, rounds=rounds, warmup=2)
+    parts = {
+        name: Contestant(item.step, [_local(each) for each in item.parameters])
+        for name, item in contestants.items()
+    }
+    check_same_work(parts)
+    dist.destroy_process_group()
+    return samples
+
+
+def measure_memory(rank: int, size: int, engine: str, accel: bool, width: int) -> int:
+    """Return by how many bytes the peak of this process's memory grows over a few steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    make = _accel if accel else _by_hand
+    for _ in range(2):  # what is imported and made once is no cost of the model
+        make(engine, 64).step()
+    before = _high_water_mark()
+    contestant = make(engine, width)
+    for _ in range(MEMORY_STEPS):
+        contestant.step()
+    peak = _high_water_mark() - before
+    dist.destroy_process_group()
+    return peak
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward layer, each with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.features = width // HEADS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, tokens, width) to the same."""
+        normed = self.norm_1(x)
+        parts = (layer(normed) for layer in (self.q, self.k, self.v))
+        q, k, v = (part.unflatten(-1, (-1, self.features)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Transformer(nn.Module):
+    """A language model of a few blocks."""
+
+    _no_split_modules = ("Block",)
+    _tp_plan = {  # noqa: RUF012 - as transformers' models have it
+        **dict.fromkeys(["blocks.*.q", "blocks.*.k", "blocks.*.v", "blocks.*.up"], "colwise"),
+        **dict.fromkeys(["blocks.*.out", "blocks.*.down"], "rowwise"),
+    }
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens (batch, length) to logits (batch, length, words)."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _size(width: int) -> str:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Transformer(width).parameters())
+    return f"{count / 1e6:.1f} million"
+
+
+def _make(width: int) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(width)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:].flatten()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _by_hand(engine: str, width: int) -> Contestant:
+    """Make the step with torch's own calls."""
+    plain = _make(width)
+    model: Any = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": _shard, "tp": _split}[engine](plain)
+    optimizer = _optimizer(model)
+    inputs, labels = _batch()
+
+    def step() -> None:
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(step, list(plain.parameters()))
+
+
+def _shard(model: Transformer) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _split(model: Transformer) -> nn.Module:
+    styles: dict[str, Callable[[], Any]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = {name: styles[style]() for name, style in model._tp_plan.items()}
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def _accel(engine: str, width: int) -> Contestant:
+    """Make the step with an Accelerator."""
+    from accel import Accelerator
+    from accel.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+
+    options: dict[str, Any] = {}
+    if engine == "fsdp2":
+        policy = "transformer_based_wrap"
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
+        options["fsdp_plugin"] = plugin
+    if engine == "tp":
+        options["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
+    accelerator = Accelerator(cpu=True, **options)
+    plain = _make(width)
+    model, optimizer = accelerator.prepare(plain, _optimizer(plain))
+    inputs, labels = _batch()
+
+    def step() -> None:
+        accelerator.backward(F.cross_entropy(model(inputs).flatten(0, 1), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(step, list(plain.parameters()))
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
