@@ -98,6 +98,24 @@ def test_each_kind_of_block_is_compiled_once_and_again_only_for_another_shape():
     torch.testing.assert_close(model(batch(4)), plain(batch(4)))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch
+def test_blocks_are_compiled_by_inductor_and_not_again_for_the_next_steps():
+    dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=dynamo)
+    model = accelerator.prepare(Net())
+    plain = Net()
+    for _ in range(3):
+        loss, expected = (each(batch(4)).square().mean() for each in (model, plain))
+        accelerator.backward(loss)
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    assert counters["stats"]["unique_graphs"] == 1, "one for four blocks and three steps"
+    assert counters["aot_autograd"]["ok"] == 1
+    assert counters["inductor"], "nothing reached inductor"
+
+
 def test_a_model_without_repeated_blocks_is_one_region():
     counting = CompileCounterWithBackend("eager")
     model = Block()
