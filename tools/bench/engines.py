@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from .loaders import _high_water_mark
 from .row import Row
 from .step import Contestant, check_same_work
-from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
+from .timing import BASELINE, CONTROL, Samples, interleave, ratios, spread, timed
 from .workers import run_workers
 
 __all__ = ["engine_memory_rows", "engine_rows", "measure_engine", "measure_memory"]
@@ -58,20 +58,22 @@ def engine_rows(*, quick: bool = False) -> list[Row]:
 
 def engine_memory_rows(*, quick: bool = False) -> list[Row]:
     """Measure the peak of memory of one of 2 processes over a few steps, beside the same by hand."""
-    width = WIDTH if quick else MEMORY_WIDTH
+    width, runs = (WIDTH, 2) if quick else (MEMORY_WIDTH, 3)
     rows = []
     for engine, by_hand in BY_HAND.items():
-        peaks = [
-            run_workers("engines:measure_memory", 2, engine=engine, accel=accel, width=width)
-            for accel in (False, True, False)
-        ]
+        peaks: dict[bool, list[int]] = {False: [], True: []}
+        for _ in range(runs):
+            for accel, found in peaks.items():
+                arguments = {"engine": engine, "accel": accel, "width": width}
+                found.append(run_workers("engines:measure_memory", 2, **arguments))
+        base = median(peaks[False])
         rows.append(
             Row(
-                what=f"training a transformer of {_size(width)}, {engine}, 2 processes: peak memory of one "
-                f"over its imports / {by_hand}",
-                value=2 * peaks[1] / (peaks[0] + peaks[2]),
+                what=f"memory of training {_size(width)}, {engine}, 2 processes: peak / {by_hand}",
+                value=median(peaks[True]) / base,
                 limit=MEMORY_LIMIT,
-                base=f"{(peaks[0] + peaks[2]) / 2e6:.0f} MB, again {peaks[2] / peaks[0]:.3f} x",
+                noise=spread([peak / base for peak in peaks[False]]),
+                base=f"{base / 1e6:.0f} MB",
             )
         )
     return rows
