@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,16 @@ def test_closing_kills_the_groups_that_were_not_removed(sleeper: subprocess.Pope
     guard.add(sleeper.pid)
     guard.close()
 
+    assert sleeper.wait(5) == -9
+
+
+def test_a_detached_one_is_no_child_and_kills_too(sleeper: subprocess.Popen[bytes]) -> None:
+    guard = Guard(detached=True)
+    children = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+    guard.add(sleeper.pid)
+    guard.close()
+
+    assert children == [str(sleeper.pid)]
     assert sleeper.wait(5) == -9
 
 

@@ -99,6 +99,9 @@ def test_cores_are_shared_among_processes(
         (("--tee", "3"), "local"),
         (("--log_dir", "logs"), "local"),
         (("--launcher", "torchrun"), "torchrun"),
+        (("--launcher", "ray", "--num_processes", "2"), "ray"),
+        (("--launcher", "ray", "--rdzv_conf", "timeout=3"), "ray"),
+        (("--launcher", "ray", "--use_deepspeed"), "ray"),
         (("--max_restarts", "1"), "torchrun"),
         (("--rdzv_backend", "c10d"), "torchrun"),
         (("--rdzv_conf", "timeout=3"), "torchrun"),
@@ -160,6 +163,8 @@ def test_a_static_rendezvous_and_restarts_give_a_warning(plan: Any) -> None:
             CPU_ONLY,
             ("--launcher local", "max_restarts=2", "torchrun"),
         ),
+        (("--launcher", "ray", "--num_machines", "2"), CPU_ONLY, ("Ray", "num_machines=2", "leave that out")),
+        (("--launcher", "ray", "--tpu"), CPU_ONLY, ("Ray", "tpu=True", "leave that out")),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,12 @@ def test_signals_without_a_name() -> None:
 
 
 def test_the_summary_says_who_how_where_and_what() -> None:
-    text = failure_summary(1, 4, 3, 2, ["python", "a b.py"], b"Traceback\nValueError: boom\n", Path("logs/x"))
+    text = failure_summary(
+        1, "node7", 4, 3, 2, ["python", "a b.py"], b"Traceback\nValueError: boom\n", Path("logs/x")
+    )
 
     assert text == (
-        f"accel launch: rank 1 of 4 on {socket.gethostname()} failed (exit code 3); 2 others were stopped.\n"
+        "accel launch: rank 1 of 4 on node7 failed (exit code 3); 2 others were stopped.\n"
         "  command: python 'a b.py'\n"
         "  logs: logs/x\n"
         "The end of its stderr:\n"
@@ -38,4 +39,4 @@ def test_the_summary_says_who_how_where_and_what() -> None:
 
 
 def test_silence_is_said() -> None:
-    assert "It wrote nothing to stderr." in failure_summary(0, 1, 1, 0, ["x"], b"", None)
+    assert "It wrote nothing to stderr." in failure_summary(0, "node7", 1, 1, 0, ["x"], b"", None)

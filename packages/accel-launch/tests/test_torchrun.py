@@ -70,6 +70,7 @@ def test_static_rendezvous(plan: Any) -> None:
             *("--log_dir", "logs", "--rdzv_conf", "timeout=9"),
         ),
         29501,
+        listens=False,
     )
 
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
@@ -102,7 +103,7 @@ def test_elastic_rendezvous(plan: Any) -> None:
             "6",
         )
     )
-    found = options(torchrun_command(elastic, 29500))
+    found = options(torchrun_command(elastic, 29500, listens=False))
 
     assert (found["--nnodes"], found["--nproc_per_node"]) == ("1:3", "2")
     assert (found["--rdzv_backend"], found["--rdzv_endpoint"]) == ("c10d", "host:29500")
@@ -121,11 +122,11 @@ def test_machines_know_their_place_in_the_network(plan: Any) -> None:
         *flags, "--main_process_ip", "192.0.2.1", "--rdzv_conf", "timeout=9"
     )  # reserved for documents
 
-    assert options(torchrun_command(here, port))["--local_addr"] == "127.0.0.1"
+    assert options(torchrun_command(here, port, listens=True))["--local_addr"] == "127.0.0.1"
     assert torchrun_environment(here)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert options(torchrun_command(there, port))["--rdzv_conf"] == "timeout=9,is_host=false"
+    assert options(torchrun_command(there, port, listens=False))["--rdzv_conf"] == "timeout=9,is_host=false"
     asked = plan(*flags, "--main_process_ip", "192.0.2.1", "--rdzv_conf", "is_host=true")
-    assert options(torchrun_command(asked, port))["--rdzv_conf"] == "is_host=true"
+    assert options(torchrun_command(asked, port, listens=False))["--rdzv_conf"] == "is_host=true"
     kept = plan(*flags, "--main_process_ip", "127.0.0.1", environ={"GLOO_SOCKET_IFNAME": "mine"})
     assert torchrun_environment(kept)["GLOO_SOCKET_IFNAME"] == "mine"
 
@@ -133,7 +134,7 @@ def test_machines_know_their_place_in_the_network(plan: Any) -> None:
 def test_logs_alone_are_kept_too(plan: Any) -> None:
     made = plan("--launcher", "torchrun", "--log_dir", "logs")
 
-    assert options(torchrun_command(made, 1))["--tee"] == "3"
+    assert options(torchrun_command(made, 1, listens=True))["--tee"] == "3"
 
 
 @pytest.mark.parametrize("flag", ["--module", "--no_python"])
@@ -142,7 +143,7 @@ def test_what_the_script_is_passes_through(tmp_path: Path, flag: str) -> None:
     args = launch_command_parser().parse_args(["--launcher", "torchrun", flag, name])
     made = make_plan(resolve(args, None, {}), name, [], {"PATH": "/bin:/usr/bin"}, Machine(gpus=0, cores=1))
 
-    assert torchrun_command(made, 1)[-2:] == [flag, name]
+    assert torchrun_command(made, 1, listens=True)[-2:] == [flag, name]
 
 
 def test_ports(plan: Any) -> None:
@@ -223,7 +224,7 @@ def other_machine(plan: Any, *flags: str, host: str = "127.0.0.1") -> Any:
 
 def test_a_host_that_nobody_knows_is_refused_at_once(plan: Any) -> None:
     with pytest.raises(LaunchError, match=r"main_process_ip=no-such-host\.invalid .* is not known here"):
-        reach_machine_0(other_machine(plan, host="no-such-host.invalid"), 29500)
+        reach_machine_0(other_machine(plan, host="no-such-host.invalid"), 29500, listens=False)
 
 
 def test_an_unreachable_machine_0_is_named_after_the_timeout(plan: Any) -> None:
@@ -231,7 +232,7 @@ def test_an_unreachable_machine_0_is_named_after_the_timeout(plan: Any) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(LaunchError) as error:
-            reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=0.5"), port)
+            reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=0.5"), port, listens=False)
 
     assert f"could not be reached at 127.0.0.1:{port} within 0.5 s (Connection refused)" in str(error.value)
     assert "--machine_rank 0" in str(error.value)
@@ -243,14 +244,14 @@ def test_a_machine_0_that_comes_late_is_waited_for(plan: Any) -> None:
         timer = threading.Timer(0.5, late.listen)
         timer.start()
         began = time.monotonic()
-        reach_machine_0(other_machine(plan), late.getsockname()[1])
+        reach_machine_0(other_machine(plan), late.getsockname()[1], listens=False)
         assert time.monotonic() - began >= 0.5
         timer.join()
 
 
 def test_a_bad_timeout_is_refused(plan: Any) -> None:
     with pytest.raises(LaunchError, match="timeout=soon is not allowed"):
-        reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=soon"), 29500)
+        reach_machine_0(other_machine(plan, "--rdzv_conf", "timeout=soon"), 29500, listens=False)
 
 
 def test_an_unreachable_machine_0_ends_the_command(start: Start) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accel_launch_command"]
 
-_HERE = ("dry_run", "explain")
+_HERE = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
 
 
 def accel_launch_command(

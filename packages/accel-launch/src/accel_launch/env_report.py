@@ -13,6 +13,7 @@ from typing import Any
 from accel_launch.config import config_path, load_config_from_file
 from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
+from accel_launch.masking import mask_values
 from accel_state import env
 
 __all__ = ["environment_report", "main"]
@@ -30,6 +31,7 @@ _PACKAGES = (
     "safetensors",
     "transformers",
     "deepspeed",
+    "ray",
 )
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
 
@@ -52,9 +54,9 @@ def environment_report(config_file: str | None = None) -> dict[str, Any]:
         "Memory": _memory(),
         "GPUs": f"{machine.gpus} ({len(machine.visible_gpus(env.raw('CUDA_VISIBLE_DEVICES')))} visible)",
         "torch": _torch(),
-        "Variables": {
-            name: text for name, text in sorted(env.snapshot().items()) if name.startswith(_PREFIXES)
-        },
+        "Variables": mask_values(
+            {name: text for name, text in sorted(env.snapshot().items()) if name.startswith(_PREFIXES)}
+        ),
     }
     path = config_file or (config_path() if config_path().is_file() else None)
     report["Config file"] = str(path) if path is not None else "none"
@@ -65,7 +67,8 @@ def environment_report(config_file: str | None = None) -> dict[str, Any]:
 
 def _config(path: str | Path) -> dict[str, Any]:
     try:
-        return load_config_from_file(path).to_dict()
+        found: dict[str, Any] = mask_values(load_config_from_file(path).to_dict())
+        return found
     except LaunchError as error:  # a bug report may be about just this
         return {"error": str(error)}
 

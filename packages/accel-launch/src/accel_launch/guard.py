@@ -17,17 +17,25 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """The launcher's handle on its guard process."""
+    """The launcher's handle on its guard process.
 
-    def __init__(self) -> None:
+    Args:
+        detached: Let the guard be no child of this process, for one whose children are killed with it.
+    """
+
+    def __init__(self, *, detached: bool = False) -> None:
         reading, self._writing = os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 warns when a program with threads forks; the child only reads a pipe and kills.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
+            if detached and os.fork():
+                os._exit(0)
             os.close(self._writing)
             _watch(reading)
+        if detached:
+            os.waitpid(self._pid, 0)
         os.close(reading)
 
     def add(self, group: int) -> None:

@@ -1,251 +1,27 @@
 """Start the workers of one machine, look after them, and end them together.
 
-One wait covers everything: workers' output, workers' ends and signals; nothing is polled. When a worker
-fails the others get SIGTERM and, after a grace period, SIGKILL. Each worker has its own session, so a Ctrl-C
-reaches the launcher alone, which passes it on.
+Each worker has its own session, so a Ctrl-C reaches the launcher alone, which passes it on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import subprocess
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from accel_launch.environment import worker_environment
 from accel_launch.guard import Guard
 from accel_launch.output import Output
 from accel_launch.plan import Plan
 from accel_launch.ports import reserve_port
-from accel_launch.signals import ENDING, SignalPipe
+from accel_launch.signals import SignalPipe
 from accel_launch.starters import Prepared
-from accel_launch.streams import Stream
-from accel_launch.summary import failure_summary, signal_name
+from accel_launch.supervisor import Member, Run
 from accel_launch.worker import Worker, adopt_orphans
 from accel_state.env import CPUInformation
 
 __all__ = ["prepare", "run_local"]
-
-_FAILURE_GRACE_S = 5.0
-_REQUEST_GRACE_S = 30.0
-_LEFTOVER_GRACE_S = 2.0
-_SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
-_SETTLE_S = 2.0
-_ABANDON_S = 3.0
-
-
-@dataclass
-class _Member:
-    """A worker with its streams and what is known about its end."""
-
-    worker: Worker
-    streams: list[Stream]
-    trouble_at: float | None = None
-    words: bytes = b""
-    unshown: bool = False
-
-    @property
-    def stderr(self) -> Stream:
-        return self.streams[0]
-
-
-@dataclass
-class _Run:
-    """The state of a run."""
-
-    plan: Plan
-    output: Output
-    members: list[_Member] = field(default_factory=list)
-    failed: bool = False
-    stopped: int = 0
-    asked: int | None = None
-
-    def loop(self, signals: SignalPipe, guard: Guard) -> None:
-        """Wait and react until nothing of any worker is left."""
-        while not all(member.worker.gone for member in self.members):
-            self._wait(signals)
-            self._on_signals(signals.read(), guard)
-            self._on_time(time.monotonic(), guard)
-
-    def _wait(self, signals: SignalPipe) -> None:
-        """Sleep until a signal, output or a deadline, and pass output on."""
-        poll = select.poll()
-        poll.register(signals.descriptor, select.POLLIN)
-        readers = {}
-        for stream in self._streams():
-            if not stream.closed and not (stream.console and stream.console.full):
-                readers[stream.descriptor] = stream
-                poll.register(stream.descriptor, select.POLLIN)
-        for console in self.output.consoles:
-            if console.pending:
-                poll.register(console.descriptor, select.POLLOUT)
-        deadline = self._deadline()
-        timeout = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
-        for descriptor, _ in poll.poll(timeout):
-            if descriptor in readers:
-                readers[descriptor].read(time.monotonic())
-        for console in self.output.consoles:
-            console.flush()
-
-    def _streams(self) -> list[Stream]:
-        return [stream for member in self.members for stream in member.streams]
-
-    def _deadline(self) -> float | None:
-        times = [stream.deadline() for stream in self._streams()]
-        for worker in (member.worker for member in self.members if not member.worker.gone):
-            times += [worker.term_at, worker.kill_at]
-        return min((at for at in times if at is not None), default=None)
-
-    def _on_time(self, now: float, guard: Guard) -> None:
-        for stream in self._streams():
-            stream.tick(now)
-        for member in self.members:
-            worker = member.worker
-            if worker.term_at is not None and now >= worker.term_at:
-                worker.term_at = None
-                worker.signal(signal.SIGTERM)
-            if worker.kill_at is None or now < worker.kill_at or worker.gone:
-                continue
-            if worker.killed:
-                worker.abandon()
-                guard.remove(worker.pid)
-            else:
-                worker.kill(now + _ABANDON_S)
-
-    def _on_signals(self, numbers: list[int], guard: Guard) -> None:
-        for number in numbers:
-            if number in ENDING:
-                self._asked_to_end(number)
-            elif number == signal.SIGTSTP:
-                self._suspend()
-            elif number == signal.SIGWINCH:
-                self.output.resize(self._streams())
-            elif number != signal.SIGCHLD:
-                for member in self.members:
-                    member.worker.signal(number)
-        # Signals of one kind merge, so every wake-up looks at every worker.
-        for member in self.members:
-            if member.worker.gone:
-                continue
-            if member.worker.reap():
-                self._on_end(member, time.monotonic())
-            if member.worker.gone:
-                guard.remove(member.worker.pid)
-
-    def _on_end(self, member: _Member, now: float) -> None:
-        """React to a worker's end: keep its last words, clear its group, stop the others if it failed."""
-        for stream in member.streams:
-            stream.drain(now)
-        worker = member.worker
-        if worker.returncode:
-            number = -worker.returncode
-            stopped_by_us = (
-                worker.killed if number == signal.SIGKILL else self.failed and number == signal.SIGTERM
-            )
-            held_since = member.stderr.held_since
-            if not stopped_by_us:
-                member.trouble_at = now if held_since is None else held_since
-            member.unshown = held_since is not None
-            member.words = member.stderr.take_held() or member.stderr.last_words()
-        if not worker.gone:  # something that it started is still running
-            worker.signal_group(signal.SIGTERM)
-            worker.kill_by(now + _LEFTOVER_GRACE_S)
-        if worker.returncode and not self.failed and self.asked is None:
-            self.failed = True
-            self._stop(now)
-
-    def _stop(self, now: float) -> None:
-        grace = self.plan.settings.value("grace_period")
-        grace = _FAILURE_GRACE_S if grace is None else grace
-        for member in self.members:
-            worker = member.worker
-            self.stopped += worker.running
-            # One that has just shown a traceback is ending by itself, and may be the cause of it all.
-            in_trouble = member.stderr.held_since is not None
-            worker.term_at = now + (min(_SETTLE_S, grace / 2) if in_trouble else 0)
-            worker.kill_by(now + grace)
-
-    def _asked_to_end(self, number: int) -> None:
-        """Pass a request to end on; a second one does not wait any longer."""
-        now = time.monotonic()
-        if self.asked is not None or self.failed:
-            for member in self.members:
-                member.worker.kill_by(now)
-            return
-        self.asked = number
-        grace = self.plan.settings.value("grace_period")
-        grace = _REQUEST_GRACE_S if grace is None else grace
-        self.output.say(
-            f"accel launch: {signal_name(number)}: waiting up to {grace:g} s for the workers to end; send it "
-            "again to end them at once.\n"
-        )
-        for member in self.members:
-            if number == signal.SIGTERM:
-                member.worker.signal(number)  # as kill does: the worker decides about its children
-            else:
-                member.worker.signal_group(number)  # as the terminal does
-            member.worker.kill_by(now + grace)
-
-    def _suspend(self) -> None:
-        """Ctrl-Z: stop the workers with the launcher, and continue them with it."""
-        for member in self.members:
-            member.worker.signal_group(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        for member in self.members:
-            member.worker.signal_group(signal.SIGCONT)
-
-    def conclude(self) -> int:
-        """Show what is still held back and the summary; return the exit code."""
-        now = time.monotonic()
-        culprit = self._culprit() if self.failed else None
-        for member in self.members:
-            if member.unshown and member is not culprit:
-                member.stderr.show(member.words)
-            for stream in member.streams:
-                stream.drain(now)
-                stream.show(stream.take_held())
-                stream.close()
-        if culprit is not None:
-            self._report(culprit)
-            return _exit_code(culprit.worker.returncode or 0)
-        if self.asked is not None and any(member.worker.returncode for member in self.members):
-            saved = all(member.worker.returncode == _SAVED for member in self.members)
-            return _SAVED if saved else 128 + self.asked
-        return 0
-
-    def _culprit(self) -> _Member:
-        """The failed worker that was in trouble first, by its traceback or by its end.
-
-        One that was killed comes before those that failed by themselves: a peer can notice the lost
-        connection, and say so, before the end of the killed one is seen.
-        """
-        suspects = [member for member in self.members if member.trouble_at is not None]
-        return min(suspects, key=lambda member: (not _was_killed(member), member.trouble_at or 0.0))
-
-    def _report(self, culprit: _Member) -> None:
-        if self.plan.settings.value("quiet"):
-            if culprit.unshown:
-                self.output.say(culprit.words.decode(errors="replace"))
-            return
-        self.output.say(
-            failure_summary(
-                culprit.worker.rank,
-                len(self.members),
-                culprit.worker.returncode or 0,
-                self.stopped,
-                self.plan.command,
-                culprit.words,
-                self.output.folder,
-            )
-        )
-
-
-def _exit_code(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 def run_local(plan: Plan) -> int:
@@ -268,11 +44,11 @@ def run_local(plan: Plan) -> int:
         contextlib.closing(Guard()) as guard,
         SignalPipe() as signals,
     ):
-        run = _Run(plan, Output.of(plan))
+        run = Run(plan, Output.of(plan))
         adopt_orphans(True)
         try:
             _start(run, guard, held.getsockname()[1])
-            run.loop(signals, guard)
+            run.loop(signals, guard.remove)
         finally:
             for member in run.members:
                 member.worker.end()
@@ -307,7 +83,7 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _start(run: _Run, guard: Guard, port: int) -> None:
+def _start(run: Run, guard: Guard, port: int) -> None:
     for rank in range(run.plan.processes):
         environ = _worker_environment(run.plan, rank, port)
         channel = run.output.open(rank)
@@ -324,9 +100,4 @@ def _start(run: _Run, guard: Guard, port: int) -> None:
         finally:
             channel.close_writing()
         guard.add(worker.pid)
-        run.members.append(_Member(worker, channel.streams))
-
-
-def _was_killed(member: _Member) -> bool:
-    # Not SIGABRT: a worker whose peers are gone may abort.
-    return member.worker.returncode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL)
+        run.members.append(Member(worker, channel.streams))

@@ -42,7 +42,7 @@ class Output:
     """How the output of a run is shown and kept.
 
     stderr always passes through the launcher, which needs its end for the summary. stdout does so only for a
-    prefix or a log file.
+    prefix, a log file, or a worker of another machine.
 
     Args:
         stdout: The launcher's stdout.
@@ -51,6 +51,7 @@ class Output:
         role: What stands before the rank in the prefix.
         folder: The log files' folder, new for each run; None for no log files.
         logged: Streams that are copied to log files: 1, 2.
+        captured: Whether stdout passes through the launcher.
     """
 
     stdout: Console
@@ -59,13 +60,15 @@ class Output:
     role: str
     folder: Path | None
     logged: frozenset[int]
+    captured: bool
 
     @classmethod
-    def of(cls, plan: Plan) -> Output:
+    def of(cls, plan: Plan, *, captured: bool = False) -> Output:
         """Make the output that a plan's settings ask for, and its folder.
 
         Args:
             plan: The plan.
+            captured: Let stdout pass through the launcher in any case, for workers that cannot inherit it.
         """
         tee, log_dir, role = (plan.settings.value(name) for name in ("tee", "log_dir", "role"))
         prefixed = frozenset({"0": (), "1": (1,), "2": (2,), "3": (1, 2)}[tee])
@@ -73,13 +76,15 @@ class Output:
         if log_dir is not None:
             folder = Path(log_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             folder.mkdir(parents=True)
+        logged = (prefixed or frozenset((1, 2))) if folder else frozenset()
         return cls(
             stdout=Console(1),
             stderr=Console(2),
             prefixed=prefixed,
             role="rank" if role == "default" else role,
             folder=folder,
-            logged=(prefixed or frozenset((1, 2))) if folder else frozenset(),
+            logged=logged,
+            captured=captured or 1 in prefixed | logged,
         )
 
     @property
@@ -94,7 +99,7 @@ class Output:
             rank: The worker's rank.
         """
         error, stderr = self._stream(rank, 2, self.stderr)
-        if 1 not in self.prefixed | self.logged:
+        if not self.captured:
             return Channel([error], None, stderr)
         out, stdout = self._stream(rank, 1, self.stdout)
         return Channel([error, out], stdout, stderr)
@@ -115,7 +120,7 @@ class Output:
         Args:
             environ: The worker's environment so far.
         """
-        captured = {"PYTHONUNBUFFERED": "1"} if 1 in self.prefixed | self.logged else {}
+        captured = {"PYTHONUNBUFFERED": "1"} if self.captured else {}
         return {**captured, **environ}
 
     def resize(self, streams: Iterable[Stream]) -> None:

@@ -86,18 +86,23 @@ def make_plan(
     warn_unused(settings, how)
     if how == "exec" and _is_a_run_of_its_own(settings, environ):
         environ = outside_any_run(environ)
+    environ = common_environment(
+        settings,
+        environ,
+        gpus=mask,
+        threads=None if threads.source == Source.ENVIRONMENT else threads.value,
+    )
+    if settings.value("tpu"):
+        from accel_launch.tpu.variables import prepare_tpu, tpu_settings
+
+        _, environ = prepare_tpu(tpu_settings(settings), environ)
     return Plan(
         settings=settings,
         how=how,
         script=script,
         arguments=tuple(arguments),
         command=tuple(command),
-        environ=common_environment(
-            settings,
-            environ,
-            gpus=mask,
-            threads=None if threads.source == Source.ENVIRONMENT else threads.value,
-        ),
+        environ=environ,
         processes=processes,
         machines=machines,
     )

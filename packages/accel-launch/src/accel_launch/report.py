@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from accel_launch.masking import mask_command, mask_values
 from accel_launch.resolve import Settings
 from accel_launch.schema import GROUPS, SETTINGS
 from accel_launch.starters import Prepared
 
 __all__ = ["dry_run_text", "explain_text"]
-
-_SECRET = ("aws_access_key_id", "aws_secret_access_key")
 
 
 def explain_text(settings: Settings) -> str:
@@ -33,7 +32,7 @@ def explain_text(settings: Settings) -> str:
             rows.append(("", f"{group.title}:", ""))
         for setting in shown:
             found = settings[setting.name]
-            value = "***" if setting.name in _SECRET else _text(found.value)
+            value = _text(mask_values(found.value, setting.name))
             note = "" if settings.active(setting) else f" (not in use: needs {group.remedy})"
             rows.append((f"  {setting.name}", value, found.detail + note))
     name_width = max(len(name) for name, _, _ in rows) + 2
@@ -55,7 +54,7 @@ def _text(value: object) -> str:
 
 
 def dry_run_text(prepared: Prepared, base: Mapping[str, str]) -> str:
-    """Return the command, and the environment as far as it differs from this process's.
+    """Return the command, and the environment as far as it differs from this process's, without secrets.
 
     Args:
         prepared: What would be started.
@@ -65,8 +64,8 @@ def dry_run_text(prepared: Prepared, base: Mapping[str, str]) -> str:
     lines = [f"# {prepared.note}"]
     lines += [f"unset {name}" for name in sorted(base) if name not in environ]
     lines += [
-        f"export {name}={shlex.quote(text)}"
+        f"export {name}={shlex.quote(mask_values(text, name))}"
         for name, text in sorted(environ.items())
         if base.get(name) != text
     ]
-    return "\n".join([*lines, shlex.join(prepared.command)])
+    return "\n".join([*lines, shlex.join(mask_command(prepared.command))])

@@ -39,7 +39,8 @@ def worker_command(
     else:
         _check_file(script)
     if settings.value("tpu"):
-        what = [settings.value("main_training_function"), "module" if is_module else "file"]
+        count = "one" if settings.given("num_processes") and settings.value("num_processes") == 1 else "all"
+        what = [settings.value("main_training_function"), count, "module" if is_module else "file"]
         return [sys.executable, "-m", "accel_launch.tpu.spawn", *what, script, *arguments]
     return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
 

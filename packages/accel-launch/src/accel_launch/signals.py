@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -51,6 +52,11 @@ class SignalPipe:
             signal.signal(number, handler)
         os.close(self.descriptor)
         os.close(self._writing)
+
+    def wake(self) -> None:
+        """Let `read` find a SIGCHLD; for threads that learn of a worker's end otherwise."""
+        with contextlib.suppress(BlockingIOError):  # it is full, and so read soon
+            os.write(self._writing, bytes([signal.SIGCHLD]))
 
     def read(self) -> list[int]:
         """Return the numbers of the signals that arrived since the last call."""

@@ -33,7 +33,7 @@ __all__ = [
     "warn_unused",
 ]
 
-How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod"]
+How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
 
 
 def _nothing() -> None:
@@ -113,7 +113,8 @@ STARTERS: dict[How, Starter] = {
     "exec": Starter(
         "one process",
         "accel_launch.single:prepare",
-        unused=("role", "grace_period", "monitor_interval", "mpirun_ccl"),
+        # With a log, one process is chosen for TPUs alone.
+        unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
     ),
     "local": Starter(
         "workers of this machine",
@@ -142,6 +143,12 @@ STARTERS: dict[How, Starter] = {
         "accel_launch.deepspeed:prepare",
         unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
     ),
+    "ray": Starter(
+        "Ray",
+        "accel_launch.ray_cluster:prepare",
+        "accel_launch.ray_cluster:run",
+        unused=("gpu_ids", "main_process_ip", "monitor_interval", "mpirun_hostfile", "mpirun_ccl"),
+    ),
     "pod": Starter("a TPU pod", "accel_launch.tpu.pod:prepare"),
 }
 """Every starter by its name."""
@@ -159,6 +166,14 @@ def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | No
     """
     if settings.value("tpu") and settings.value("tpu_cluster"):
         return "pod"
+    if settings.value("launcher") == "ray":
+        wanted = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
+        _refuse(
+            "Ray, which places the workers itself,",
+            [*wanted, *(["tpu"] if settings.value("tpu") else [])],
+            settings,
+        )
+        return "ray"
     if settings.value("use_deepspeed"):
         from accel_launch.deepspeed import is_needed
 
@@ -185,6 +200,10 @@ def choose_here(settings: Settings) -> How:
         # The hostfile says how many machines there are.
         _refuse("mpirun", [name for name in reasons if name != "num_machines"], settings)
         return "mpirun"
+    if settings.value("tpu"):  # torch_xla starts this machine's processes
+        wanted = [*reasons, *(["launcher"] if launcher != "auto" else [])]
+        _refuse("--tpu", wanted, settings)
+        return "exec"
     if launcher == "local":
         _refuse("--launcher local", reasons, settings)
         return "local"
@@ -218,7 +237,8 @@ def _reasons_for_torchrun(settings: Settings) -> list[str]:
 def _refuse(what: str, names: list[str], settings: Settings) -> None:
     if names:
         given = ", ".join(f"{name}={settings.value(name)}" for name in names)
-        raise LaunchError(f"{what} cannot serve {given}; leave that out, or give --launcher torchrun.")
+        remedy = "leave that out" if settings.value("tpu") else "leave that out, or give --launcher torchrun"
+        raise LaunchError(f"{what} cannot serve {given}; {remedy}.")
 
 
 def warn_unused(settings: Settings, how: How) -> None:

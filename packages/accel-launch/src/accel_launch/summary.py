@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +35,7 @@ def describe_end(returncode: int) -> str:
 
 def failure_summary(
     rank: int,
+    host: str,
     size: int,
     returncode: int,
     stopped: int,
@@ -47,6 +47,7 @@ def failure_summary(
 
     Args:
         rank: The worker that failed first.
+        host: The name of its machine.
         size: Number of workers.
         returncode: How it ended, as for `describe_end`.
         stopped: How many others were running and were stopped.
@@ -59,11 +60,12 @@ def failure_summary(
     """
     import shlex
 
+    from accel_launch.masking import mask_command
+
     others = f"; {stopped} other{'s were' if stopped > 1 else ' was'} stopped" if stopped else ""
-    host = socket.gethostname()
     lines = [
         f"accel launch: rank {rank} of {size} on {host} failed ({describe_end(returncode)}){others}.",
-        f"  command: {shlex.join(command)}",
+        f"  command: {shlex.join(mask_command(command))}",
     ]
     if logs is not None:
         lines.append(f"  logs: {logs}")

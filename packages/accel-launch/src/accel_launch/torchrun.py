@@ -14,7 +14,14 @@ from accel_launch.ports import DEFAULT_PORT, reserve_port
 from accel_launch.starters import Prepared
 from accel_state import env
 
-__all__ = ["prepare", "reach_machine_0", "torchrun_command", "torchrun_environment", "torchrun_port"]
+__all__ = [
+    "prepare",
+    "reach_machine_0",
+    "rendezvous_timeout",
+    "torchrun_command",
+    "torchrun_environment",
+    "torchrun_port",
+]
 
 _DEFAULT_TIMEOUT_S = 600.0  # torch's own, for the static rendezvous
 _NOTE_AFTER_S = 5.0
@@ -32,12 +39,13 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
         LaunchError: If this machine will listen on the port and it is in use.
     """
     port, held = torchrun_port(plan)
+    listens = held is not None
     return Prepared(
-        torchrun_command(plan, port),
+        torchrun_command(plan, port, listens),
         torchrun_environment(plan),
         f"torchrun with {plan.processes} processes on this machine",
         held,
-        wait=lambda: reach_machine_0(plan, port),
+        wait=lambda: reach_machine_0(plan, port, listens),
     )
 
 
@@ -70,12 +78,13 @@ def _listens(plan: Plan, port: int) -> bool:
     return is_c10d and is_local(address) and not is_listening(address, port)
 
 
-def reach_machine_0(plan: Plan, port: int) -> None:
+def reach_machine_0(plan: Plan, port: int, listens: bool) -> None:
     """Wait on another machine than machine 0 until that one listens; say what is waited for.
 
     Args:
         plan: What to start.
         port: The rendezvous port.
+        listens: Whether this is the machine that the others connect to.
 
     Raises:
         LaunchError: If the name of machine 0 means nothing here, or nobody listens within the rendezvous
@@ -91,8 +100,8 @@ def reach_machine_0(plan: Plan, port: int) -> None:
             f"main_process_ip={address.value} (from {address.detail}) is not known here: {error.strerror}. "
             "Give the address of machine 0, or a host name that this machine can look up."
         ) from None
-    if plan.settings.value("rdzv_backend") in ("static", "c10d") and not _listens(plan, port):
-        _await_server(address.value, port, _rendezvous_timeout(plan))
+    if plan.settings.value("rdzv_backend") in ("static", "c10d") and not listens:
+        _await_server(address.value, port, rendezvous_timeout(plan))
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
@@ -122,7 +131,15 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
         time.sleep(_RETRY_S)
 
 
-def _rendezvous_timeout(plan: Plan) -> float:
+def rendezvous_timeout(plan: Plan) -> float:
+    """Return how long to wait for others, in seconds: `--rdzv_conf timeout=SECONDS`, 600 by default.
+
+    Args:
+        plan: What to start.
+
+    Raises:
+        LaunchError: If it is not a number.
+    """
     settings = dict(part.partition("=")[::2] for part in plan.settings.value("rdzv_conf").split(",") if part)
     text = settings.get("timeout", str(_DEFAULT_TIMEOUT_S))
     try:
@@ -131,12 +148,13 @@ def _rendezvous_timeout(plan: Plan) -> float:
         raise LaunchError(f"--rdzv_conf timeout={text} is not allowed; allowed: seconds.") from None
 
 
-def torchrun_command(plan: Plan, port: int) -> list[str]:
+def torchrun_command(plan: Plan, port: int, listens: bool) -> list[str]:
     """Return the command.
 
     Args:
         plan: What to start.
         port: The rendezvous port.
+        listens: Whether this is the machine that the others connect to.
     """
     value = plan.settings.value
     low, high = plan.machines
@@ -165,19 +183,19 @@ def torchrun_command(plan: Plan, port: int) -> list[str]:
             "--rdzv_id": f"accel-{port}",
         }
         if high > 1:
-            options |= _place_in_network(plan, port)
+            options |= _place_in_network(plan, listens)
     flags = [f"{name}={text}" for name, text in options.items() if text]
     flags += [f"--{name}" for name in ("module", "no_python") if value(name)]
     return [sys.executable, "-m", "torch.distributed.run", *flags, plan.script, *plan.arguments]
 
 
-def _place_in_network(plan: Plan, port: int) -> dict[str, str | None]:
+def _place_in_network(plan: Plan, listens: bool) -> dict[str, str | None]:
     """Return what torchrun would otherwise guess from the machine's host name."""
     address, conf = plan.settings.value("main_process_ip"), plan.settings.value("rdzv_conf")
     options = {"--local_addr": address if is_local(address) else local_address(address)}
     # Several agents on one machine settle by themselves who of them is the host.
     if plan.settings.value("rdzv_backend") == "c10d" and "is_host" not in conf and not is_loopback(address):
-        is_host = f"is_host={str(_listens(plan, port)).lower()}"
+        is_host = f"is_host={str(listens).lower()}"
         options["--rdzv_conf"] = f"{conf},{is_host}" if conf else is_host
     return options
 

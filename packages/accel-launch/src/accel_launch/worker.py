@@ -11,6 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
+from accel_launch.supervised import Supervised
+
 __all__ = ["Worker", "adopt_orphans"]
 
 _PR_SET_PDEATHSIG = 1
@@ -31,7 +33,7 @@ def adopt_orphans(adopt: bool) -> None:
         _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
     """Return what a child runs before its program, to be killed by the kernel when this process dies."""
     if sys.platform != "linux":
         return None  # the guard process does it alone there
@@ -39,13 +41,15 @@ def _die_with_parent() -> Callable[[], None] | None:
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        for number in heed:
+            signal.signal(number, signal.SIG_DFL)
         if os.getppid() != parent:  # it died before the request was made
             os._exit(1)
 
     return prepare
 
 
-class Worker:
+class Worker(Supervised):
     """One worker and its process group.
 
     The group outlives the worker while something that the worker started is still running in it.
@@ -57,6 +61,8 @@ class Worker:
         stdin: As for subprocess.Popen; None inherits.
         stdout: The same.
         stderr: The same.
+        folder: Its working directory; this process's by default.
+        heed: Signals that it does not ignore even where this process does (Linux).
     """
 
     def __init__(
@@ -68,13 +74,10 @@ class Worker:
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
+        folder: str | None = None,
+        heed: Sequence[int] = (),
     ) -> None:
-        self.rank = rank
-        self.returncode: int | None = None
-        self.gone = False
-        self.term_at: float | None = None
-        self.kill_at: float | None = None
-        self.killed = False
+        super().__init__(rank)
         with warnings.catch_warnings():
             # Python 3.12 warns when a program with threads forks; the child makes two system calls and execs.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -84,60 +87,21 @@ class Worker:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
+                cwd=folder,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=_die_with_parent(heed),
             )
         self.pid = self._process.pid
 
-    @property
-    def running(self) -> bool:
-        """Whether the worker itself has not ended."""
-        return self.returncode is None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker alone.
-
-        Args:
-            number: The signal.
-        """
-        if self.running:
-            os.kill(self.pid, number)
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the worker and everything in its group.
-
-        Args:
-            number: The signal.
-        """
-        if not self.gone:
+    def _send(self, number: int, *, group: bool) -> None:
+        if group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
-
-    def kill_by(self, at: float) -> None:
-        """Set the time, from time.monotonic(), at which the group is killed, unless an earlier one is set.
-
-        Args:
-            at: The time.
-        """
-        if not self.killed:
-            self.kill_at = at if self.kill_at is None else min(self.kill_at, at)
-
-    def kill(self, abandon_at: float) -> None:
-        """Kill the group.
-
-        Args:
-            abandon_at: When to stop waiting for its end.
-        """
-        self.signal_group(signal.SIGKILL)
-        self.killed = True
-        self.kill_at = abandon_at
+        else:
+            os.kill(self.pid, number)
 
     def reap(self) -> bool:
-        """Collect what has ended in the group.
-
-        Returns:
-            True if the worker itself ended since the last call. `gone` tells whether anything is left.
-        """
+        """Collect what has ended in the group; True if the worker itself did."""
         ended = False
         while not self.gone:
             try:
@@ -160,6 +124,5 @@ class Worker:
 
     def abandon(self) -> None:
         """Stop waiting for a group that even SIGKILL does not end (a process stuck in the kernel)."""
-        self.gone = True
-        if self.returncode is None:
-            self.returncode = self._process.returncode = -int(signal.SIGKILL)
+        super().abandon()
+        self._process.returncode = self.returncode

@@ -102,6 +102,61 @@ def test_enter_alone_writes_the_defaults(keyboard: Callable[..., Keyboard], tmp_
     }
 
 
+def test_a_job_on_sagemaker_is_asked_in_a_terminal(keyboard: Callable[..., Keyboard], tmp_path: Path) -> None:
+    terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
+    terminal.answer("Where do you train?", "4", ENTER)
+    terminal.answer("AWS profile", "me", ENTER)
+    terminal.answer("AWS region?", ENTER)
+    terminal.answer("IAM role", ENTER)
+    terminal.see("The role is needed.")
+    terminal.press("trainer", ENTER)
+    for question in ("Type of the instances?", "How many instances?", "How do they work together?"):
+        terminal.answer(question, ENTER)
+    terminal.answer("Image of your own", "mine:1", ENTER)
+    for question in (
+        "Version of Python",
+        "Beginning of",
+        "inputs",
+        "metrics",
+        "Mixed precision?",
+        "torch.compile?",
+    ):
+        terminal.answer(question, ENTER)
+    terminal.answer("Write it?", ENTER)
+
+    assert terminal.finish() == 0
+    config = load_config_from_file(tmp_path / "c.yaml")
+    assert config.compute_environment == "AMAZON_SAGEMAKER"
+    assert (config.iam_role_name, config.profile, config.image_uri) == ("trainer", "me", "mine:1")
+
+
+def test_deepspeed_is_asked_in_a_terminal(keyboard: Callable[..., Keyboard], tmp_path: Path) -> None:
+    terminal = keyboard("--config_file", str(tmp_path / "c.yaml"))
+    terminal.answer("Where do you train?", ENTER)
+    terminal.answer("How many processes", "2", ENTER)
+    terminal.answer("How is the model spread?", "4", ENTER)
+    terminal.answer("JSON", ENTER)
+    terminal.answer("What is sharded", DOWN, ENTER)
+    for question in ("optimizer states rest?", "parameters rest?", "gradients are added"):
+        terminal.answer(question, ENTER)
+    terminal.answer("Largest gradient norm", "0.5", ENTER)
+    for question in (
+        "while the model is built",
+        "16-bit",
+        "experts",
+        "Mixed",
+        "torch.compile?",
+        "collective",
+    ):
+        terminal.answer(question, ENTER)
+    terminal.answer("Write it?", ENTER)
+
+    assert terminal.finish() == 0
+    config = load_config_from_file(tmp_path / "c.yaml")
+    assert config.distributed_type == "DEEPSPEED"
+    assert (config.settings["zero_stage"], config.settings["gradient_clipping"]) == (3, 0.5)
+
+
 def test_arrows_choose_digits_jump_text_is_edited_and_checked(
     keyboard: Callable[..., Keyboard], tmp_path: Path
 ) -> None:
@@ -114,7 +169,8 @@ def test_arrows_choose_digits_jump_text_is_edited_and_checked(
     terminal.answer("Mixed precision?", "2")
     terminal.answer("> \x1b[1mbf16", ENTER)
     terminal.answer("torch.compile?", UP, UP, ENTER)
-    terminal.answer("Which mode", ENTER)
+    for question in ("Which mode", "graph breaks", "dynamic shapes", "repeated block"):
+        terminal.answer(question, ENTER)
     terminal.answer("Check every collective", DOWN, ENTER)
     terminal.answer("Write it?", ENTER)
 

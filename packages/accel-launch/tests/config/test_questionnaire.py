@@ -117,6 +117,167 @@ def test_fsdp_asks_for_what_its_version_has() -> None:
     assert first["fsdp_config"]["fsdp_min_num_params"] == 100_000_000
 
 
+def test_deepspeed_asks_for_what_its_stage_has() -> None:
+    script = Script(
+        spread="DeepSpeed", sharded="3:", optimizer_states_rest="nvme", folder=["", "/nvme"], norm="1.0"
+    )
+    values = ask_all(script, gpus=2)
+
+    assert values is not None
+    config = LaunchConfig.from_values(values)
+    assert config.distributed_type == "DEEPSPEED"
+    assert values["deepspeed_config"] == {
+        "zero_stage": 3,
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": "/nvme",
+        "offload_param_device": "none",
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": False,
+    }
+    assert "The folder is needed." in script.seen
+    assert not any("reached" in title for title in script.seen)
+
+    own = ask_all(Script(spread="DeepSpeed", json="ds.json"), gpus=2)
+    assert own is not None
+    assert own["deepspeed_config"] == {"deepspeed_config_file": "ds.json"}
+
+
+def test_deepspeed_on_several_machines_asks_how_they_are_reached() -> None:
+    script = Script(
+        where_do_you="several", host_name="a", spread="DeepSpeed", reached="pdsh", hostfile=["", "hosts"]
+    )
+    values = ask_all(script, gpus=2)
+
+    assert values is not None
+    assert values["deepspeed_config"]["deepspeed_multinode_launcher"] == "pdsh"
+    assert values["deepspeed_config"]["deepspeed_hostfile"] == "hosts"
+    assert "The hostfile is needed." in script.seen
+
+
+def test_the_degrees_of_megatron_divide_the_processes() -> None:
+    script = Script(spread="Megatron", tensor=["3", "2"])
+    script.answers["pipeline-parallel"] = ["8", "2"]
+    values = ask_all(script, gpus=8)
+
+    assert values is not None
+    assert LaunchConfig.from_values(values).distributed_type == "MEGATRON_LM"
+    assert values["megatron_lm_config"] == {
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_sequence_parallelism": False,
+        "megatron_lm_pp_degree": 2,
+        "megatron_lm_num_micro_batches": 1,
+        "megatron_lm_use_distributed_optimizer": False,
+        "megatron_lm_recompute_activations": False,
+        "megatron_lm_gradient_clipping": 1.0,
+    }
+    assert "3 is not allowed; allowed: a divisor of 8, the processes for it." in script.seen
+    assert "8 is not allowed; allowed: a divisor of 4, the processes for it." in script.seen
+
+
+def test_a_tpu_is_offered_where_there_is_one() -> None:
+    values = ask_all(Script(train_on="TPU", mixed="bf16", double="yes", function="train"), gpus=0, tpu=True)
+
+    assert values == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "XLA",
+        "downcast_bf16": True,
+        "main_training_function": "train",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+    }
+    assert not any("train on" in title for title in _titles(gpus=0))
+
+
+def _titles(gpus: int) -> list[str]:
+    script = Script()
+    ask_all(script, gpus=gpus)
+    return script.seen
+
+
+def test_a_pod_is_named_and_prepared() -> None:
+    script = Script(
+        where="pod", variables="A=1 B='x y'", zone="z", commands_that_prepare="git pull; pip install x"
+    )
+    script.answers |= {"pod's": ["", "pod"], "file of": ""}
+    values = ask_all(script, gpus=0)
+
+    assert values is not None
+    LaunchConfig.from_values(values)
+    assert (values["tpu_name"], values["tpu_zone"], values["tpu_use_cluster"]) == ("pod", "z", True)
+    assert values["tpu_env"] == ["A=1", "B=x y"]
+    assert values["commands"] == ["git pull", "pip install x"]
+    assert "The name is needed." in script.seen
+
+
+def test_sagemaker_asks_for_a_job() -> None:
+    script = Script(
+        where="SageMaker", iam=["", "role"], instances=[None, "2"], together="data parallel", mixed="fp16"
+    )
+    script.answers |= {"pytorch": ["", "2.3"], "transformers": "4.49", "inputs": "in.tsv"}
+    values = ask_all(script, gpus=4)
+
+    assert values == {
+        "base_job_name": "accel",
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "distributed_type": "DATA_PARALLEL",
+        "ec2_instance_type": "ml.p3.2xlarge",
+        "iam_role_name": "role",
+        "mixed_precision": "fp16",
+        "num_machines": 2,
+        "py_version": "py310",
+        "pytorch_version": "2.3",
+        "region": "us-east-1",
+        "sagemaker_inputs_file": "in.tsv",
+        "transformers_version": "4.49",
+    }
+    assert LaunchConfig.from_values(values).compute_environment == "AMAZON_SAGEMAKER"
+    assert "The role is needed." in script.seen
+    assert not any("processes" in title or "train on" in title for title in script.seen)
+
+
+def test_each_fp8_library_has_its_own_questions() -> None:
+    def asked(library: str, **answers: Any) -> dict[str, Any]:
+        values = ask_all(Script(mixed="fp8", fp8_library=library, **answers), gpus=2)
+        assert values is not None
+        return dict(values["fp8_config"])
+
+    assert asked("TE", number_format="E4M3", higher="true,false,false") == {
+        "fp8_backend": "TE",
+        "fp8_format": "E4M3",
+        "fp8_margin": 0,
+        "fp8_interval": 1,
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "most_recent",
+        "fp8_use_autocast_during_eval": False,
+        "fp8_override_linear_precision": [True, False, False],
+    }
+    assert asked("MSAMP", optimization="O1") == {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"}
+    assert asked("AO") == {"fp8_backend": "AO", "fp8_pad_inner_dim": True}
+    assert asked("AO", spread="FSDP")["fp8_enable_fsdp_float8_all_gather"] is True
+
+
+def test_compiling_asks_how() -> None:
+    values = ask_all(Script(compile_the_model="inductor", dynamic="yes", repeated="yes"), gpus=1)
+
+    assert values is not None
+    assert values["dynamo_config"] == {
+        "dynamo_backend": "INDUCTOR",
+        "dynamo_mode": "default",
+        "dynamo_use_fullgraph": False,
+        "dynamo_use_dynamic": True,
+        "dynamo_use_regional_compilation": True,
+    }
+
+
+def test_machines_without_gpus_may_be_started_by_mpirun() -> None:
+    values = ask_all(Script(where="several", host_name="a", hostfile_for_mpirun="hosts"), gpus=0)
+
+    assert values is not None
+    assert values["mpirun_config"] == {"mpirun_hostfile": "hosts", "mpirun_ccl": 1}
+
+
 def test_a_mesh_must_hold_every_process() -> None:
     script = Script(spread="mesh", replicas=["3", "2"], one_replica="2", tensor="2")
     values = ask_all(script, gpus=8)
@@ -159,6 +320,29 @@ def test_back_from_the_confirmation() -> None:
         {"num_processes": 4, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
         {"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 4}},
         {"num_processes": 8, "num_machines": 2, "machine_rank": 1, "main_process_ip": "a"},
+        {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {"zero_stage": 3}},
+        {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
+        {
+            "distributed_type": "XLA",
+            "tpu_use_cluster": True,
+            "tpu_name": "n",
+            "tpu_zone": "z",
+            "tpu_env": ["A=1 2"],
+        },
+        {
+            "distributed_type": "XLA",
+            "tpu_use_cluster": True,
+            "tpu_name": "n",
+            "tpu_zone": "z",
+            "commands": ["a", "b"],
+        },
+        {
+            "compute_environment": "AMAZON_SAGEMAKER",
+            "distributed_type": "MODEL_PARALLEL",
+            "iam_role_name": "r",
+            "image_uri": "i",
+            "num_machines": 3,
+        },
     ],
 )
 def test_answers_of_a_file_are_the_defaults(values: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ STAND_IN = """
 import multiprocessing
 
 
-def spawn(function):
+def spawn(function, nprocs):
     context = multiprocessing.get_context("spawn")  # the function has to survive pickling
-    processes = [context.Process(target=function, args=(index,)) for index in range(2)]
+    processes = [context.Process(target=function, args=(index,)) for index in range(nprocs or 2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -50,6 +50,41 @@ def test_every_process_runs_the_function(start: Start, stand_in: dict[str, str],
 
     assert code == 0, error
     assert [path.read_text() for path in run.folder.glob("ran*")] == ["script script.py --lr 1"] * 2
+
+
+@pytest.mark.parametrize(("processes", "started"), [("1", 1), ("2", 2)])
+def test_torch_xla_starts_the_processes(
+    start: Start, stand_in: dict[str, str], processes: str, started: int
+) -> None:
+    run = start("launch", "--tpu", "--num_processes", processes, script=SCRIPT, env=stand_in)
+
+    assert run.finish()[0] == 0
+    assert len(list(run.folder.glob("ran*"))) == started
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        ((), set()),
+        (("--mixed_precision", "bf16"), {"XLA_USE_BF16=1", "ACCELERATE_DOWNCAST_BF16=false"}),
+        (
+            ("--mixed_precision", "bf16", "--downcast_bf16", "--debug"),
+            {"XLA_DOWNCAST_BF16=1", "ACCELERATE_DOWNCAST_BF16=true", "PT_XLA_DEBUG=1"},
+        ),
+    ],
+)
+def test_torch_xla_is_told_how_to_compute(start: Start, flags: tuple[str, ...], variables: set[str]) -> None:
+    out = start("launch", "--tpu", *flags, "--dry_run", script="pass\n").finish()[1]
+    shown = {line.removeprefix("export ") for line in out.splitlines() if "XLA" in line or "DOWNCAST" in line}
+
+    assert shown == variables
+
+
+def test_what_torch_xla_cannot_do_is_refused(start: Start) -> None:
+    code, _, error = start("launch", "--tpu", "--max_restarts", "1", script="pass\n").finish()
+
+    assert code == 2
+    assert "--tpu cannot serve max_restarts=1; leave that out." in error
 
 
 def test_a_function_that_is_not_there_is_named(start: Start, stand_in: dict[str, str]) -> None:

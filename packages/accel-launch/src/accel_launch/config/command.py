@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,13 +75,18 @@ def _ask(config_file: str | None) -> int:
     prompt = open_prompt()
     print(f"Questions for {path}{', whose values are the defaults' if before else ''}. {prompt.hint}\n")
     gpus = len(Machine.detect().visible_gpus(env.raw("CUDA_VISIBLE_DEVICES")))
-    values = ask_all(prompt, gpus, before)
+    values = ask_all(prompt, gpus, before, tpu=_has_tpu() or before.get("device") == "tpu")
     if values is None:
         print("Nothing was written.")
         return 1
     LaunchConfig.from_values(values, path).write(path)
     print(f"Wrote {path}.")
     return 0
+
+
+def _has_tpu() -> bool:
+    """Tell whether this machine has TPUs: their device files, or torch_xla (which is not imported)."""
+    return any(Path("/dev").glob("accel*")) or importlib.util.find_spec("torch_xla") is not None
 
 
 def _update(config_file: str | None) -> int:

@@ -6,114 +6,15 @@ are detected and never asked.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from accel_launch.schema import SETTINGS, Setting
+from accel_launch.config.engine_questions import engine_questions
+from accel_launch.config.hosted_questions import is_tpu, sagemaker_questions, tpu_questions
+from accel_launch.config.question import Answers, Question, Test, ask, is_gpu, needed, several
 
-__all__ = ["Answers", "Question", "questions"]
-
-Answers = Mapping[str, Any]
-_Test = Callable[[Answers], bool]
-
-
-def _no_default(answers: Answers) -> None:
-    """There is none."""
-
-
-def _always(answers: Answers) -> bool:
-    """Whatever the answers are."""
-    return True
-
-
-def _anything(value: Any, answers: Answers) -> None:
-    """Every value fits."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question.
-
-    Args:
-        name: Name of the answer; that of a launch setting where the answer is one.
-        title: The question.
-        choices: What can be chosen, each with what it means; empty to let the user write.
-        default: The default answer, from the answers so far.
-        when: Tells from the answers so far whether it is asked.
-        check: Raises ValueError for an answer that does not fit those so far.
-    """
-
-    name: str
-    title: str
-    choices: tuple[tuple[Any, str], ...] = ()
-    default: Callable[[Answers], Any] = _no_default
-    when: _Test = _always
-    check: Callable[[Any, Answers], None] = _anything
-
-    @property
-    def setting(self) -> Setting | None:
-        """The launch setting that the answer is, if it is one."""
-        return SETTINGS.get(self.name)
-
-    def read(self, text: str, answers: Answers) -> Any:
-        """Read and check a written answer.
-
-        Args:
-            text: What was written.
-            answers: The answers so far.
-
-        Raises:
-            ValueError: If it is not allowed.
-        """
-        value = self.setting.parse(text) if self.setting and text else text
-        self.check(value, answers)
-        return value
-
-
-_YES_NO = ((False, "no"), (True, "yes"))
-
-
-def _several(answers: Answers) -> bool:
-    return bool(answers["place"] == "several")
-
-
-def _is_gpu(answers: Answers) -> bool:
-    return bool(answers["device"] != "cpu")
-
-
-def _is_fsdp(answers: Answers) -> bool:
-    return answers.get("engine") == "fsdp"
-
-
-def _version(number: int) -> _Test:
-    return lambda answers: _is_fsdp(answers) and answers["fsdp_version"] == number
-
-
-def _wraps_by(policy: str) -> _Test:
-    return lambda answers: _is_fsdp(answers) and answers["fsdp_auto_wrap_policy"] == policy
-
-
-def _is_mesh(answers: Answers) -> bool:
-    return answers.get("engine") == "mesh"
-
-
-def _ask(name: str, title: str, default: Any = None, **rest: Any) -> Question:
-    """Make the question of a launch setting: its default, and its choices where it has some."""
-    setting = SETTINGS[name]
-    found = setting.default if default is None else default
-    choices = _YES_NO if setting.spec.kind == "flag" else tuple((c, str(c)) for c in setting.spec.choices)
-    rest.setdefault("default", found if callable(found) else lambda answers: found)
-    return Question(name, title, rest.pop("choices", choices), **rest)
-
-
-def _needed(what: str) -> Callable[[Any, Answers], None]:
-    def check(value: Any, answers: Answers) -> None:
-        if not value:
-            raise ValueError(f"{what} is needed.")
-
-    return check
+__all__ = ["questions"]
 
 
 def _check_machines(value: Any, answers: Answers) -> None:
@@ -132,38 +33,6 @@ def _check_processes(value: Any, answers: Answers) -> None:
         raise ValueError(f"{value} is not allowed; allowed: a multiple of {machines}, the machines.")
 
 
-_MESH = ("dp_replicate", "tp", "cp", "sp", "dp_shard")  # the last one takes what the others leave
-
-
-def _mesh_sizes(answers: Answers) -> dict[str, int]:
-    return {axis: answers.get(f"parallelism_config_{axis}_size", 1) for axis in _MESH}
-
-
-def _default_axis(axis: str) -> Callable[[Answers], int]:
-    def default(answers: Answers) -> int:
-        rest = int(answers["processes"]) // math.prod(_mesh_sizes(answers).values())
-        return rest if axis == _MESH[-1] else 1
-
-    return default
-
-
-def _check_mesh(axis: str) -> Callable[[Any, Answers], None]:
-    def check(value: Any, answers: Answers) -> None:
-        sizes = _mesh_sizes(answers) | {axis: value}
-        product = math.prod(sizes.values())
-        total = answers["processes"]
-        fits = product == total if axis == _MESH[-1] else value >= 1 and total % product == 0
-        if not fits:
-            arithmetic = " * ".join(
-                f"{name}({size})" for name, size in sizes.items() if size != 1 or name == axis
-            )
-            raise ValueError(
-                f"{arithmetic} = {product}, but there are {total} processes; the product must fit."
-            )
-
-    return check
-
-
 def _check_gpus(gpus: int) -> Callable[[Any, Answers], None]:
     def check(value: Any, answers: Answers) -> None:
         names = [name.strip() for name in str(value).split(",")]
@@ -178,23 +47,28 @@ def _place() -> list[Question]:
         Question(
             "place",
             "Where do you train?",
-            (("one", "this machine"), ("several", "several machines")),
+            (
+                ("one", "this machine"),
+                ("several", "several machines"),
+                ("pod", "a TPU pod"),
+                ("sagemaker", "Amazon SageMaker"),
+            ),
             lambda answers: "one",
         ),
-        _ask("num_machines", "How many machines?", 2, when=_several, check=_check_machines),
-        _ask("machine_rank", "Which of them is this one, from 0?", when=_several, check=_check_rank),
-        _ask(
+        ask("num_machines", "How many machines?", 2, when=several, check=_check_machines),
+        ask("machine_rank", "Which of them is this one, from 0?", when=several, check=_check_rank),
+        ask(
             "main_process_ip",
             "Host name or address of machine 0?",
             "",
-            when=_several,
-            check=_needed("The address of machine 0"),
+            when=several,
+            check=needed("The address of machine 0"),
         ),
-        _ask("main_process_port", "Port on machine 0?", 29500, when=_several),
-        _ask(
+        ask("main_process_port", "Port on machine 0?", 29500, when=several),
+        ask(
             "rdzv_backend",
             "How do the machines meet?",
-            when=_several,
+            when=several,
             choices=(
                 ("static", "static: each machine is told its rank"),
                 ("c10d", "c10d: ranks are handed out, machines may restart"),
@@ -203,140 +77,118 @@ def _place() -> list[Question]:
     ]
 
 
-def _devices(gpus: int) -> list[Question]:
-    choices: tuple[tuple[str, str], ...] = (
-        ("all", f"all {gpus} GPUs"),
-        ("some", "some of the GPUs"),
-        ("cpu", "the CPU"),
-    )
-    if gpus == 1:
-        choices = (("all", "the GPU"), ("cpu", "the CPU"))
+def _devices(gpus: int, tpu: bool) -> list[Question]:
+    choices = [("all", "the GPU" if gpus == 1 else f"all {gpus} GPUs")] if gpus else []
+    choices += [("some", "some of the GPUs")] if gpus > 1 else []
+    choices += [("tpu", "the TPU")] if tpu else []
+    choices += [("cpu", "the CPU")]
     return [
         Question(
             "device",
             "What do you train on?",
-            choices if gpus else (("cpu", "the CPU"),),
-            lambda answers: "all" if gpus else "cpu",
-            when=lambda answers: gpus > 0,
+            tuple(choices),
+            lambda answers: choices[0][0],
+            when=lambda answers: len(choices) > 1 and answers["place"] in ("one", "several"),
         ),
-        _ask(
+        ask(
             "gpu_ids",
             f"Which GPUs, of 0 to {gpus - 1}?",
             "0",
             when=lambda answers: answers["device"] == "some",
             check=_check_gpus(gpus),
         ),
-        _ask(
+        ask(
             "num_processes",
             "How many processes, over all machines?",
             lambda answers: answers.get("num_machines", 1),
-            when=lambda answers: not _is_gpu(answers),
+            when=lambda answers: answers["device"] == "cpu",
             check=_check_processes,
         ),
-    ]
-
-
-def _engines() -> list[Question]:
-    engines = (
-        ("ddp", "each process has the whole model (DDP)"),
-        ("fsdp", "the model is sharded over the processes (FSDP)"),
-        ("mesh", "a mesh of data, tensor, context or sequence parallelism"),
-    )
-    return [
-        Question(
-            "engine",
-            "How is the model spread?",
-            engines,
-            lambda answers: "ddp",
-            when=lambda answers: answers["processes"] > 1,
-        ),
-        _ask(
-            "fsdp_version",
-            "Which FSDP?",
-            2,
-            when=_is_fsdp,
-            choices=((2, "2: fully_shard"), (1, "1: FullyShardedDataParallel")),
-        ),
-        _ask("fsdp_sharding_strategy", "What is sharded?", when=_version(1)),
-        _ask(
-            "fsdp_reshard_after_forward",
-            "Free gathered parameters after the forward pass (less memory, more communication)?",
-            "true",
-            when=_version(2),
-            choices=(("false", "no"), ("true", "yes")),
-        ),
-        _ask("fsdp_auto_wrap_policy", "Which modules are wrapped?", "TRANSFORMER_BASED_WRAP", when=_is_fsdp),
-        _ask(
-            "fsdp_transformer_layer_cls_to_wrap",
-            "Layer classes to wrap, comma separated (empty: what the model itself names)?",
+        ask(
+            "mpirun_hostfile",
+            "Hostfile for mpirun, NAME slots=4 (empty: the same command on each machine)?",
             "",
-            when=_wraps_by("TRANSFORMER_BASED_WRAP"),
+            when=lambda answers: several(answers) and answers["device"] == "cpu",
         ),
-        _ask(
-            "fsdp_min_num_params",
-            "Smallest module to wrap, in parameters?",
-            100_000_000,
-            when=_wraps_by("SIZE_BASED_WRAP"),
-        ),
-        _ask("fsdp_offload_params", "Keep parameters and gradients on the CPU?", when=_is_fsdp),
-        _ask(
-            "fsdp_state_dict_type",
-            "How are checkpoints laid out?",
-            "SHARDED_STATE_DICT",
-            when=_is_fsdp,
-            choices=(("SHARDED_STATE_DICT", "a part per process"), ("FULL_STATE_DICT", "one whole file")),
-        ),
-        _ask(
-            "fsdp_activation_checkpointing",
-            "Recompute activations in backward (less memory, more work)?",
-            when=_is_fsdp,
-        ),
-        *(_mesh_axis(axis) for axis in _MESH),
-        _ask(
-            "parallelism_config_cp_comm_strategy",
-            "How does context parallelism exchange keys and values?",
-            when=lambda answers: _is_mesh(answers) and answers["parallelism_config_cp_size"] > 1,
+        ask(
+            "mpirun_ccl",
+            "oneCCL worker threads per process?",
+            when=lambda answers: bool(answers.get("mpirun_hostfile")),
         ),
     ]
 
 
-def _mesh_axis(axis: str) -> Question:
-    name = f"parallelism_config_{axis}_size"
-    return _ask(
-        name,
-        f"{SETTINGS[name].help.removesuffix('.')} ({axis})?",
-        when=_is_mesh,
-        default=_default_axis(axis),
-        check=_check_mesh(axis),
-    )
+def _compiles(answers: Answers) -> bool:
+    return bool(answers["dynamo_backend"] != "NO")
+
+
+def _fp8() -> list[Question]:
+    def of(backend: str) -> Test:
+        return lambda answers: answers.get("fp8_backend") == backend
+
+    return [
+        ask("fp8_format", "Number format?", when=of("TE")),
+        ask("fp8_margin", "Margin of the scaling factor, in powers of two?", when=of("TE")),
+        ask("fp8_interval", "Steps between recomputations of the scaling factor?", when=of("TE")),
+        ask("fp8_amax_history_len", "Steps of the history of maxima?", when=of("TE")),
+        ask("fp8_amax_compute_algo", "Which maximum of the history?", when=of("TE")),
+        ask("fp8_use_autocast_during_eval", "Use fp8 in evaluation, too?", when=of("TE")),
+        ask(
+            "fp8_override_linear_precision",
+            "Higher precision in forward, gradients of inputs, of weights (three times true or false)?",
+            when=of("TE"),
+        ),
+        ask("fp8_opt_level", "Optimization level?", when=of("MSAMP")),
+        ask(
+            "fp8_enable_fsdp_float8_all_gather",
+            "Gather sharded parameters in fp8?",
+            when=lambda answers: of("AO")(answers) and answers.get("engine") == "fsdp",
+        ),
+        ask("fp8_pad_inner_dim", "Pad inner dimensions to a multiple of 16?", when=of("AO")),
+    ]
 
 
 def _training() -> list[Question]:
     return [
-        _ask(
+        ask(
             "mixed_precision",
             "Mixed precision?",
             choices=tuple((name, name) for name in ("no", "bf16", "fp16", "fp8")),
         ),
-        _ask(
+        ask(
             "fp8_backend",
             "Which fp8 library?",
             "AO",
             when=lambda answers: answers["mixed_precision"] == "fp8",
             choices=(("AO", "AO: torchao"), ("TE", "TE: Transformer Engine"), ("MSAMP", "MSAMP: MS-AMP")),
         ),
-        _ask(
+        *_fp8(),
+        ask(
+            "downcast_bf16",
+            "Compute double as float, and float as bfloat16?",
+            when=lambda answers: is_tpu(answers) and answers["mixed_precision"] == "bf16",
+        ),
+        ask(
             "dynamo_backend",
             "Compile the model with torch.compile?",
             choices=(("NO", "no"), ("INDUCTOR", "yes, with inductor"), ("AOT_EAGER", "aot_eager, to debug")),
         ),
-        _ask("dynamo_mode", "Which mode of torch.compile?", when=lambda a: a["dynamo_backend"] != "NO"),
-        _ask(
+        ask("dynamo_mode", "Which mode of torch.compile?", when=_compiles),
+        ask("dynamo_use_fullgraph", "Refuse graph breaks?", when=_compiles),
+        ask(
+            "dynamo_use_dynamic",
+            "Trace with dynamic shapes?",
+            "",
+            when=_compiles,
+            choices=(("", "as torch decides"), (False, "no"), (True, "yes")),
+        ),
+        ask("dynamo_use_regional_compilation", "Compile each repeated block once?", when=_compiles),
+        ask(
             "enable_cpu_affinity",
             "Bind each process to the CPU cores nearest to its GPU?",
-            when=lambda answers: _is_gpu(answers) and answers["processes"] > 1,
+            when=lambda answers: is_gpu(answers) and answers["processes"] > 1,
         ),
-        _ask(
+        ask(
             "debug",
             "Check every collective for mismatches (slower, for debugging)?",
             when=lambda answers: answers["processes"] > 1,
@@ -344,14 +196,25 @@ def _training() -> list[Question]:
     ]
 
 
-def questions(gpus: int, before: Answers) -> list[Question]:
+def questions(gpus: int, before: Answers, tpu: bool = False) -> list[Question]:
     """Return the questions in order.
 
     Args:
         gpus: Visible GPUs of this machine.
         before: Answers that an existing config stands for; they are the defaults where they still fit.
+        tpu: Whether this machine has TPUs.
     """
-    return [_with_default(q, before) for q in _place() + _devices(gpus) + _engines() + _training()]
+    return [
+        _with_default(question, before)
+        for question in [
+            *_place(),
+            *sagemaker_questions(),
+            *_devices(gpus, tpu),
+            *tpu_questions(),
+            *engine_questions(),
+            *_training(),
+        ]
+    ]
 
 
 def _with_default(question: Question, before: Answers) -> Question:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from accel_launch.schema import SETTINGS
+from accel_launch.schema import SETTINGS, config_setting
 from accel_state.env import str_to_bool
 
 __all__ = ["upgrade"]
@@ -61,14 +61,22 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
         if values.pop(old, None):
             _note(where, old, f"it has no effect any more: {reason}")
     return {
-        key: _section(value, where) if isinstance(value, dict) else value for key, value in values.items()
+        key: _section(key, value, where) if isinstance(value, dict) else value
+        for key, value in values.items()
     }
 
 
-def _section(section: dict[str, Any], where: str) -> dict[str, Any]:
-    for old in [key for key in section if key in _RENAMED]:
-        _note(where, old, f"use {_RENAMED[old]}")
-    return {_RENAMED.get(key, key): value for key, value in section.items()}
+def _section(name: str, section: dict[str, Any], where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for old, value in section.items():
+        key = _RENAMED.get(old, old)
+        setting = config_setting(str(key), name)
+        if setting is not None:
+            key = setting.key  # the first files had no prefixes
+        if key != old:
+            _note(where, f"{name}.{old}", f"use {key}")
+        found[key] = value
+    return found
 
 
 def _note(where: str, old: str, advice: str) -> None:

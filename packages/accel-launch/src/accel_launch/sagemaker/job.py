@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_launch.config import LaunchConfig
 from accel_launch.errors import LaunchError
+from accel_launch.masking import mask_values
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_state.env import patch_environment
 
@@ -24,7 +25,7 @@ def job_text(config: LaunchConfig, args: argparse.Namespace) -> str:
     """
     estimator, inputs = prepare_sagemager_args_inputs(config, args)
     shown = json.dumps(
-        {"estimator": vars(estimator), "inputs": inputs}, indent=2, sort_keys=True, default=str
+        mask_values({"estimator": vars(estimator), "inputs": inputs}), indent=2, sort_keys=True, default=str
     )
     return f"# a training job on Amazon SageMaker\n{shown}"
 

@@ -90,10 +90,10 @@ _LAUNCH = [
         "launcher",
         "str",
         "auto",
-        "How workers are started: by this process, torch.distributed.run, mpirun, or a launcher on each "
+        "How workers are started: by this process, torch.distributed.run, mpirun, Ray, or a launcher on each "
         "machine by Slurm's srun. auto takes torchrun for several machines and for restarts, mpirun with a "
         "hostfile for it, and in a Slurm job what fits the step.",
-        choices=("auto", "local", "torchrun", "mpirun", "srun"),
+        choices=("auto", "local", "torchrun", "mpirun", "srun", "ray"),
     ),
     _own(
         "launch",

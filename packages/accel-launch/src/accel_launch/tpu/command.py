@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_launch.command import read_config
 from accel_launch.errors import LaunchError
+from accel_launch.masking import mask_command
 from accel_launch.starters import Prepared, become
 from accel_launch.tpu.gcloud import pod_command
 from accel_state import env
@@ -93,7 +94,7 @@ def main(argv: Sequence[str], prog: str = "accel tpu-config") -> int:
     """
     args = _parser(prog).parse_args(list(argv))
     command = setup_command(args)
-    print(shlex.join(command), flush=True)
+    print(shlex.join(mask_command(command)), flush=True)
     if not args.debug:
         become(Prepared(command, env.snapshot(), "gcloud"))
     return 0

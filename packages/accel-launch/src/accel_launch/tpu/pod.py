@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import warnings
 from collections.abc import Mapping
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from accel_launch.again import accel_launch_command
 from accel_launch.errors import LaunchError
+from accel_launch.masking import mask_text
 from accel_launch.resolve import Source
 from accel_launch.starters import Prepared
 from accel_launch.tpu.gcloud import pod_command
-from accel_launch.tpu.variables import prepare_tpu
+from accel_launch.tpu.variables import prepare_tpu, tpu_settings
 
 if TYPE_CHECKING:
     from accel_launch.plan import Plan
@@ -42,8 +42,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
     value = plan.settings.value
     if value("vm"):
         warnings.warn("--vm is ignored: gcloud reaches every machine of a pod by its name.", stacklevel=2)
-    found = argparse.Namespace(**{name: effective.value for name, effective in plan.settings.items()})
-    settings, _ = prepare_tpu(found, {}, pod=True)
+    settings, _ = prepare_tpu(tpu_settings(plan.settings), {}, pod=True)
     exports = [f"export {_assignment(text)};" for text in settings.env]
     program = [*(["sudo", "-E"] if value("tpu_use_sudo") else []), "accel"]
     there = accel_launch_command(plan, without=_HERE, program=program, sources=(Source.FLAG, Source.CONFIG))
@@ -59,5 +58,5 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
 def _assignment(text: str) -> str:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise LaunchError(f"--env {text!r} is not allowed; allowed: NAME=VALUE.")
+        raise LaunchError(f"--env {mask_text(text)!r} is not allowed; allowed: NAME=VALUE.")
     return f"{name}={shlex.quote(value)}"

@@ -1,8 +1,8 @@
 """Run a function of a script in one process per TPU device, through torch_xla.
 
-`python -m accel_launch.tpu.spawn FUNCTION (file|module) SCRIPT [arguments]`. Every process imports the script
-under its own name, so that what stands under `if __name__ == "__main__":` does not run, and calls the
-function.
+`python -m accel_launch.tpu.spawn FUNCTION (one|all) (file|module) SCRIPT [arguments]`. Every process imports
+the script under its own name, so that what stands under `if __name__ == "__main__":` does not run, and calls
+the function.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ def main(argv: list[str]) -> int:
     """Spawn the processes and wait for them.
 
     Args:
-        argv: The function, file or module, the script and its arguments.
+        argv: The function, one or all devices, file or module, the script and its arguments.
 
     Returns:
         The exit code.
     """
-    call = Call(argv[0], argv[1], argv[2], tuple(argv[3:]))
+    function, count, kind, script, *arguments = argv
+    call = Call(function, kind, script, tuple(arguments))
     try:
         xmp = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
     except ImportError as error:
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
     except LaunchError as error:
         print(f"accel launch: error: {error}", file=sys.stderr)
         return 2
-    xmp.spawn(call)
+    xmp.spawn(call, nprocs=1 if count == "one" else None)  # the only numbers that it takes
     return 0
 
 

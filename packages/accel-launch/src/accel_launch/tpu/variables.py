@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
+from accel_launch.resolve import Settings
 from accel_state import env
 
-__all__ = ["prepare_tpu"]
+__all__ = ["prepare_tpu", "tpu_settings"]
 
 
 def prepare_tpu(
@@ -40,3 +41,12 @@ def prepare_tpu(
     given = list(getattr(args, "env", None) or ())
     settings.env = [*given, *(f"{name}={text}" for name, text in found.items())]
     return settings, dict(current_env)
+
+
+def tpu_settings(settings: Settings) -> argparse.Namespace:
+    """Return effective settings in the form that `prepare_tpu` takes.
+
+    Args:
+        settings: The settings.
+    """
+    return argparse.Namespace(**{name: effective.value for name, effective in settings.items()})
