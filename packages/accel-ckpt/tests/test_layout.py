@@ -35,6 +35,8 @@ def test_names_are_the_documented_ones() -> None:
         ("pytorch_model_fsdp.bin", "model"),
         ("pytorch_model_fsdp_1.bin", "model"),
         ("pytorch_model_fsdp_1/.metadata", "sharded"),
+        ("model-00001-of-00002.safetensors", "model"),
+        ("model.safetensors.index.json", "model"),
         ("optimizer.bin", "optimizer"),
         ("scheduler_1.bin", "scheduler"),
         ("dl_state_dict.bin", "loader"),

@@ -18,6 +18,7 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.restore import load_accelerator_state
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
+from accel_ckpt.weights import save_weights
 from accel_state.process import current_process
 
 
@@ -244,6 +245,28 @@ def test_whole_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     for number, values in state["state"].items():
         assert all(torch.equal(other.state_dict()["state"][number][key], values[key]) for key in values)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_in_several_files_are_loaded(tmp_path: Path, safe: bool) -> None:
+    model, again = (
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)),
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)),
+    )
+    names = save_weights(model.state_dict(), tmp_path, 80, safe)
+    assert len(names) > 2
+    with pytest.warns(UserWarning, match=r"another implementation|no random_states_0\.pkl") as told:
+        load_accelerator_state(tmp_path, [again], [], [], [], 0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not any("is not loaded" in str(entry.message) for entry in told)
+
+    index = next(tmp_path.glob("*.index.json"))
+    index.write_text(index.read_text().replace(names[0], f"../{names[0]}"))
+    with (
+        pytest.warns(UserWarning, match="another implementation"),
+        pytest.raises(CorruptCheckpointError, match="not inside its folder"),
+    ):
+        load_accelerator_state(tmp_path, [again], [], [], [], 0)
 
 
 def test_files_that_were_there_before_the_checkpoint_are_no_difference(tmp_path: Path) -> None:

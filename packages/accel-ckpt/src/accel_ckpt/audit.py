@@ -121,6 +121,8 @@ def _compare_shared(
                 missing.append(f"there is no {' or '.join(files)} for {what}")
     found = [[name for name in files if name in names] for _, files in (*core, *others)]
     asked = {there[0] for there in found if there}
+    if any(layout.is_index(name) for name in asked):
+        asked |= {name for name in names if layout.is_shard(name)}
     return asked, {name: there[0] for there in found for name in there[1:]}
 
 

@@ -3,6 +3,7 @@ needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
     pytorch_model_fsdp.bin ...                     the same, as others write them for sharded models
+    model.safetensors.index.json                   the same in files model-00001-of-00002.safetensors ...
     optimizer.bin, optimizer_1.bin ...             optimizers
     scheduler.bin, scheduler_1.bin ...             learning-rate schedules
     dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
@@ -32,6 +33,8 @@ __all__ = [
     "checkpoint_dir",
     "custom_file",
     "gradients_file",
+    "is_index",
+    "is_shard",
     "iteration_of",
     "loader_file",
     "local_state_file",
@@ -52,8 +55,11 @@ SCALER = "scaler.pt"
 CHECKPOINTS_DIR = "checkpoints"
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
+_SHARD = r"model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _ROLES = {
-    "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin",
+    "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin|"
+    rf"{_SHARD}|{'|'.join(map(re.escape, _INDEXES))}",
     "optimizer": r"optimizer(_\d+)?\.bin",
     "scheduler": r"scheduler(_\d+)?\.bin",
     "loader": r"dl_state_dict(_\d+)?\.bin",
@@ -87,13 +93,24 @@ def model_file(index: int = 0, safe_serialization: bool = True) -> str:
     )
 
 
-def model_files(index: int = 0) -> tuple[str, str, str]:
+def model_files(index: int = 0) -> tuple[str, ...]:
     """Return the names that a model's weights may have, the first of which is preferred."""
     return (
         model_file(index, True),
         model_file(index, False),
         _numbered("pytorch_model_fsdp", index, ".bin"),
+        *(_INDEXES if index == 0 else ()),
     )
+
+
+def is_index(name: str) -> bool:
+    """Tell whether a file only says in which files the weights are."""
+    return name in _INDEXES
+
+
+def is_shard(name: str) -> bool:
+    """Tell whether a file is one of those that an index names."""
+    return re.fullmatch(_SHARD, name) is not None
 
 
 def optimizer_file(index: int = 0) -> str:

@@ -19,6 +19,7 @@ from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.filling import fill
 from accel_ckpt.progress import Progress
+from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process
 
@@ -87,12 +88,16 @@ class Reading:
             self._opened[name] = self._open(name, maps=True)
 
     def _open(self, name: str, maps: bool) -> Any:
+        if layout.is_index(name):
+            found = find_weight_files(digests.plain_file(self.folder, name))
+            parts = [self._open(path.name, self._maps(path.name)) for path in found]
+            return {key: value for part in parts for key, value in part.items()}
         options = {"mmap": True, **self.options} if maps else self.options
         return tensors.load(self.folder / name, map_location=self.device, **options)
 
     def _maps(self, name: str) -> bool:
         """Whether a file is mapped: what is large, so that it is not in memory twice."""
-        large = layout.role_of(name) in ("model", "optimizer") and not name.endswith(".safetensors")
+        large = layout.role_of(name) in ("model", "optimizer") and name.endswith(".bin")
         # Windows deletes no file that is mapped.
         return large and os.name == "posix" and zipfile.is_zipfile(digests.plain_file(self.folder, name))
 
