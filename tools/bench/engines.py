@@ -33,7 +33,7 @@ WORDS, HEADS, LENGTH, BATCH = 1024, 4, 64, 4
 LAYERS, WIDTH = 4, 256  # of the model whose step is timed
 
 MEMORY_LIMIT = 1.02
-MEMORY_WIDTH, MEMORY_STEPS = 1024, 3
+MEMORY_WIDTH, MEMORY_STEPS = 1024, 2
 
 BY_HAND = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard", "tp": "parallelize_module"}
 
@@ -132,7 +132,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.features)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        added: torch.Tensor = self.down(F.gelu(self.up(self.norm_2(x))))
+        return x + added
 
 
 class Transformer(nn.Module):
@@ -181,7 +182,12 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def _by_hand(engine: str, width: int) -> Contestant:
     """Make the step with torch's own calls."""
     plain = _make(width)
-    model: Any = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": _shard, "tp": _split}[engine](plain)
+    wrap: dict[str, Callable[[Any], Any]] = {
+        "ddp": nn.parallel.DistributedDataParallel,
+        "fsdp2": _shard,
+        "tp": _split,
+    }
+    model = wrap[engine](plain)
     optimizer = _optimizer(model)
     inputs, labels = _batch()
 
@@ -194,11 +200,12 @@ def _by_hand(engine: str, width: int) -> Contestant:
     return Contestant(step, list(plain.parameters()))
 
 
-def _shard(model: Transformer) -> nn.Module:
+def _shard(model: Transformer) -> Transformer:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def _split(model: Transformer) -> nn.Module:
