@@ -169,6 +169,23 @@ def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: S
     assert error.count("Traceback (most recent call last):") == 2
 
 
+def test_a_worker_that_was_killed_is_named_before_one_that_noticed_it(start: Start) -> None:
+    script = (
+        "import atexit, os, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    atexit.register(time.sleep, 1.0)\n"
+        "    open('ready0', 'w').close()\n"
+        "    raise ConnectionError('the other is gone')\n"
+        "while not os.path.exists('ready0'): time.sleep(0.01)\n"
+        "time.sleep(0.3)\nos.kill(os.getpid(), 9)\n"
+    )
+    code, _, error = start(*TWO, script=script).finish()
+
+    assert code == 137
+    assert "rank 1 of 2" in error
+    assert "killed by SIGKILL" in error
+
+
 def test_a_worker_stuck_after_its_traceback_is_ended_too(start: Start) -> None:
     script = (
         "import atexit, os, time\n"

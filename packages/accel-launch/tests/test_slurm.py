@@ -65,6 +65,15 @@ def test_the_first_machine_of_a_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
+def test_runs_that_may_share_a_machine_have_ports_of_their_own() -> None:
+    places = [
+        find_step({**TASKS, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step})
+        for job, step in (("7", "0"), ("7", "1"), ("9", "0"), ("20007", "0"))
+    ]
+
+    assert [place.port for place in places if place] == [10007, 10008, 10009, 10007]
+
+
 def test_a_task_is_a_worker(plan: Any) -> None:
     made = plan(TASKS)
     environ = prepared(made, TASKS).environ
