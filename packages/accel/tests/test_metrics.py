@@ -62,19 +62,21 @@ def gathered(kind: str, count: int, batch_size: int, split: bool, form: str) -> 
     return [int(item) for item in seen]
 
 
+LOADERS = [(17, 4, False), (10, 12, True), (3, 2, False), (24, 4, False), (13, 12, True)]
+"""Samples, batch size, and whether the batches are split."""
+
+
+def gathered_from_each(kind: str, form: str) -> list[list]:
+    return [gathered(kind, *loader, form) for loader in LOADERS]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", ["tensor", "nested", "objects", "forced"])
 @pytest.mark.parametrize("kind", ["map", "iterable", "dispatch"])
 def test_every_sample_once_in_order(world, size, kind, form):
-    for count, batch_size, split in [
-        (17, 4, False),
-        (10, 12, True),
-        (3, 2, False),
-        (24, 4, False),
-        (13, 12, True),
-    ]:
-        for result in world.run(gathered, kind, count, batch_size, split, form, size=size):
-            assert result == list(range(count)), (kind, count, batch_size, split)
+    for results in world.run(gathered_from_each, kind, form, size=size):
+        for loader, result in zip(LOADERS, results, strict=True):
+            assert result == list(range(loader[0])), (kind, loader)
 
 
 def reduced_outputs() -> tuple[list, int, list]:
