@@ -78,7 +78,7 @@ def test_the_environment_fills_what_is_not_given():
         ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES="Experts,Others",
     ):
         plugin = DeepSpeedPlugin()
-        with pytest.warns(UserWarning, match="zero3_init_flag=True is ignored: with zero_stage=1"):
+        with pytest.warns(UserWarning) as told:
             given = DeepSpeedPlugin(zero_stage=1, gradient_clipping=0.1, offload_param_device="none")
 
     assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping, plugin.zero_stage) == (2, 1.5, 3)
@@ -88,6 +88,14 @@ def test_the_environment_fills_what_is_not_given():
     assert plugin.zero3_save_16bit_model
     assert plugin.transformer_moe_cls_names == "Experts,Others"
     assert (given.zero_stage, given.gradient_clipping) == (1, 0.1)
+    messages = sorted(str(warning.message) for warning in told)
+    beginnings = (
+        "DeepSpeedPlugin ignores offload_param_nvme_path='/fast'",
+        "DeepSpeedPlugin ignores transformer_moe_cls_names='Experts,Others'",
+        "zero3_init_flag=True is ignored: with zero_stage=1",
+    )
+    assert len(messages) == 3
+    assert all(text.startswith(start) for text, start in zip(messages, beginnings, strict=True))
 
 
 def test_a_file_comes_before_the_defaults_and_agrees_with_what_else_is_given(tmp_path):
@@ -216,6 +224,22 @@ def test_another_precision_than_the_configurations_is_refused():
         plugin.set_mixed_precision("fp16")
 
     assert len(str(error.value).splitlines()) == 4  # both
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"offload_optimizer_nvme_path": "/disk"}, "offload_optimizer_device is not 'nvme'"),
+        ({"offload_param_nvme_path": "/disk"}, "offload_param_device is not 'nvme'"),
+        ({"msamp_opt_level": "O2"}, "enable_msamp is not set"),
+        ({"transformer_moe_cls_names": "Experts"}, "zero_stage=3 alone"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told(options, reason):
+    (name,) = options
+    with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
+        DeepSpeedPlugin(**options)
+    assert told[0].filename == __file__
 
 
 @pytest.mark.usefixtures("fresh_state")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -172,3 +173,36 @@ def test_layers_that_the_model_lacks_are_named():
     bare = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
     with pytest.raises(ValueError, match="transformer_cls_names_to_wrap"):
         bare.set_auto_wrap_policy(torch.nn.Sequential())
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "reason"),
+    [
+        (2, {"limit_all_gathers": False}, "always does"),
+        (2, {"sync_module_states": False, "cpu_ram_efficient_loading": True}, "only rank 0 has"),
+        (2, {"activation_checkpointing_offload": True}, "activation_checkpointing is not set"),
+        (1, {"min_num_params": 3, "auto_wrap_policy": "no_wrap"}, "size_based_wrap"),
+        (1, {"transformer_cls_names_to_wrap": ["Layer"], "auto_wrap_policy": "no_wrap"}, "transformer_based"),
+        (1, {"state_dict_config": fsdp.FullStateDictConfig(rank0_only=False)}, "first process of a machine"),
+        (
+            1,
+            {"optim_state_dict_config": fsdp.FullOptimStateDictConfig(offload_to_cpu=False)},
+            "first process",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told_once(version, options, reason):
+    name = next(iter(options))
+    with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    assert told[0].filename == __file__
+    dataclasses.replace(plugin)  # as engines do; nothing is told again
+
+
+def test_a_sharding_strategy_is_given_once():
+    with pytest.raises(ValueError, match=r"=FULL_SHARD and sharding_strategy=NO_SHARD .* differ"):
+        FullyShardedDataParallelPlugin(
+            fsdp_version=1, reshard_after_forward="FULL_SHARD", sharding_strategy="NO_SHARD"
+        )
+    same = {"reshard_after_forward": "NO_SHARD", "sharding_strategy": "no_shard"}
+    assert FullyShardedDataParallelPlugin(fsdp_version=1, **same).sharding_strategy.name == "NO_SHARD"

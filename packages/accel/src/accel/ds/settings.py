@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from accel_state import env
@@ -9,7 +10,7 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
 
-__all__ = ["precision_under", "resolve_deepspeed", "steps_under"]
+__all__ = ["precision_under", "resolve_deepspeed", "steps_under", "tell_unused"]
 
 
 def resolve_deepspeed(plugin: Any, plugins: Any) -> Any:
@@ -53,3 +54,24 @@ def precision_under(plugins: Any, mixed_precision: Any) -> Any:
 def _first(plugins: Any) -> DeepSpeedPlugin | None:
     first: DeepSpeedPlugin | None = next(iter(plugins.values())) if isinstance(plugins, dict) else plugins
     return first
+
+
+def tell_unused(plugin: DeepSpeedPlugin) -> None:
+    """Warn of settings that are given and that nothing reads.
+
+    Args:
+        plugin: The plugin, with the values of its configuration and the environment.
+    """
+    reasons = {
+        f"offload_{what}_nvme_path": f"offload_{what}_device is not 'nvme'"
+        for what in ("optimizer", "param")
+        if getattr(plugin, f"offload_{what}_device") != "nvme"
+    }
+    if not plugin.enable_msamp:
+        reasons["msamp_opt_level"] = "enable_msamp is not set"
+    if plugin.zero_stage != 3:
+        reasons["transformer_moe_cls_names"] = "parameters are sharded by zero_stage=3 alone"
+    for name, reason in reasons.items():
+        value = getattr(plugin, name)
+        if value not in (None, "none"):
+            warnings.warn(f"DeepSpeedPlugin ignores {name}={value!r}: {reason}.", stacklevel=4)

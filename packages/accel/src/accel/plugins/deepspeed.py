@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from accel.ds.config import AUTO, HfDeepSpeedConfig, find, put
+from accel.ds.settings import tell_unused
 from accel.ds.transformers import show_to_transformers
 from accel_state import env
 from accel_state.packages import require
@@ -111,6 +112,7 @@ class DeepSpeedPlugin:
         self._read_back()
         self._set_init(is_given)
         self._set_experts_and_msamp()
+        tell_unused(self)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
+from accel.plugins.unused import tell_unused
 from accel_state import env
 
 __all__ = [
@@ -124,15 +125,21 @@ class FullyShardedDataParallelPlugin:
         self.set_state_dict_type()
         if self.mixed_precision_policy is not None:
             self._read_precision()
+        tell_unused(self)
 
     def _set_sharding(self, given: set[str]) -> None:
         strategies = {item.name.lstrip("_"): item for item in fsdp.ShardingStrategy}
         strategies |= {item.name: item for item in fsdp.ShardingStrategy}
         if self.fsdp_version == 1:
-            chosen = self.reshard_after_forward if "reshard_after_forward" in given else None
-            chosen = self.sharding_strategy if chosen is None else chosen
-            chosen = env.get("FSDP_SHARDING_STRATEGY") if chosen is None else chosen
-            chosen = _choice("reshard_after_forward of fsdp_version=1", chosen, strategies)
+            name = "reshard_after_forward of fsdp_version=1"
+            both = [item for item in (self.reshard_after_forward, self.sharding_strategy) if item is not None]
+            both = both or [env.get("FSDP_SHARDING_STRATEGY")]
+            chosen, *others = (_choice(name, item, strategies) for item in both)
+            if others not in ([], [chosen]):
+                raise ValueError(
+                    f"reshard_after_forward={chosen.name} and sharding_strategy={others[0].name} say the "
+                    "same in fsdp_version=1, and differ. Leave one out."
+                )
             self.sharding_strategy = self.reshard_after_forward = chosen
             return
         if "sharding_strategy" in given:
