@@ -120,9 +120,12 @@ def _xla_launched_as() -> tuple[int, int, int, int]:
     )
 
 
+def _xla_device() -> Any:
+    return import_module("torch_xla").device()
+
+
 def _xla_memory(key: str) -> int:
-    model = _xla()
-    return int(model.get_memory_info(model.xla_device()).get(key, 0))
+    return int(_xla().get_memory_info(_xla_device()).get(key, 0))
 
 
 def _xla_prepare_group(_num_processes: int) -> None:
@@ -131,7 +134,7 @@ def _xla_prepare_group(_num_processes: int) -> None:
 
 XLA = _calls(
     prepare_group=_xla_prepare_group,
-    device=lambda: _xla().xla_device(),
+    device=_xla_device,
     device_count=lambda: _xla_runtime().local_device_count(),
     synchronize=lambda: _xla().wait_device_ops(),
     empty_cache=_nothing,
