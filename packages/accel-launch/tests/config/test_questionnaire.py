@@ -197,10 +197,8 @@ def _titles(gpus: int) -> list[str]:
 
 
 def test_a_pod_is_named_and_prepared() -> None:
-    script = Script(
-        where="pod", variables="A=1 B='x y'", zone="z", commands_that_prepare="git pull; pip install x"
-    )
-    script.answers |= {"pod's": ["", "pod"], "file of": ""}
+    script = Script(where="pod", variables="A=1 B='x y'", zone="z")
+    script.answers |= {"pod's": ["", "pod"], "separated by ;": "git pull; pip install x"}
     values = ask_all(script, gpus=0)
 
     assert values is not None

@@ -50,13 +50,12 @@ def test_an_obsolete_key_that_is_off_needs_no_warning() -> None:
 
 
 def test_the_first_fsdp_section_had_no_prefixes_and_numbers() -> None:
-    with pytest.warns(
-        FutureWarning, match=r"fsdp_config\.sharding_strategy is an old form; use fsdp_sharding"
-    ):
-        config = load(
-            {"fsdp_config": {"sharding_strategy": 1, "offload_params": False, "min_num_params": 2000}}
-        )
+    section = {"sharding_strategy": 1, "offload_params": False, "min_num_params": 2000}
+    with pytest.warns(FutureWarning) as notes:
+        config = load({"fsdp_config": section})
 
+    assert "fsdp_config.sharding_strategy is an old form; use fsdp_sharding_strategy" in str(notes[0].message)
+    assert len(notes) == 3
     assert set(config.to_dict()["fsdp_config"]) == set(config.settings)
     assert config.settings == {
         "fsdp_sharding_strategy": "FULL_SHARD",
