@@ -15,6 +15,12 @@ import torch
 from accel import Accelerator
 
 accelerator = Accelerator()
+accelerator.wait_for_everyone()
+"""
+
+TRAINING = (
+    PREAMBLE
+    + """
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = accelerator.prepare(model, optimizer)
@@ -28,10 +34,11 @@ def step():
 
 accelerator.wait_for_everyone()
 """
+)
 
 # Prints when it fails, so that the test measures from the failure and not from the start of torch.
 ONE_RAISES = (
-    PREAMBLE
+    TRAINING
     + """
 for i in range(100):
     if accelerator.process_index == 1 and i == 3:
@@ -42,7 +49,7 @@ for i in range(100):
 )
 
 ONE_IS_KILLED = (
-    PREAMBLE
+    TRAINING
     + """
 import os, signal
 if accelerator.process_index == 1:
