@@ -78,6 +78,7 @@ dist.all_reduce_coalesced(tensors)
 """
 
 
+@pytest.mark.long
 def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
     """Without settle, about one in three of these processes aborts."""
     place = {"STORE": str(tmp_path / "store"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
