@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from accel_ckpt import merge_command
+from accel_ckpt import dcp, merge_command
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.merge import _put, merge_fsdp_weights
 from accel_ckpt.sharded import save_sharded_state
@@ -118,6 +120,23 @@ def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path: Path) -> None:
     save_alone({"z": torch.ones(1, dtype=torch.complex128)}, tmp_path / "z")
     with pytest.raises(CheckpointError, match=r"z in .* is torch\.complex128"):
         merge_fsdp_weights(tmp_path / "z", tmp_path / "out")
+
+
+def test_pieces_that_do_not_make_up_the_whole_are_refused(tmp_path: Path) -> None:
+    save_alone({"w": torch.ones(4, 2)}, tmp_path / "c")
+    index = tmp_path / "c" / dcp.METADATA
+    good = index.read_bytes()
+    for size, offset in (([3, 2], [0, 0]), ([4, 2], [1, 0])):  # a row too few, and one beyond the end
+        metadata = pickle.loads(good)
+        (chunk,) = metadata.state_dict_metadata["w"].chunks
+        ((place, info),) = metadata.storage_data.items()
+        chunk.sizes, chunk.offsets = torch.Size(size), torch.Size(offset)
+        metadata.storage_data = {replace(place, offset=chunk.offsets): info}
+        index.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(
+            CorruptCheckpointError, match=r"the pieces of w do not make up its shape \[4, 2\]"
+        ):
+            merge_fsdp_weights(tmp_path / "c", tmp_path / "out")
 
 
 def test_what_is_no_tensor_is_left_out_and_told(tmp_path: Path) -> None:
