@@ -598,6 +598,25 @@ def test_one_engine_trains_and_another_evaluates(world):
         assert (gathered, shape) == (35, (0,))
 
 
+def two_trainings() -> list[list[float]]:
+    """Two Accelerators with the same plugin, each with a model that it trains, step by step in turns."""
+    plugin = DeepSpeedPlugin(settings(2))
+    accelerators = [Accelerator(deepspeed_plugin=plugin) for _ in range(2)]
+    parts = [(accelerator, *prepared(accelerator)) for accelerator in accelerators]
+    losses: list[list[float]] = [[], []]
+    batches = [iter(loader) for *_, loader in parts]
+    for _ in range(6):
+        for own, source, (accelerator, model, optimizer, _) in zip(losses, batches, parts, strict=True):
+            own += trained(accelerator, model, optimizer, source, 1)
+    accelerators[0].end_training()
+    return losses
+
+
+def test_each_accelerator_trains_a_model_of_its_own(world):
+    for losses in world.run(two_trainings, timeout_s=100):
+        assert losses == [pytest.approx(plain(), rel=1e-5)] * 2
+
+
 def compiled(regional: bool) -> tuple[list[float], bool, bool]:
     plugin = DeepSpeedPlugin(settings(2))
     dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)

@@ -79,7 +79,7 @@ def load_state(
         objects,
         accelerator.process_index,
         accelerator.process,
-        hooked={*_left_to_hooks(accelerator, len(models)), "deepspeed", "local"},
+        hooked={*_left_to_hooks(accelerator, len(models)), "deepspeed", "megatron", "local"},
         strict=strict,
         **options if len(others) == len(models) else {},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ class _OnCPU(TorchFunctionMode):
     """Tensors that are asked for on CUDA are made on the CPU, and CPU tensors say that they are on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
@@ -28,6 +31,7 @@ class _OnCPU(TorchFunctionMode):
 @contextlib.contextmanager
 def cuda_calls_answered_by_the_cpu() -> Iterator[None]:
     """Let accel's Megatron-LM engine and megatron-core run on CPU processes."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
 
     from accel.megatron import runtime
@@ -45,6 +49,8 @@ def cuda_calls_answered_by_the_cpu() -> Iterator[None]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "empty_cache", lambda: None),
+        # A save hands its result over in a process of its own, which would outlive the test.
+        (filesystem_async, "_results_queue", queue.Queue()),
         (random, "_get_cuda_rng_state", get_state),
         (random, "_set_cuda_rng_state", set_state),
     ]

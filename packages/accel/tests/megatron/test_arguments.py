@@ -10,6 +10,7 @@ from accel.accelerator import Accelerator
 from accel.megatron import arguments
 from accel.megatron.data import MegatronLMDummyDataLoader, with_micro_batches
 from accel.megatron.optimizers import schedule_arguments
+from accel.megatron.options import refuse_without_transformer_engine
 from accel.megatron.runtime import check_device
 from accel.megatron.steps import causal_mask, hidden_from
 from accel.megatron.t5 import T5TrainStep
@@ -51,6 +52,7 @@ def test_models_get_their_fields_and_no_others():
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
         "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
         "num_layers_in_last_pipeline_stage": 1,
         "activation_func": torch.nn.functional.silu,
     }
@@ -92,6 +94,35 @@ def test_schedules_count_samples():
     assert (found["lr_decay_steps"], found["lr_warmup_steps"], found["wd_incr_steps"]) == (500, 50, 1000)
     with pytest.raises(ValueError, match="total_num_steps"):
         schedule_arguments(SCHEDULE)
+    ending = SCHEDULE | {"train_iters": 100, "lr_decay_style": "WSD"}
+    assert schedule_arguments(ending | {"lr_wsd_decay_iters": 5})["wsd_decay_steps"] == 40
+    with pytest.raises(ValueError, match="'lr_wsd_decay_iters'"):
+        schedule_arguments(ending)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"attention_backend": "flash", "tp_degree": 2, "sequence_parallelism": True},
+            "sequence_parallelism",
+        ),
+        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+        (
+            {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True},
+            "use_precision_aware_optimizer=True",
+        ),
+    ],
+)
+def test_what_transformer_engine_does_is_refused_without_it(monkeypatch, options, named):
+    monkeypatch.setattr("accel.megatron.options.is_package_available", lambda module: False)
+    with pytest.raises(ImportError, match=rf"{named}.*pip install 'accel\[transformer-engine\]'"):
+        refuse_without_transformer_engine(MegatronLMPlugin(**options))
+    refuse_without_transformer_engine(MegatronLMPlugin(tp_degree=2, attention_backend=True))
+    own = MegatronLMPlugin(context_parallel_size=2, custom_model_provider_function=lambda first, last: None)
+    refuse_without_transformer_engine(own)
+    monkeypatch.setattr("accel.megatron.options.is_package_available", lambda module: True)
+    refuse_without_transformer_engine(MegatronLMPlugin(**options))
 
 
 def test_loaders_hold_the_micro_batches_of_a_step():

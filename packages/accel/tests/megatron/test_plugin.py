@@ -87,6 +87,12 @@ def test_the_environment_reaches_settings_and_arguments_come_first(monkeypatch):
         ({"tp_degree": 0}, "tp_degree is 0"),
         ({"num_micro_batches": 1.5}, "num_micro_batches is 1.5"),
         ({"pipeline_model_parallel_split_rank": 1}, "split_rank=1.*Leave it out"),
+        ({"train_iters": 5, "train_samples": 50}, "train_iters=5 and train_samples=50.*Leave all but one"),
+        ({"lr_decay_iters": 5, "lr_decay_samples": 50}, "lr_decay_samples=50"),
+        ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, "lr_warmup_fraction=0.1"),
+        ({"recompute_method": "uniform"}, "recompute_method='uniform'.*recompute_granularity='full'"),
+        ({"recompute_num_layers": 1}, "recompute_num_layers=1"),
+        ({"use_precision_aware_optimizer": True}, "use_distributed_optimizer=True too"),
     ],
 )
 def test_values_that_are_not_allowed_are_named(options, message):
@@ -94,10 +100,83 @@ def test_values_that_are_not_allowed_are_named(options, message):
         MegatronLMPlugin(**options)
 
 
-def test_logging_options_of_another_loop_are_told_to_be_ignored():
-    with pytest.warns(UserWarning, match="ignores tensorboard_dir") as told:
-        MegatronLMPlugin(tensorboard_dir="logs")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensorboard_dir": "logs"}, "training loop"),
+        ({"set_all_logging_options": True}, "training loop"),
+        ({"lr_mult": 2.0}, "scale_lr_cond"),
+        ({"custom_train_step_kwargs": {"size": 1}}, "custom_train_step_class"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "optimizer_cpu_offload"),
+        ({"expert_tensor_parallel_size": 2}, "num_moe_experts"),
+        ({"eod_mask_loss": True}, "megatron_dataset_flag"),
+        ({"seq_length": 8}, "megatron_dataset_flag"),
+        ({"encoder_seq_length": 8}, "megatron_dataset_flag"),
+        ({"decoder_seq_length": 8}, "megatron_dataset_flag"),
+        ({"consumed_samples": [1, 0, 0]}, "megatron_dataset_flag"),
+        ({"custom_megatron_datasets_provider_function": print}, "megatron_dataset_flag"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told(options, reason):
+    (name,) = options
+    with pytest.warns(UserWarning, match=f"ignores {name}=.*{reason}") as told:
+        MegatronLMPlugin(**options)
     assert told[0].filename == __file__
+
+
+def test_what_is_read_is_not_told():
+    experts = {"num_moe_experts": 2}
+    MegatronLMPlugin(megatron_dataset_flag=True, seq_length=8, eod_mask_loss=True, consumed_samples=[1, 0, 0])
+    MegatronLMPlugin(scale_lr_cond=lambda name, parameter: True, lr_mult=2.0)
+    MegatronLMPlugin(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    MegatronLMPlugin(expert_tensor_parallel_size=2, other_megatron_args=experts)
+
+
+FIELDS = {
+    "tp_degree": ("tensor_model_parallel_size", 2),
+    "pp_degree": ("pipeline_model_parallel_size", 2),
+    "use_custom_fsdp": ("use_custom_fsdp", True),
+    "optimizer_cpu_offload": ("optimizer_cpu_offload", True),
+    "use_distributed_optimizer": ("use_distributed_optimizer", True),
+    "decoder_last_pipeline_num_layers": ("decoder_last_pipeline_num_layers", 1),
+    "recompute_granularity": ("recompute_granularity", "selective"),
+    "attention_backend": ("attention_backend", "unfused"),
+    "expert_model_parallel_size": ("expert_model_parallel_size", 2),
+    "context_parallel_size": ("context_parallel_size", 2),
+    "attention_dropout": ("attention_dropout", 0.3),
+    "hidden_dropout": ("hidden_dropout", 0.3),
+    "attention_softmax_in_fp32": ("attention_softmax_in_fp32", True),
+    "calculate_per_token_loss": ("calculate_per_token_loss", True),
+    "num_micro_batches": ("num_micro_batches", 3),
+    "gradient_clipping": ("clip_grad", 0.3),
+    "sequence_parallelism": ("sequence_parallel", True),
+    "num_layers_per_virtual_pipeline_stage": ("num_layers_per_virtual_pipeline_stage", 1),
+    "train_iters": ("train_iters", 3),
+    "train_samples": ("train_samples", 3),
+    "weight_decay_incr_style": ("weight_decay_incr_style", "linear"),
+    "lr_decay_style": ("lr_decay_style", "cosine"),
+    "lr_decay_iters": ("lr_decay_iters", 3),
+    "lr_decay_samples": ("lr_decay_samples", 3),
+    "lr_warmup_iters": ("lr_warmup_iters", 3),
+    "lr_warmup_samples": ("lr_warmup_samples", 3),
+    "lr_warmup_fraction": ("lr_warmup_fraction", 0.3),
+    "min_lr": ("min_lr", 0.3),
+    "megatron_dataset_flag": ("megatron_dataset_flag", True),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_becomes_megatrons(name):
+    theirs, value = FIELDS[name]
+    assert MegatronLMPlugin(**{name: value}).megatron_lm_default_args[theirs] == value
+
+
+def test_what_the_user_says_comes_before_what_model_and_optimizer_say():
+    plugin = MegatronLMPlugin(other_megatron_args={"ffn_hidden_size": 48, "adam_beta2": 0.95})
+    plugin.set_network_size_args(described(**GPT2))
+    plugin.set_optimizer_type(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=1e-3))
+    args = plugin.megatron_lm_default_args
+    assert (args["ffn_hidden_size"], args["adam_beta2"], args["num_layers"]) == (48, 0.95, 2)
 
 
 def test_gpt2_is_described():

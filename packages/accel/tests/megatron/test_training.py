@@ -37,7 +37,7 @@ class GPT2(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.config = SimpleNamespace(
             model_type="gpt2",
-            n_layer=2,
+            n_layer=4,
             n_embd=16,
             n_head=2,
             n_inner=None,
@@ -64,44 +64,103 @@ def make(**options: Any) -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**options))
     model = GPT2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
+    shards = accelerator.engine.data_shard[1]
+    # Schedules count the steps that one process would need.
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=100 * shards, warmup_num_steps=2 * shards)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row} for row in tokens]
     # Processes with data of their own have fewer samples of each step.
-    loader = DataLoader(data, batch_size=MICRO // accelerator.engine.data_shard[1] or 1)
+    loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=MICRO // shards)
     return (accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
 
 
-def train(steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    with shim():
-        accelerator, model, optimizer, scheduler, loader = make(**options)
-        found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
-        for _, batch in zip(range(steps), loader, strict=False):
-            output = model(**batch)
-            optimizer.zero_grad()
-            accelerator.backward(output.loss)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            scheduler.step()
-            found["losses"].append(output.loss.item())
-            found["norms"].append(float(optimizer.grad_norm))
-            found["rates"].append(scheduler.get_last_lr()[0])
-        accelerator.end_training()
-        leave()
+Steps = dict[str, list[float]]
+
+
+def steps_of(prepared: tuple[Any, ...], first: int, last: int) -> Steps:
+    accelerator, model, optimizer, scheduler, loader = prepared
+    found: Steps = {"losses": [], "norms": [], "rates": []}
+    for _, batch in zip(range(last - first), accelerator.skip_first_batches(loader, first), strict=False):
+        output = model(**batch)
+        optimizer.zero_grad()
+        accelerator.backward(output.loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        found["losses"].append(output.loss.item())
+        found["norms"].append(float(optimizer.grad_norm))
+        found["rates"].append(scheduler.get_last_lr()[0])
     return found
 
 
-def leave() -> None:
-    from megatron.core import parallel_state
+def train(folder: str | None = None, **options: Any) -> Steps:
+    """Train, and save after two steps."""
+    with shim():
+        prepared = make(**options)
+        before = steps_of(prepared, 0, 2)
+        if folder is not None:
+            prepared[0].save_state(folder)
+        after = steps_of(prepared, 2, STEPS)
+        prepared[0].end_training()
+    return {name: before[name] + after[name] for name in before}
 
-    parallel_state.destroy_model_parallel()
+
+def go_on(folder: str, **options: Any) -> tuple[Steps, list[str]]:
+    """Go on after two steps, perhaps in another arrangement; what was told, too."""
+    with shim():
+        prepared = make(**options)
+        with pytest.warns() as told:
+            prepared[0].load_state(folder)
+        after = steps_of(prepared, 2, STEPS)
+        prepared[0].end_training()
+    return after, [str(warning.message) for warning in told]
 
 
-def test_tensor_parallel_training_has_the_losses_of_one_process(world):
+def assert_same(steps: Steps, expected: Steps) -> None:
+    assert steps["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert steps["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+    assert steps["rates"] == pytest.approx(expected["rates"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_degree": 2},
+        {},
+        {"use_distributed_optimizer": True},
+    ],
+    ids=str,
+)
+def test_two_processes_train_as_one_does(world, options):
     (one,) = world.run(train, size=1, timeout_s=90)
-    both = world.run(train, size=2, timeout_s=90, tp_degree=2)
     assert one["losses"][-1] < one["losses"][0]
-    for each in both:
-        assert each["losses"] == pytest.approx(one["losses"], abs=1e-5)
-        assert each["norms"] == pytest.approx(one["norms"], rel=1e-3)
-        assert each["rates"] == one["rates"]
+
+    for each in world.run(train, size=2, timeout_s=90, **options):
+        assert_same(each, one)
+
+
+def test_recomputed_activations_give_the_same_losses(world):
+    (one,) = world.run(train, size=1, timeout_s=90)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for options in (full, {"recompute_activations": True}):
+        assert_same(world.run(train, size=1, timeout_s=90, **options)[0], one)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {"tp_degree": 2}),
+        (2, {"pp_degree": 2}),
+        (2, {"pp_degree": 2, "decoder_last_pipeline_num_layers": 1}),
+        (2, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+        (4, {"tp_degree": 2, "pp_degree": 2}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_in_another_arrangement(world, tmp_path, size, options):
+    (one,) = world.run(train, str(tmp_path / "saved"), size=1, timeout_s=90)
+    expected = {name: values[2:] for name, values in one.items()}
+
+    for steps, told in world.run(go_on, str(tmp_path / "saved"), size=size, timeout_s=90, **options):
+        assert_same(steps, expected)
+        assert any("dropout begins with new random numbers" in text for text in told) == (size > 1)

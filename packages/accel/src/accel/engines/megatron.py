@@ -25,6 +25,7 @@ from accel.megatron.optimizers import (
     build_optimizer,
     build_schedule,
 )
+from accel.megatron.options import refuse_without_transformer_engine
 from accel.megatron.t5 import T5TrainStep
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class MegatronLMEngine(Engine):
             )
         self.plugin.set_mixed_precision(context.precision.name)
         check_other_arguments(self.plugin.other_megatron_args or {})
+        refuse_without_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
@@ -140,6 +142,11 @@ class MegatronLMEngine(Engine):
                 "MegatronLMPlugin(custom_train_step_class=...)."
             )
         plugin = self.plugin
+        if plugin.return_logits and kind != "gpt":
+            raise ValueError(
+                f"return_logits=True with a {kind} model: its train step returns losses alone. Leave it out, "
+                "or give MegatronLMPlugin(custom_train_step_class=...)."
+            )
         ours = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
         if (plugin.context_parallel_size or 1) > 1 and ours:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Megatron-LM, built on megatron-core, which is what its package on the index has.
 
 - `parsers`: what a model's configuration means in Megatron's names.
+- `options`: settings that exclude each other, or that nothing would read.
 - `arguments`: Megatron's names as the configuration classes of megatron-core.
 - `runtime`: its process groups and seeds.
 - `models`: GPT, BERT and T5 models of this process's layers.

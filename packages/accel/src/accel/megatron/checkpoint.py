@@ -2,17 +2,19 @@
 
 megatron_lm/    weights, optimizer states and random generators, each process its part
 
-A checkpoint of one arrangement of processes loads in another, as megatron-core's do.
+A checkpoint of one arrangement of processes loads in another, as megatron-core's do, but for its generators.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.megatron.runtime import core, parallel_state
 from accel_ckpt.errors import CheckpointError
+from accel_state.packages import require
 
 if TYPE_CHECKING:
     from accel.megatron.model import MegatronEngine
@@ -33,7 +35,11 @@ def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    core("dist_checkpointing").save(_sharded(model, with_optimizer=not plugin.no_save_optim), str(target))
+    require(
+        "psutil", "megatron"
+    )  # where it is missing, a writer of megatron-core dies, and this waits for ever
+    state = _sharded(model, with_optimizer=not plugin.no_save_optim)
+    core("dist_checkpointing").save(state | {"arrangement": _arrangement()}, str(target))
 
 
 def check(names: Collection[str]) -> None:
@@ -63,12 +69,31 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     with_optimizer = not plugin.no_load_optim
     wanted = _sharded(model, with_optimizer, is_loading=True)
-    found = core("dist_checkpointing").load(wanted, str(folder / FOLDER))
+    checkpoints, source = core("dist_checkpointing"), str(folder / FOLDER)
+    saved = checkpoints.load_common_state_dict(source).get("arrangement")
+    if saved != _arrangement():
+        # Each process has generators of its own, which mean nothing to other parts of the model.
+        del wanted["random"]
+        warnings.warn(
+            f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, and they are {_arrangement()} "
+            "here: weights and optimizer states are restored, and dropout begins with new random numbers.",
+            stacklevel=2,
+        )
+    found = checkpoints.load(wanted, source)
     for index, part in enumerate(model.parts):
         part.load_state_dict(found[f"model{index}"], strict=True)
     if "optimizer" in found and model.optimizer is not None:
         model.optimizer.optimizer.load_state_dict(found["optimizer"])
-    core("tensor_parallel").get_cuda_rng_tracker().set_states(found["random"])
+    if "random" in wanted:
+        core("tensor_parallel").get_cuda_rng_tracker().set_states(found["random"])
+
+
+def _arrangement() -> tuple[int, int]:
+    places = parallel_state()
+    return (
+        places.get_pipeline_model_parallel_world_size(),
+        places.get_tensor_model_parallel_world_size(),
+    )
 
 
 def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
@@ -83,7 +108,7 @@ def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = Fal
     state["random"] = core("dist_checkpointing").ShardedObject(
         "random",
         core("tensor_parallel").get_cuda_rng_tracker().get_states(),
-        (places.get_pipeline_model_parallel_world_size(), places.get_tensor_model_parallel_world_size()),
+        _arrangement(),
         (places.get_pipeline_model_parallel_rank(), places.get_tensor_model_parallel_rank()),
         replica_id=places.get_data_parallel_rank(with_context_parallel=True),
     )

@@ -9,13 +9,14 @@ import torch
 
 from accel.megatron.arguments import check_names, ddp_arguments, optimizer_arguments, transformer_arguments
 from accel.megatron.runtime import core, fields_of, parallel_state
+from accel_state.packages import is_package_available
 
 if TYPE_CHECKING:
     from accel.plugins.megatron import MegatronLMPlugin
 
 __all__ = ["build", "check_other_arguments", "optimizer_config", "transformer_config", "wrap"]
 
-# Settings of our own that stand beside those of the configuration classes.
+# Settings that stand beside those of the configuration classes.
 _READ_HERE = (
     "position_embedding_type",
     "rotary_base",
@@ -27,6 +28,9 @@ _READ_HERE = (
     "decoder_seq_length",
     "bert_binary_head",
     "num_tokentypes",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "lr_wsd_decay_style",
 )
 
 
@@ -80,6 +84,7 @@ def build(plugin: MegatronLMPlugin) -> list[Any]:
     config = transformer_config(args)
     parts = []
     stages = config.virtual_pipeline_model_parallel_size
+    state.set_virtual_pipeline_model_parallel_world_size(stages)  # the model says how many
     for stage in range(stages or 1):
         place = {"ignore_virtual": False, "vp_stage": stage if stages else None}
         ends = state.is_pipeline_first_stage(**place), state.is_pipeline_last_stage(**place)
@@ -146,7 +151,12 @@ def _sizes(args: Mapping[str, Any], pre_process: bool, post_process: bool) -> di
 def _gpt(
     args: Mapping[str, Any], config: Any, pre_process: bool, post_process: bool, stage: int | None
 ) -> Any:
-    spec = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization=config.normalization)
+    spec = core("models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=is_package_available("transformer_engine"),
+        normalization=config.normalization,
+        vp_stage=stage,
+    )
     rotary = {"rotary_base": args["rotary_base"]} if args.get("rotary_base") is not None else {}
     model = core("models.gpt").GPTModel
     sizes = _sizes(args, pre_process, post_process)

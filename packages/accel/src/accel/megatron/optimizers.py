@@ -161,7 +161,15 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     warmup = samples("lr_warmup_iters", "lr_warmup_samples") or 0
     if args.get("lr_warmup_fraction") is not None:
         warmup = int(args["lr_warmup_fraction"] * decay)
+    ending = samples("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    if args["lr_decay_style"] == "WSD" and ending is None:
+        raise ValueError(
+            "lr_decay_style='WSD' decays at the end alone: say over how many steps, with "
+            "other_megatron_args={'lr_wsd_decay_iters': ...} (or lr_wsd_decay_samples)."
+        )
     return {
+        "wsd_decay_steps": ending,
+        "lr_wsd_decay_style": args.get("lr_wsd_decay_style", "exponential"),
         "init_lr": 0.0,
         "max_lr": args["lr"],
         "min_lr": args["min_lr"],

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from accel.megatron.arguments import parallel_arguments
 from accel.parallel.alone import ensure_group
 from accel_ops.objects import broadcast_object_list
+from accel_state import rendezvous
 from accel_state.packages import require
 
 if TYPE_CHECKING:
     from accel_state.process import Process
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+_group: weakref.ref[Any] | None = None  # the default group that megatron-core's own groups belong to
 
 __all__ = ["check_device", "core", "fields_of", "parallel_state", "start"]
 
@@ -78,21 +91,33 @@ def start(args: Mapping[str, Any], process: Process) -> None:
             f"context_parallel_size({sizes.get('context_parallel_size', 1)}) = {model} does not divide the "
             f"number of processes ({process.world_size})."
         )
+    ensure_group(process)
     state = parallel_state()
+    _follow_group(state)
     if state.model_parallel_is_initialized():
         _check_same(state, sizes)
         return
-    ensure_group(process)
     state.initialize_model_parallel(**sizes)
     seed = broadcast_object_list([torch.initial_seed() % 2**31], process=process)[0]
     core("tensor_parallel").model_parallel_cuda_manual_seed(seed)
 
 
+def _follow_group(state: Any) -> None:
+    """Have megatron-core forget the groups of a process group that is gone, or about to be."""
+    global _group
+    now = dist.group.WORLD
+    if _group is not None and _group() is not now:
+        state.destroy_model_parallel()
+    _group = weakref.ref(now)
+    rendezvous.before_destroy(state.destroy_model_parallel)
+
+
 def _check_same(state: Any, sizes: Mapping[str, Any]) -> None:
-    present = (state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size())
-    wanted = (sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"])
+    present = {name: getattr(state, f"get_{name.removesuffix('_size')}_world_size")() for name in _SIZES}
+    tensor = sizes["tensor_model_parallel_size"]
+    wanted = {**dict.fromkeys(_SIZES, 1), "expert_tensor_parallel_size": tensor, **sizes}
     if present != wanted:
         raise ValueError(
-            f"megatron-core's processes are arranged with (tp_degree, pp_degree) = {present} already, and "
-            f"this MegatronLMPlugin asks for {wanted}. One program has one arrangement."
+            f"megatron-core's processes are arranged with {present} already, and this MegatronLMPlugin asks "
+            f"for {wanted}. One program has one arrangement at a time: call end_training() before the next."
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accel.megatron.options import refuse_conflicts, tell_unused
 from accel.megatron.parsers import parse_model_config
 from accel_state import env
 
@@ -100,7 +100,8 @@ class MegatronLMPlugin:
         seq_length: Tokens per sequence of Megatron's datasets; default: the model's longest.
         encoder_seq_length: The same of an encoder.
         decoder_seq_length: The same of a decoder.
-        tensorboard_dir: Where Megatron-LM's own training loop would log; ignored, see `log_with`.
+        tensorboard_dir: Where Megatron-LM's own training loop would log; ignored with a warning, see
+            `log_with`.
         set_all_logging_options: The same.
         eval_iters: Batches of each evaluation of Megatron's datasets.
         eval_interval: Steps between evaluations of Megatron's datasets.
@@ -109,17 +110,18 @@ class MegatronLMPlugin:
             `custom_train_step_class(accelerator, args, **custom_train_step_kwargs)`.
         custom_train_step_kwargs: See there.
         custom_model_provider_function: Called as `(pre_process, post_process)`; returns this process's part
-            of a megatron-core model.
+            of a megatron-core model, with a configuration of its own.
         custom_prepare_model_function: Called with the list of this process's model parts before they are
             wrapped; returns such a list.
         custom_megatron_datasets_provider_function: Called with the numbers of training, validation and test
             samples; returns the datasets.
         custom_get_batch_function: In place of the train step's `get_batch`.
         custom_loss_function: In place of the train step's loss function.
-        other_megatron_args: Further settings, by the names of megatron-core's configuration classes.
+        other_megatron_args: Further settings, by the names of megatron-core's configuration classes; they
+            come before what the model and the optimizer say.
 
     Raises:
-        ValueError: If a value is not allowed.
+        ValueError: If a value is not allowed, or two settings say the same.
     """
 
     tp_degree: int | None = None
@@ -198,18 +200,13 @@ class MegatronLMPlugin:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it takes an integer of at least 1.")
-        if self.pipeline_model_parallel_split_rank is not None:
-            raise ValueError(
-                f"pipeline_model_parallel_split_rank={self.pipeline_model_parallel_split_rank}: "
-                "megatron-core "
-                "places encoder and decoder by itself. Leave it out."
-            )
-        self._warn_of_logging()
-        self.consumed_samples = self.consumed_samples or [0, 0, 0]
         if self.attention_backend is True or self.attention_backend is False:
             self.attention_backend = "auto" if self.attention_backend else None
         if self.recompute_activations and self.recompute_granularity is None:
             self.recompute_granularity = "selective"
+        refuse_conflicts(self)
+        tell_unused(self)
+        self.consumed_samples = self.consumed_samples or [0, 0, 0]
         self.megatron_lm_default_args: dict[str, Any] = {
             _RENAMED.get(field.name, field.name): getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -218,13 +215,9 @@ class MegatronLMPlugin:
             and not field.name.startswith(("custom_", "tensorboard"))
         } | (self.other_megatron_args or {})
 
-    def _warn_of_logging(self) -> None:
-        if self.tensorboard_dir is not None or self.set_all_logging_options:
-            warnings.warn(
-                "MegatronLMPlugin ignores tensorboard_dir and set_all_logging_options: they are settings of "
-                "Megatron-LM's own training loop. Log with Accelerator(log_with='tensorboard').",
-                stacklevel=4,
-            )
+    def _note(self, found: dict[str, Any]) -> None:
+        """Note what an object says of itself; what the user says comes first."""
+        self.megatron_lm_default_args.update(found | (self.other_megatron_args or {}))
 
     def set_network_size_args(self, model: torch.nn.Module, batch_data: Any = None) -> None:
         """Describe a model to Megatron-LM, from its `config`.
@@ -236,7 +229,7 @@ class MegatronLMPlugin:
         Raises:
             ValueError: If its kind is not known; the message lists the known ones.
         """
-        self.megatron_lm_default_args.update(parse_model_config(self, model, batch_data))
+        self._note(parse_model_config(self, model, batch_data))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Note the precision.
@@ -280,7 +273,7 @@ class MegatronLMPlugin:
         Raises:
             ValueError: If it is of another kind, or its parameter groups differ in more than weight decay.
         """
-        self.megatron_lm_default_args.update(_describe_optimizer(optimizer))
+        self._note(_describe_optimizer(optimizer))
         decay = self.megatron_lm_default_args["weight_decay"]
         for end, given in (("start", self.start_weight_decay), ("end", self.end_weight_decay)):
             self.megatron_lm_default_args[f"{end}_weight_decay"] = decay if given is None else given
