@@ -13,7 +13,6 @@ that the next test starts clean, and the test fails naming it.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start importing torch for the workers while the first tests run, if any test needs them."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # tensors are small, and other tests have the other cores
     gc.collect()
     gc.freeze()  # modules and tests live to the end: a collection, which some tests ask for, passes over them
     if any("world" in getattr(item, "fixturenames", ()) for item in session.items):
