@@ -99,6 +99,7 @@ def test_each_kind_of_block_is_compiled_once_and_again_only_for_another_shape():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch
+@pytest.mark.long
 def test_blocks_are_compiled_by_inductor_and_not_again_for_the_next_steps():
     dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     accelerator = Accelerator(cpu=True, dynamo_plugin=dynamo)

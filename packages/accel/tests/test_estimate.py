@@ -288,6 +288,7 @@ print(count, memory("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "layers", "width"),
