@@ -40,6 +40,18 @@ def test_signals_reach_the_worker() -> None:
     worker.signal_group(signal.SIGUSR1)
 
 
+def test_it_heeds_a_signal_that_this_process_ignores() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        worker = Worker(0, ["sleep", "3"], {"PATH": os.environ["PATH"]}, heed=[signal.SIGINT])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    worker.signal(signal.SIGINT)
+    wait(worker)
+
+    assert worker.returncode == -signal.SIGINT
+
+
 def test_the_group_is_gone_only_when_its_children_are() -> None:
     reading, writing = os.pipe()
     adopt_orphans(True)
