@@ -152,7 +152,6 @@ def test_recomputed_activations_give_the_same_losses(world):
         (2, {"tp_degree": 2}),
         (2, {"pp_degree": 2}),
         (2, {"pp_degree": 2, "decoder_last_pipeline_num_layers": 1}),
-        (2, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
         (4, {"tp_degree": 2, "pp_degree": 2}),
     ],
     ids=str,

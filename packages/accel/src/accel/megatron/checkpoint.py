@@ -98,9 +98,9 @@ def _arrangement() -> tuple[int, int]:
 
 def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
     """What each process has of the model, as megatron-core's checkpoints take it."""
-    state: dict[str, Any] = {
-        f"model{index}": part.sharded_state_dict() for index, part in enumerate(model.parts)
-    }
+    # Of the models themselves: their wrappers load what has these names.
+    models = core("utils").unwrap_model(model.parts)
+    state: dict[str, Any] = {f"model{index}": part.sharded_state_dict() for index, part in enumerate(models)}
     if with_optimizer and model.optimizer is not None:
         weights = state["model0"] if len(model.parts) == 1 else dict(state)
         state["optimizer"] = model.optimizer.optimizer.sharded_state_dict(weights, is_loading=is_loading)
