@@ -71,10 +71,16 @@ def replaced() -> nn.Module:
     return model
 
 
+def replaced_part() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0]._load_from_state_dict = model[0]._load_from_state_dict  # type: ignore[method-assign]
+    return model
+
+
 @pytest.mark.parametrize(
     "of",
-    [lambda: Own(2, 2), lambda: nn.Sequential(OwnPart(2, 2)), hooked, replaced],
-    ids=["model", "part", "hook", "replaced"],
+    [lambda: Own(2, 2), lambda: nn.Sequential(OwnPart(2, 2)), hooked, replaced, replaced_part],
+    ids=["model", "part", "hook", "replaced", "replaced part"],
 )
 def test_a_model_with_a_loading_of_its_own_is_left_to_it(tmp_path: Path, of: Any) -> None:
     saved, model = of(), of()

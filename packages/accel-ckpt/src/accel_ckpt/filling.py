@@ -65,6 +65,7 @@ def _loads_as_torch_does(model: nn.Module) -> bool:
         return False
     return all(
         not module._load_state_dict_pre_hooks
+        and "_load_from_state_dict" not in vars(module)
         and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         for module in model.modules()
     )
