@@ -124,7 +124,7 @@ class Worker:
         if not self.alive:
             return ""
         os.kill(self.pid, signal.SIGUSR1)
-        until = time.monotonic() + 2.0
+        until = time.monotonic() + 10.0  # on a busy machine
         text = previous = ""
         while time.monotonic() < until and (not text or text != previous):
             time.sleep(0.05)

@@ -260,6 +260,16 @@ def test_weights_in_several_files_are_loaded(tmp_path: Path, safe: bool) -> None
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert not any("is not loaded" in str(entry.message) for entry in told)
 
+    strays = ["model-00001-of-00009.safetensors", "pytorch_model-00001-of-00009.bin"]
+    for stray in strays:  # of an earlier save
+        (tmp_path / stray).touch()
+    named = rf"{strays[0]} is not loaded: {names[-1]} does not name it.*{strays[1]} is not loaded: {names[-1]}"
+    with pytest.warns(UserWarning, match=f"another implementation|(?s:{named})") as told:
+        load_accelerator_state(tmp_path, [again], [], [], [], 0)
+    assert any(strays[0] in str(entry.message) for entry in told)
+    with pytest.warns(UserWarning, match="another"), pytest.raises(CheckpointError, match=f"(?s:{named})"):
+        load_accelerator_state(tmp_path, [again], [], [], [], 0, strict=True)
+
     index = next(tmp_path.glob("*.index.json"))
     index.write_text(index.read_text().replace(names[0], f"../{names[0]}"))
     with (

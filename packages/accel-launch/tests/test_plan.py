@@ -216,7 +216,9 @@ def test_outside_a_worker_nothing_is_dropped(plan: Any) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "4"])
 def test_a_mesh_for_another_number_of_processes_is_refused(plan: Any, processes: str) -> None:
-    config = {"parallelism_config": {"tp_size": 4, "dp_shard_size": 2}}
+    config = {
+        "parallelism_config": {"parallelism_config_tp_size": 4, "parallelism_config_dp_shard_size": 2}
+    }
     with pytest.raises(LaunchError) as error:
         plan("--num_processes", processes, config=config)
 

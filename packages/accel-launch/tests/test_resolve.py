@@ -90,7 +90,7 @@ def test_a_flag_chooses_another_kind_than_the_file() -> None:
 
 
 def test_a_section_of_the_file_switches_the_mesh_on() -> None:
-    settings = settle(config={"parallelism_config": {"tp_size": 2}})
+    settings = settle(config={"parallelism_config": {"parallelism_config_tp_size": 2}})
 
     assert settings.value("use_parallelism_config") is True
     assert settle(config={"parallelism_config": {}}).value("use_parallelism_config") is False

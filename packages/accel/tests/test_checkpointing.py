@@ -20,6 +20,7 @@ from accel_ckpt import manifest
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.loading import load_checkpoint_in_model
+from accel_ckpt.weights import save_weights
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -149,6 +150,27 @@ def test_hooks_see_models_weights_and_the_folder(tmp_path):
     assert next(run[1].parameters()).abs().sum() == 0  # the hook had taken the model out
     assert (tmp_path / "a" / "extra.json").exists()
     assert not (tmp_path / "b" / "extra.json").exists()
+
+
+def test_weights_in_several_files_that_hooks_write_are_left_to_them(tmp_path):
+    accelerator, model, *_ = make_run()
+
+    def save_hook(models, weights, output_dir):
+        save_weights(weights.pop(), output_dir, 80)
+
+    def load_hook(models, input_dir):
+        load_checkpoint_in_model(models.pop(), input_dir)
+
+    accelerator.register_save_state_pre_hook(save_hook)
+    accelerator.register_load_state_pre_hook(load_hook)
+    folder = Path(accelerator.save_state(str(tmp_path / "state")))
+    assert len(list(folder.glob("model-0000*.safetensors"))) > 1
+    saved = [value.clone() for value in model.parameters()]
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    with pytest.warns(UserWarning, match="model.safetensors.index.json is not loaded: a hook has taken"):
+        accelerator.load_state(str(folder))
+    assert all(map(torch.equal, saved, model.parameters()))
 
 
 def test_a_failing_hook_leaves_the_old_checkpoint(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -100,6 +101,7 @@ def test_each_kind_of_block_is_compiled_once_and_again_only_for_another_shape():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch
 @pytest.mark.long
+@torch._inductor.config.patch(compile_threads=1)  # its threads would stay
 def test_blocks_are_compiled_by_inductor_and_not_again_for_the_next_steps():
     dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     accelerator = Accelerator(cpu=True, dynamo_plugin=dynamo)

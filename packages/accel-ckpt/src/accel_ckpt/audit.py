@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ def audit(
     expected: Expected,
     rank: int,
     world_size: int,
+    listed: Callable[[str], Collection[str]],
 ) -> Findings:
     """Compare the files of a checkpoint with what they are to be loaded into.
 
@@ -71,13 +72,23 @@ def audit(
         expected: What is to be restored.
         rank: Rank of this process.
         world_size: How many processes there are.
+        listed: Tells the files that an index names.
     """
     findings = Findings()
     asked, spare = _compare_shared(frozenset(names), expected, findings)
+    index = next(filter(layout.is_index, asked), None)
+    if index is not None:
+        asked.update(listed(index))
+    hooks_read_shards = any(map(layout.is_index, expected.hooked))
     _compare_ranks(frozenset(names), facts, rank, world_size, findings)
     for name in sorted(names):
         role = layout.role_of(name)
         if name in asked or role in (*_PER_RANK, "sharded", *expected.hooked):
+            continue
+        if layout.is_shard(name) and hooks_read_shards:
+            continue
+        if layout.is_shard(name) and index is not None:
+            findings.others.append(f"{name} is not loaded: {index} does not name it")
             continue
         if name in spare:
             findings.others.append(f"{name} is not loaded: {spare[name]} is, in its place")
@@ -120,10 +131,7 @@ def _compare_shared(
             if names.isdisjoint(files):
                 missing.append(f"there is no {' or '.join(files)} for {what}")
     found = [[name for name in files if name in names] for _, files in (*core, *others)]
-    asked = {there[0] for there in found if there}
-    if any(layout.is_index(name) for name in asked):
-        asked |= {name for name in names if layout.is_shard(name)}
-    return asked, {name: there[0] for there in found for name in there[1:]}
+    return {there[0] for there in found if there}, {name: there[0] for there in found for name in there[1:]}
 
 
 def _compare_ranks(

@@ -109,7 +109,7 @@ def is_index(name: str) -> bool:
 
 
 def is_shard(name: str) -> bool:
-    """Tell whether a file is one of those that an index names."""
+    """Tell whether a file is called as those that an index names."""
     return re.fullmatch(_SHARD, name) is not None
 
 

@@ -74,6 +74,15 @@ class Reading:
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         return fill(inner, digests.plain_file(self.folder, name))
 
+    def listed(self, index: str) -> list[str]:
+        """Return the names of the files that an index of weights names.
+
+        Raises:
+            CorruptCheckpointError: If it is damaged, or names what is not a plain file in this folder.
+            FileNotFoundError: If one of them is not there.
+        """
+        return [path.name for path in find_weight_files(digests.plain_file(self.folder, index))]
+
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Open the files of optimizers in a thread, but read none of their tensors, while the block runs."""
@@ -89,8 +98,7 @@ class Reading:
 
     def _open(self, name: str, maps: bool) -> Any:
         if layout.is_index(name):
-            found = find_weight_files(digests.plain_file(self.folder, name))
-            parts = [self._open(path.name, self._maps(path.name)) for path in found]
+            parts = [self._open(part, self._maps(part)) for part in self.listed(name)]
             return {key: value for part in parts for key, value in part.items()}
         options = {"mmap": True, **self.options} if maps else self.options
         return tensors.load(self.folder / name, map_location=self.device, **options)

@@ -169,7 +169,13 @@ def restore(
     def check() -> Findings:
         size = process.world_size
         findings = audit(
-            reading.names, reading.strangers, reading.facts, objects.expected(hooked), process_index, size
+            reading.names,
+            reading.strangers,
+            reading.facts,
+            objects.expected(hooked),
+            process_index,
+            size,
+            reading.listed,
         )
         findings.core += different
         for index, model in enumerate(objects.models):
