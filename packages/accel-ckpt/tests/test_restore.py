@@ -263,11 +263,11 @@ def test_weights_in_several_files_are_loaded(tmp_path: Path, safe: bool) -> None
     strays = ["model-00001-of-00009.safetensors", "pytorch_model-00001-of-00009.bin"]
     for stray in strays:  # of an earlier save
         (tmp_path / stray).touch()
-    named = rf"{strays[0]} is not loaded: {names[-1]} does not name it.*{strays[1]} is not loaded: {names[-1]}"
-    with pytest.warns(UserWarning, match=f"another implementation|(?s:{named})") as told:
+    lines = [f"{stray} is not loaded: {names[-1]} does not name it" for stray in strays]
+    with pytest.warns(UserWarning, match=r"another implementation|no random_states_0\.pkl") as told:
         load_accelerator_state(tmp_path, [again], [], [], [], 0)
-    assert any(strays[0] in str(entry.message) for entry in told)
-    with pytest.warns(UserWarning, match="another"), pytest.raises(CheckpointError, match=f"(?s:{named})"):
+    assert all(any(line in str(entry.message) for entry in told) for line in lines)
+    with pytest.warns(UserWarning, match="another"), pytest.raises(CheckpointError, match=lines[0]):
         load_accelerator_state(tmp_path, [again], [], [], [], 0, strict=True)
 
     index = next(tmp_path.glob("*.index.json"))
