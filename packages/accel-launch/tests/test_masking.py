@@ -8,9 +8,59 @@ from typing import Any
 import pytest
 
 from accel_launch.masking import is_secret, mask_command, mask_text, mask_values
+from accel_launch.schema import SETTINGS
 
 Start = Callable[..., Any]
 SECRET = "hf_1234abcd"
+
+_SECRET_NAMES = [
+    "WANDB_KEY",
+    "AZURE_STORAGE_KEY",
+    "ENCRYPTION_KEY",
+    "--ssh-key",
+    "DB_PASS",
+    "--pass",
+    "MYSQL_PWD",
+    "API_KEYS",
+    "CREDENTIALS",
+    "SECRETS",
+    "PASSWORDS",
+    "HF_TOKEN_2",
+    "TOKEN2",
+    "API_KEY_1",
+    "BACKEND_TOKEN",
+    "hf_tokens",
+    "wandb.key",
+    "apiKey",
+    "SECRET_KEY",
+    "public_key_passphrase",
+    "MODAL_TOKEN_ID",
+]
+_HARMLESS_NAMES = [
+    "max_tokens",
+    "TOKENIZERS_PARALLELISM",
+    "--tokenizer",
+    "n_tokens",
+    "pad_token_id",
+    "image_token_id",
+    "decoder_start_token_id",
+    "MASTER_PORT",
+    "num_key_value_heads",
+    "KEYBOARD",
+    "MONKEY",
+    "--key",
+    "text_key",
+    "--sort-key",
+    "missing_keys",
+    "--pass_through",
+    "passes",
+    "bypass",
+    "compass",
+    "forward_pass",
+    "PWD",
+    "OLDPWD",
+    "keyframes",
+]
 
 
 @pytest.mark.parametrize(
@@ -21,10 +71,8 @@ SECRET = "hf_1234abcd"
         ("aws_secret_access_key", True),
         ("AWS_ACCESS_KEY_ID", True),
         ("DB_PASSWORD", True),
-        ("max_tokens", False),
-        ("TOKENIZERS_PARALLELISM", False),
-        ("pad_token_id", False),
-        ("MASTER_PORT", False),
+        *((name, True) for name in _SECRET_NAMES),
+        *((name, False) for name in _HARMLESS_NAMES),
     ],
 )
 def test_secrets_are_known_by_their_names(name: str, secret: bool) -> None:
@@ -35,14 +83,44 @@ def test_text_keeps_all_but_the_secrets() -> None:
     text = """export HF_TOKEN='a'"'"'b c'; export A=1; x --hf_token="d e" --n_tokens=4 --api-key q -k v http://me:pw@host/"""
 
     assert mask_text(text) == (
-        "export HF_TOKEN=***; export A=1; x --hf_token=*** --n_tokens=4 --api-key *** -k v http://me:***@host/"
+        "export HF_TOKEN=***; export A=1; x --hf_token=*** --n_tokens=4 --api-key *** -k v http://***@host/"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"api_key": "hf_x", "n": 4}', '{"api_key": "***", "n": 4}'),
+        ('{"credentials": {"a": {"b": "x"}}, "api_keys": [1]}', '{"credentials": "***", "api_keys": "***"}'),
+        ('{"n":  4}', '{"n":  4}'),
+        ("""cd a; s.py '{"api_key":"hf_x","n":4}'""", """cd a; s.py '{"api_key":"***","n":4}'"""),
+        ('s.py "{\\"api_key\\": \\"a b\\"}"', 's.py "{\\"api_key\\": \\"***\\"}"'),
+        ("s.py '{api_keys: [a, b], n: 4}'", "s.py '{api_keys: ***, n: 4}'"),
+        ("api_key:hf_x tokenizer:y --key z", "api_key:*** tokenizer:y --key z"),
+        ("git+https://hf_x@host/a https://host:80/a@b", "git+https://***@host/a https://host:80/a@b"),
+        ("https://me:a@b@host", "https://***@host"),
+    ],
+)
+def test_keys_and_addresses_are_masked_in_text(text: str, shown: str) -> None:
+    assert mask_text(text) == shown
+
+
+def test_no_launch_setting_is_taken_for_a_secret() -> None:
+    secret = {name for name in SETTINGS if is_secret(name)}
+
+    assert secret == {"aws_access_key_id", "aws_secret_access_key"}
 
 
 def test_the_word_behind_a_secret_flag_is_masked() -> None:
     words = ["s.py", "--api_key", SECRET, "--tokenizer", "x", "--hf-token", "--flag", "-q"]
 
     assert mask_command(words) == [*words[:2], "***", *words[3:]]
+
+
+def test_all_words_behind_a_flag_for_several_secrets_are_masked() -> None:
+    words = ["s.py", "--api-keys", "a", "b", "-v", "c", "--db_pass", "d", "e"]
+
+    assert mask_command(words) == ["s.py", "--api-keys", "***", "***", "-v", "c", "--db_pass", "***", "e"]
 
 
 def test_secrets_in_sections_are_masked() -> None:
