@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from accel_ckpt import reading
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.layout import optimizer_file
+from accel_ckpt.layout import model_file, optimizer_file
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.state import save_accelerator_state
 from accel_state.process import current_process
@@ -65,6 +66,20 @@ def test_it_is_opened_while_digests_are_checked_and_once(
     assert loaded == [folder / optimizer_file()]
     found.load(optimizer_file())
     assert loaded == [folder / optimizer_file()]
+
+
+@pytest.mark.parametrize("place", [None, "cpu", "on_device", torch.device("cpu")], ids=str)
+def test_on_the_cpu_files_are_opened_ahead_and_weights_filled_however_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    folder, _ = saved(tmp_path)
+    loaded: list[Path] = []
+    load = reading.tensors.load
+    monkeypatch.setattr(reading.tensors, "load", lambda path, **kw: loaded.append(path) or load(path, **kw))
+    cpu = replace(current_process(), device=torch.device("cpu"))
+    found = open_checkpoint(folder, cpu, place, {}, verify=True)
+    assert loaded == [folder / optimizer_file()]
+    assert found.fill(torch.nn.Linear(300, 300), model_file()).keys() == {"weight", "bias"}
 
 
 def test_damage_is_told_whatever_opening_says(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Reading:
     strangers: frozenset[str]
     facts: dict[str, Any]
     has_manifest: bool
-    device: Any
+    device: torch.device
     options: dict[str, Any]
     _opened: dict[str, Any] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Reading:
         Raises:
             CheckpointError: As there.
         """
-        if self.device != "cpu" or name not in self.names:
+        if self.device.type != "cpu" or name not in self.names:
             return {}
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         return fill(inner, digests.plain_file(self.folder, name))
@@ -88,7 +88,7 @@ class Reading:
         """Open the files of optimizers in a thread, but read none of their tensors, while the block runs."""
         with Crew(1, "accel-open") as crew:
             for name in sorted(self.names):
-                if layout.role_of(name) == "optimizer" and self.device == "cpu":
+                if layout.role_of(name) == "optimizer" and self.device.type == "cpu":
                     crew.submit(self._open_ahead, name)
             yield
 
@@ -183,9 +183,9 @@ def _tell_foreign(folder: Path, names: frozenset[str], process: Process) -> None
         )
 
 
-def _device(map_location: Any, process: Process) -> Any:
+def _device(map_location: Any, process: Process) -> torch.device:
     if map_location is None:
-        return "cpu"
+        return torch.device("cpu")
     if map_location == "on_device":
         return process.device
     try:
