@@ -341,6 +341,10 @@ def test_a_warm_run_costs_tens_of_milliseconds(world, record_property):
     assert median < 0.5  # ten times what an idle machine shows: catches seconds, not noise
 
 
+def is_on_path(folder):
+    return folder in sys.path
+
+
 def test_a_script_is_run_by_every_rank_with_its_arguments(world, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint(__name__, os.environ['RANK'], sys.argv[1:])\n")
@@ -348,6 +352,10 @@ def test_a_script_is_run_by_every_rank_with_its_arguments(world, tmp_path):
     assert world.run(run_program, str(script), "--x", "1", init=False) == [
         f"__main__ {rank} ['--x', '1']\n" for rank in range(2)
     ]
+    for code in ("", "0"):
+        script.write_text(f"import sys\nprint(sys.path[0])\nsys.exit({code})\n")
+        assert world.run(run_program, str(script), init=False) == [f"{tmp_path.resolve()}\n"] * 2
+    assert not any(world.run(is_on_path, str(tmp_path.resolve())))
     script.write_text("raise SystemExit(3)\n")
     with pytest.raises(WorldFailure, match="SystemExit: 3"):
         world.run(run_program, str(script), init=False)
