@@ -187,6 +187,7 @@ def test_optimizers_whose_state_differs_are_itemised_before_anything_is_changed(
     reading = open_checkpoint(tmp_path / "heavy", current_process(), None, {}, True)
     load_parts(reading.folder, reading.names, Parts.of([model], [adam]), current_process(), strict=False)
     assert not torch.equal(model[0].weight, before)
+    assert not adam.state
 
 
 def test_gradients_at_hand_keep_no_state_from_being_loaded(tmp_path: Path) -> None:
@@ -198,6 +199,63 @@ def test_gradients_at_hand_keep_no_state_from_being_loaded(tmp_path: Path) -> No
     assert model[0].weight.grad is gradient
     optimizer.zero_grad()
     assert train(model, optimizer, range(3, 7)) == straight
+
+
+def save_before_the_first_step(folder: str) -> list[list[float]]:
+    straight = train(*make(0), range(3))
+    model, optimizer = make(0)
+    save_sharded_state(folder, [model], [optimizer])
+    assert not optimizer.state
+    losses = [straight, train(model, optimizer, range(3))]
+    for seed in (1, 2):  # into an optimizer without state, and into one that has some
+        model, optimizer = make(seed)
+        train(model, optimizer, range(seed - 1))
+        load_sharded_state(folder, [model], [optimizer])
+        assert not optimizer.state
+        losses.append(train(model, optimizer, range(3)))
+    return losses
+
+
+def test_saving_before_the_first_step_changes_nothing(world: Any, tmp_path: Path) -> None:
+    for losses in world.run(save_before_the_first_step, str(tmp_path / "c"), size=2, timeout_s=100):
+        assert losses == [losses[0]] * 4
+
+
+def make_with_unused(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = make(seed)
+    model.unused = nn.Linear(5, 3).double()
+    model.forward = lambda data: model[2](model[0](data))  # type: ignore[method-assign]
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("steps", [2, 0])
+def test_parameters_that_had_no_step_are_restored_without_state(tmp_path: Path, steps: int) -> None:
+    model, optimizer = make_with_unused(0)
+    train(model, optimizer, range(steps))
+    model(torch.ones(1, 6).double()).sum().backward()  # it is saved before the next step
+    save_sharded_state(tmp_path / "c", [model], [optimizer])
+    optimizer.zero_grad()
+    straight = train(model, optimizer, range(3, 6))
+
+    fresh, begun, whole = (make_with_unused(seed) for seed in (1, 2, 3))
+    train(*begun, range(1))
+    sum(item.sum() for item in whole[0].parameters()).backward()
+    whole[1].step()
+    whole[1].zero_grad()
+    assert [len(item.state) for _, item in (fresh, begun, whole)] == [0, 4, 6]
+    for model, optimizer in (fresh, begun, whole):
+        load_sharded_state(tmp_path / "c", [model], [optimizer])
+        assert len(optimizer.state) == (4 if steps else 0)
+        assert train(model, optimizer, range(3, 6)) == straight
+
+
+def test_parameters_that_the_optimizer_did_not_have_are_a_difference(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    part = torch.optim.AdamW(model[0].parameters())
+    save_sharded_state(tmp_path / "c", [model], [part])
+    missing = r"optimizer_0 has no optimizer\.state\.2\.bias\.exp_avg for optimizer 0"
+    with pytest.raises(CheckpointError, match=missing):
+        load_sharded_state(tmp_path / "c", [model], [optimizer])
 
 
 class Payload:

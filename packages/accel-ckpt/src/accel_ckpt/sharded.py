@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -37,6 +36,7 @@ from accel_ckpt.agree import together
 from accel_ckpt.dcp import METADATA, SafePlanner, SafeReader, read_metadata
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.memory import Memory
+from accel_ckpt.optimizer_states import put_back, state_to_read, state_to_save
 from accel_ckpt.reading import open_checkpoint
 from accel_ckpt.staging import Staging, staged
 from accel_ops.walk import recursively_apply
@@ -132,7 +132,7 @@ def save_sharded_state(
             weights = {"model": get_model_state_dict(model)}
             _write(weights, layout.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
-            state = {"optimizer": get_optimizer_state_dict(parts.owner(index), optimizer)}
+            state = {"optimizer": state_to_save(parts.owner(index), optimizer)}
             _write(state, layout.sharded_optimizer_folder(index), staging, process)
 
 
@@ -183,27 +183,31 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
         One line for each folder that is missing, for each weight that differs or is on one side alone, and
         for each part of an optimizer's state that is.
     """
-    states = [flatten_state_dict({"model": get_model_state_dict(model)})[0] for model in parts.models]
-    kept = [_names_of_state(parts.owner(index), item) for index, item in enumerate(parts.optimizers)]
+    task = "comparing the checkpoint with the objects given"
 
-    def compare() -> list[str]:
-        found = [f"there is no {name} for {what}" for what, name in parts.folders() if not _has(names, name)]
-        for index, state in enumerate(states):
-            name = layout.sharded_model_folder(index)
-            if _has(names, name):
-                saved = read_metadata(folder / name).state_dict_metadata
-                found += [f"{line} {index}" for line in _different_weights(name, saved, state)]
-        for index, expected in enumerate(kept):
-            name = layout.sharded_optimizer_folder(index)
-            if _has(names, name):
-                known = read_metadata(folder / name).state_dict_metadata.keys()
-                found += sorted(f"{name} has no {key} for optimizer {index}" for key in expected - known)
-                found += sorted(
-                    f"{name} has {key}, which is not in optimizer {index}" for key in known - expected
-                )
-        return found
+    def read() -> dict[str, Mapping[str, Any]]:
+        there = [name for _, name in parts.folders() if _has(names, name)]
+        return {name: read_metadata(folder / name).state_dict_metadata for name in there}
 
-    return together(compare, process, "comparing the checkpoint with the objects given")
+    saved = together(read, process, task)
+    found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
+    for index, model in enumerate(parts.models):
+        name = layout.sharded_model_folder(index)
+        if name in saved:
+            state = flatten_state_dict({"model": get_model_state_dict(model)})[0]
+            found += [f"{line} {index}" for line in _different_weights(name, saved[name], state)]
+    for index, optimizer in enumerate(parts.optimizers):
+        name = layout.sharded_optimizer_folder(index)
+        if name in saved:
+            kept = dict(optimizer.state)
+            wanted = _state_to_read(parts, index, saved[name], folder / name, process)
+            put_back(optimizer, kept)
+            known, expected = saved[name].keys(), flatten_state_dict(wanted)[0].keys()
+            found += sorted(f"{name} has no {key} for optimizer {index}" for key in expected - known)
+            found += sorted(
+                f"{name} has {key}, which is not in optimizer {index}" for key in known - expected
+            )
+    return found
 
 
 def load_parts(
@@ -236,38 +240,25 @@ def load_parts(
     for index, optimizer in enumerate(parts.optimizers):
         name = layout.sharded_optimizer_folder(index)
         if strict or _has(names, name):
-            owner = parts.owner(index)
-            state: dict[str, Any] = {"optimizer": _state_of(owner, optimizer)}
-            if not strict:
-                saved = read_metadata(folder / name).state_dict_metadata
-                if flatten_state_dict(state)[0].keys() - saved.keys():
-                    continue
+            kept, saved = dict(optimizer.state), read_metadata(folder / name).state_dict_metadata
+            state = _state_to_read(parts, index, saved, folder / name, process)
+            if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
+                put_back(optimizer, kept)
+                continue
             read_folder(state, folder / name, process)
-            set_optimizer_state_dict(owner, optimizer, state["optimizer"])
+            # Not strict, for torch: what has no state in the folder has none afterwards.
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(parts.owner(index), optimizer, state["optimizer"], options=options)
 
 
-def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer's state by the names of parameters. What has none yet makes it first, unless there are
-    gradients, which are therefore taken away meanwhile.
-    """
-    parameters = [item for group in optimizer.param_groups for item in group["params"]]
-    gradients = [item.grad for item in parameters]
-    for item in parameters:
-        item.grad = None
-    try:
-        return get_optimizer_state_dict(model, optimizer)
-    finally:
-        for item, gradient in zip(parameters, gradients, strict=True):
-            item.grad = gradient
-
-
-def _names_of_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """What the parts of an optimizer's state are called in a folder. It has no more state than before."""
-    fresh = not optimizer.state
-    names = set(flatten_state_dict({"optimizer": _state_of(model, optimizer)})[0])
-    if fresh:
-        optimizer.state.clear()
-    return names
+def _state_to_read(
+    parts: Parts, index: int, saved: Mapping[str, Any], folder: Path, process: Process
+) -> dict[str, Any]:
+    begin, end = "optimizer.param_groups.", ".params"
+    groups = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
+    read_folder(groups, folder, process)
+    known = {name for names in groups.values() for name in names}
+    return {"optimizer": state_to_read(parts.owner(index), parts.optimizers[index], saved, known)}
 
 
 def _has(names: Collection[str], folder: str) -> bool:
