@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,16 @@ def text(events: list[Event], stream: str) -> str:
     return b"".join(data for name, data in events if name == stream and isinstance(data, bytes)).decode()
 
 
+def pipes() -> int:
+    return sum(path.is_fifo() for path in Path("/proc/self/fd").iterdir())
+
+
+def adopts_orphans() -> bool:
+    found = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(found), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+    return bool(found.value)
+
+
 def test_output_and_the_end_are_told(tmp_path: Path) -> None:
     events = run("-c", CODE, folder=str(tmp_path))
 
@@ -36,9 +49,12 @@ def test_in_place_of_a_folder_that_is_not_there_the_actors_own_is_taken(tmp_path
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
+    before = pipes()
     events = list(RayWorker().run(["/none"], {}, "/", "py"))
 
     assert events == [("2", b"/none: No such file or directory\n"), ("end", 127)]
+    assert pipes() == before
+    assert not adopts_orphans()
 
 
 def test_megabytes_come_through() -> None:
@@ -63,6 +79,22 @@ def test_what_the_worker_started_is_waited_for() -> None:
     events = run("-c", code)
     assert events[0] == ("end", 0)
     assert text(events, "1") == "child\n"
+
+
+def test_a_child_that_goes_on_writing_does_not_hide_the_end() -> None:
+    worker = RayWorker()
+    events = worker.run(["sh", "-c", "yes & sleep 0.2; exit 3"], {}, "/", "py")
+    until = time.monotonic() + 5
+
+    def has_time(event: Event) -> bool:
+        time.sleep(0.002)  # one that reads faster than it is written would find the pipe empty
+        return time.monotonic() < until
+
+    try:
+        assert ("end", 3) in itertools.takewhile(has_time, events)
+    finally:
+        worker.send(signal.SIGKILL, group=True)
+        events.close()
 
 
 def test_a_port_in_use_is_named() -> None:

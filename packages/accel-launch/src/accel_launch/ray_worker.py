@@ -29,6 +29,7 @@ __all__ = ["Event", "Place", "RayWorker"]
 
 _CHUNK = 32768
 _LOOK_S = 0.05
+_DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
 
 Event = tuple[str, bytes | int]
 """("1" or "2", what came on that stream), or ("end", the exit code)."""
@@ -99,39 +100,27 @@ class RayWorker:
         Yields:
             Its output as it comes, then its exit code; it goes on until nothing of its group is left.
         """
-        readers, writers = {}, []
-        for stream in ("1", "2"):
-            reading, writing = os.pipe()
-            os.set_blocking(reading, False)
-            readers[reading] = stream
-            writers.append(writing)
         command = [sys.executable if command[0] == python else command[0], *command[1:]]
+        readers: dict[int, str] = {}
         # Ray kills an actor's children with it.
         with contextlib.closing(Guard(detached=True)) as guard:
             adopt_orphans(True)
             try:
-                self._worker = Worker(
-                    0,
-                    command,
-                    _environment(changes, address),
-                    stdin=subprocess.DEVNULL,
-                    stdout=writers[0],
-                    stderr=writers[1],
-                    folder=folder if os.path.isdir(folder) else None,
-                    heed=ENDING,  # a cluster that was started in the background ignores Ctrl-C
-                )
-            except OSError as error:
-                yield "2", f"{command[0]}: {error.strerror}\n".encode()
-                yield "end", 127
-                return
+                try:
+                    self._worker = _begin(command, _environment(changes, address), folder, readers)
+                except OSError as error:
+                    yield "2", f"{command[0]}: {error.strerror}\n".encode()
+                    yield "end", 127
+                    return
+                finally:
+                    self._started.set()
+                guard.add(self._worker.pid)
+                yield from _follow(self._worker, readers)
+                guard.remove(self._worker.pid)
             finally:
-                for writing in writers:
-                    os.close(writing)
-                self._started.set()
-            guard.add(self._worker.pid)
-            yield from _follow(self._worker, readers)
-            guard.remove(self._worker.pid)
-        adopt_orphans(False)
+                adopt_orphans(False)
+                for reading in readers:
+                    os.close(reading)
 
     def send(self, number: int, group: bool) -> None:
         """Send a signal to the worker, as soon as it has been started.
@@ -143,6 +132,32 @@ class RayWorker:
         self._started.wait()
         if self._worker is not None:
             (self._worker.signal_group if group else self._worker.signal)(number)
+
+
+def _begin(
+    command: Sequence[str], environ: Mapping[str, str], folder: str, readers: dict[int, str]
+) -> Worker:
+    """Start the worker; add the reading ends of its streams to `readers`, even if it cannot be started."""
+    writers = []
+    try:
+        for stream in ("1", "2"):
+            reading, writing = os.pipe()
+            os.set_blocking(reading, False)
+            readers[reading] = stream
+            writers.append(writing)
+        return Worker(
+            0,
+            command,
+            environ,
+            stdin=subprocess.DEVNULL,
+            stdout=writers[0],
+            stderr=writers[1],
+            folder=folder if os.path.isdir(folder) else None,
+            heed=ENDING,  # a cluster that was started in the background ignores Ctrl-C
+        )
+    finally:
+        for writing in writers:
+            os.close(writing)
 
 
 def _environment(changes: Mapping[str, str], address: str | None) -> dict[str, str]:
@@ -171,12 +186,13 @@ def _follow(worker: Worker, readers: dict[int, str]) -> Iterator[Event]:
         ended = worker.reap()
         if ended or worker.gone:
             for reading, stream in readers.items():
-                while data := _read(reading):
+                for _ in range(_DRAIN_READS):
+                    data = _read(reading)
+                    if not data:
+                        break
                     yield stream, data
         if ended:
             yield "end", int(worker.returncode or 0)
-    for reading in readers:
-        os.close(reading)
 
 
 def _read(reading: int) -> bytes:
