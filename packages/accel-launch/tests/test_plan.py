@@ -165,6 +165,7 @@ def test_a_static_rendezvous_and_restarts_give_a_warning(plan: Any) -> None:
         ),
         (("--launcher", "ray", "--num_machines", "2"), CPU_ONLY, ("Ray", "num_machines=2", "leave that out")),
         (("--launcher", "ray", "--tpu"), CPU_ONLY, ("Ray", "tpu=True", "leave that out")),
+        (("--launcher", "ray", "--tpu", "--tpu_cluster"), CPU_ONLY, ("Ray", "tpu=True", "leave that out")),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -183,6 +184,17 @@ def test_what_does_not_fit_is_refused(
         (("--num_processes", "2", "--monitor_interval", "1"), "workers of this machine: --monitor_interval"),
         (("--launcher", "torchrun", "--grace_period", "1"), "torchrun: --grace_period"),
         (("--cpu", "--gpu_ids", "0"), "--gpu_ids is ignored"),
+        (
+            ("--launcher", "ray", "--use_deepspeed", "--deepspeed_hostfile", "x", "--machine_rank", "3"),
+            "Ray: --machine_rank, --deepspeed_hostfile",
+        ),
+        (
+            (
+                *("--launcher", "ray", "--use_deepspeed", "--deepspeed_multinode_launcher", "pdsh"),
+                *("--deepspeed_exclusion_filter", "a:0", "--deepspeed_inclusion_filter", "b"),
+            ),
+            "Ray: --deepspeed_multinode_launcher, --deepspeed_exclusion_filter, --deepspeed_inclusion_filter",
+        ),
     ],
 )
 def test_flags_without_effect_give_a_warning(plan: Any, flags: tuple[str, ...], match: str) -> None:
@@ -216,9 +228,7 @@ def test_outside_a_worker_nothing_is_dropped(plan: Any) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "4"])
 def test_a_mesh_for_another_number_of_processes_is_refused(plan: Any, processes: str) -> None:
-    config = {
-        "parallelism_config": {"parallelism_config_tp_size": 4, "parallelism_config_dp_shard_size": 2}
-    }
+    config = {"parallelism_config": {"parallelism_config_tp_size": 4, "parallelism_config_dp_shard_size": 2}}
     with pytest.raises(LaunchError) as error:
         plan("--num_processes", processes, config=config)
 

@@ -147,7 +147,11 @@ STARTERS: dict[How, Starter] = {
         "Ray",
         "accel_launch.ray_cluster:prepare",
         "accel_launch.ray_cluster:run",
-        unused=("gpu_ids", "main_process_ip", "monitor_interval", "mpirun_hostfile", "mpirun_ccl"),
+        unused=(
+            *("gpu_ids", "main_process_ip", "machine_rank", "monitor_interval"),
+            *("mpirun_hostfile", "mpirun_ccl", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
+            *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
+        ),
     ),
     "pod": Starter("a TPU pod", "accel_launch.tpu.pod:prepare"),
 }
@@ -164,8 +168,6 @@ def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | No
     Returns:
         The starter; None if the workers are this machine's.
     """
-    if settings.value("tpu") and settings.value("tpu_cluster"):
-        return "pod"
     if settings.value("launcher") == "ray":
         wanted = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
         _refuse(
@@ -174,6 +176,8 @@ def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | No
             settings,
         )
         return "ray"
+    if settings.value("tpu") and settings.value("tpu_cluster"):
+        return "pod"
     if settings.value("use_deepspeed"):
         from accel_launch.deepspeed import is_needed
 
