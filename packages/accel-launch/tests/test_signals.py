@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from accel_launch.errors import LaunchError
-from accel_launch.signals import SignalPipe
+from accel_launch.signals import SignalPipe, ended_by_sigterm
 
 
 def test_signals_can_be_read_and_handlers_come_back() -> None:
@@ -30,6 +30,30 @@ def test_an_ignored_signal_stays_ignored() -> None:
             assert signals.read() == []
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_sigterm_ends_with_a_line_and_the_handler_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert ended.value.code == 143
+    assert capfd.readouterr().err == "accel launch: SIGTERM: ended, as no worker runs.\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_late_wake_reaches_no_other_file() -> None:
+    with SignalPipe() as signals:
+        pass
+    reading, writing = os.pipe()  # takes the numbers that have become free
+    os.set_blocking(reading, False)
+    try:
+        signals.wake()
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_another_thread_is_refused() -> None:

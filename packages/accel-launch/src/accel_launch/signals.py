@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["ENDING", "SignalPipe"]
+__all__ = ["ENDING", "SignalPipe", "ended_by_sigterm"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask the launcher, and so the workers, to end."""
@@ -22,6 +23,31 @@ def _note(number: int, frame: FrameType | None) -> None:
     """Do nothing; the number is written to the wake-up pipe by the interpreter."""
 
 
+def _require_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("Several workers can be started from the main thread alone: it gets the signals.")
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit(143), after a line on stderr, for the length of a `with` block.
+
+    Raises:
+        LaunchError: In another thread than the main one.
+    """
+    _require_main_thread()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"accel launch: SIGTERM: ended, as no worker runs.\n")
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class SignalPipe:
     """Catches signals for the length of a `with` block; `read` returns those that arrived.
 
@@ -29,10 +55,7 @@ class SignalPipe:
     """
 
     def __enter__(self) -> SignalPipe:
-        if threading.current_thread() is not threading.main_thread():
-            raise LaunchError(
-                "Several workers can be started from the main thread alone: it gets the signals."
-            )
+        _require_main_thread()
         self.descriptor, self._writing = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._writing, False)
@@ -52,10 +75,11 @@ class SignalPipe:
             signal.signal(number, handler)
         os.close(self.descriptor)
         os.close(self._writing)
+        self._writing = -1  # for a thread that wakes late: the number may be another file's soon
 
     def wake(self) -> None:
         """Let `read` find a SIGCHLD; for threads that learn of a worker's end otherwise."""
-        with contextlib.suppress(BlockingIOError):  # it is full, and so read soon
+        with contextlib.suppress(OSError):  # it is full, and so read soon; or nobody reads any more
             os.write(self._writing, bytes([signal.SIGCHLD]))
 
     def read(self) -> list[int]:
