@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,10 @@ import pytest
 from accel_launch.config import LaunchConfig
 from accel_launch.config.prompt import Back
 from accel_launch.config.questionnaire import answers_of, ask_all
+from accel_launch.machine import Machine
+from accel_launch.parser import launch_command_parser
+from accel_launch.plan import make_plan
+from accel_launch.resolve import resolve
 
 
 class Script:
@@ -274,6 +279,60 @@ def test_machines_without_gpus_may_be_started_by_mpirun() -> None:
 
     assert values is not None
     assert values["mpirun_config"] == {"mpirun_hostfile": "hosts", "mpirun_ccl": 1}
+
+
+def test_ranks_that_are_handed_out_are_not_those_of_mpirun() -> None:
+    script = Script(where="several", host_name="a", how_do="c10d", hostfile_for_mpirun="hosts")
+    values = ask_all(script, gpus=0)
+
+    assert values is not None
+    assert "mpirun_config" not in values
+
+
+@pytest.mark.parametrize(
+    ("answers", "gpus", "tpu", "how"),
+    [
+        ({}, 0, False, "exec"),
+        ({}, 4, True, "local"),
+        ({"train_on": "some", "which_gpus": "1,3", "spread": "FSDP"}, 4, False, "local"),
+        ({"train_on": "CPU", "how_many_processes": "2"}, 4, False, "local"),
+        ({"train_on": "TPU", "mixed": "bf16"}, 4, True, "exec"),
+        ({"where": "pod", "pod's": "pod", "zone": "z"}, 0, False, "pod"),
+        ({"where": "several", "host_name": "a"}, 0, True, "torchrun"),
+        ({"where": "several", "host_name": "a", "spread": "mesh"}, 4, True, "torchrun"),
+        ({"where": "several", "host_name": "a", "how_do": "c10d", "hostfile_for": "hosts"}, 0, 0, "torchrun"),
+        ({"where": "several", "host_name": "a", "hostfile_for": "hosts"}, 0, False, "mpirun"),
+        (
+            {"where": "several", "host_name": "a", "how_do": "c10d", "train_on": "CPU", "hostfile": "hosts"},
+            2,
+            True,
+            "torchrun",
+        ),
+    ],
+)
+def test_a_file_of_answers_can_be_launched(
+    answers: dict[str, Any],
+    gpus: int,
+    tpu: bool,
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    Path("hosts").write_text("a slots=1\nb slots=1\n")
+    values = ask_all(Script(**answers), gpus, tpu=tpu)
+    assert values is not None
+
+    config = LaunchConfig.from_values(values, Path("c.yaml"))
+    settings = resolve(launch_command_parser().parse_args(["script.py"]), config, {})
+
+    assert make_plan(settings, "script.py", (), {}, Machine(gpus=gpus, cores=8)).how == how
+
+
+def test_the_tpu_is_offered_for_one_machine_alone() -> None:
+    with pytest.raises(StopIteration):  # no such choice
+        ask_all(Script(where="several", host_name="a", train_on="TPU"), gpus=1, tpu=True)
 
 
 def test_a_mesh_must_hold_every_process() -> None:

@@ -41,7 +41,7 @@ def ask_all(
     index = 0
     while True:
         while index < len(asked) and not asked[index].when(_with_processes(answers, gpus)):
-            if asked[index].name == "device":
+            if asked[index].name == "device" and "device" not in answers:
                 answers = {**answers, "device": _ELSEWHERE.get(answers["place"], "cpu")}
             index += 1
         try:

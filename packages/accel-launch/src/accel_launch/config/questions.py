@@ -77,19 +77,29 @@ def _place() -> list[Question]:
     ]
 
 
-def _devices(gpus: int, tpu: bool) -> list[Question]:
+def _device(place: str, gpus: int, tpu: bool) -> Question:
     choices = [("all", "the GPU" if gpus == 1 else f"all {gpus} GPUs")] if gpus else []
     choices += [("some", "some of the GPUs")] if gpus > 1 else []
     choices += [("tpu", "the TPU")] if tpu else []
     choices += [("cpu", "the CPU")]
+    return Question(
+        "device",
+        "What do you train on?",
+        tuple(choices),
+        lambda answers: choices[0][0],
+        when=lambda answers: len(choices) > 1 and answers["place"] == place,
+    )
+
+
+def _by_mpirun(answers: Answers) -> bool:
+    """Tell whether mpirun may start the processes: it tells each its rank, which c10d would hand out."""
+    return several(answers) and answers["device"] == "cpu" and answers["rdzv_backend"] == "static"
+
+
+def _devices(gpus: int, tpu: bool) -> list[Question]:
     return [
-        Question(
-            "device",
-            "What do you train on?",
-            tuple(choices),
-            lambda answers: choices[0][0],
-            when=lambda answers: len(choices) > 1 and answers["place"] in ("one", "several"),
-        ),
+        _device("one", gpus, tpu),
+        _device("several", gpus, tpu=False),  # TPUs of several machines are a pod
         ask(
             "gpu_ids",
             f"Which GPUs, of 0 to {gpus - 1}?",
@@ -108,7 +118,7 @@ def _devices(gpus: int, tpu: bool) -> list[Question]:
             "mpirun_hostfile",
             "Hostfile for mpirun, NAME slots=4 (empty: the same command on each machine)?",
             "",
-            when=lambda answers: several(answers) and answers["device"] == "cpu",
+            when=_by_mpirun,
         ),
         ask(
             "mpirun_ccl",
