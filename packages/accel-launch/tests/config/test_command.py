@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from accel_launch.config import load_config_from_file
-from accel_launch.config.command import main
+from accel_launch.config.command import _has_tpu, main
 
 
 def test_default_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +27,12 @@ def test_update_rewrites_old_forms_once(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert main(["update", "--config_file", str(path)]) == 0
     assert "up to date" in capsys.readouterr().out
+
+
+def test_a_tpu_is_known_by_its_device_files(tmp_path: Path) -> None:
+    (tmp_path / "accel").mkdir()
+    (tmp_path / "accel/accel0").touch()  # an accelerator of Linux's own subsystem
+    assert not _has_tpu(tmp_path)
+
+    (tmp_path / "accel0").touch()
+    assert _has_tpu(tmp_path)

@@ -84,9 +84,12 @@ def _ask(config_file: str | None) -> int:
     return 0
 
 
-def _has_tpu() -> bool:
-    """Tell whether this machine has TPUs: their device files, or torch_xla (which is not imported)."""
-    return any(Path("/dev").glob("accel*")) or importlib.util.find_spec("torch_xla") is not None
+def _has_tpu(devices: Path = Path("/dev")) -> bool:
+    """Tell whether this machine has TPUs: their device files, or torch_xla (which is not imported).
+
+    Linux has a folder `accel` there for accelerators of other kinds.
+    """
+    return any(devices.glob("accel[0-9]*")) or importlib.util.find_spec("torch_xla") is not None
 
 
 def _update(config_file: str | None) -> int:
