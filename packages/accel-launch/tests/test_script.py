@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
 def test_a_program_is_found_on_the_path() -> None:
     assert command("--no_python", "sh", "-c", "true")[1:] == ["-c", "true"]
     assert Path(command("--no_python", "sh")[0]).is_absolute()
+
+
+@pytest.mark.parametrize(("flags", "devices"), [((), "all"), (("--num_processes", "1"), "one")])
+def test_tpus_are_used_one_or_all(flags: tuple[str, ...], devices: str, tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert command("--tpu", *flags, str(tmp_path / "s.py"))[3:6] == ["main", devices, "file"]
+
+
+def test_another_number_of_tpus_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+
+    with pytest.warns(UserWarning, match=r"--tpu ignores num_processes=4 \(from --num_processes\)"):
+        assert command("--tpu", "--num_processes", "4", str(tmp_path / "s.py"))[4] == "all"
 
 
 @pytest.mark.parametrize(

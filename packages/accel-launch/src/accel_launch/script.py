@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,10 +40,29 @@ def worker_command(
     else:
         _check_file(script)
     if settings.value("tpu"):
-        count = "one" if settings.given("num_processes") and settings.value("num_processes") == 1 else "all"
-        what = [settings.value("main_training_function"), count, "module" if is_module else "file"]
+        what = [
+            settings.value("main_training_function"),
+            _devices(settings),
+            "module" if is_module else "file",
+        ]
         return [sys.executable, "-m", "accel_launch.tpu.spawn", *what, script, *arguments]
     return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
+
+
+def _devices(settings: Settings) -> str:
+    """Return one or all: torch_xla takes no other number of processes."""
+    count = settings["num_processes"]
+    if not count.given:
+        return "all"
+    if count.value == 1:
+        return "one"
+    warnings.warn(
+        f"--tpu ignores num_processes={count.value} (from {count.detail}): torch_xla uses one device or all, "
+        "and takes all. Give --num_processes 1 for one, or leave it out.",
+        UserWarning,
+        stacklevel=4,
+    )
+    return "all"
 
 
 def _check_file(script: str) -> None:
