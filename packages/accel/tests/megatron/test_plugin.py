@@ -249,9 +249,35 @@ def test_batch_sizes_and_schedules_count_as_those_of_other_engines():
     args = plugin.megatron_lm_default_args
     assert (args["train_iters"], args["lr_warmup_iters"]) == (50, 5)
     fixed = MegatronLMPlugin(train_iters=7, lr_warmup_fraction=0.1)
-    fixed.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=100, warmup_num_steps=10))
+    fixed.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=7, warmup_num_steps=10))
     args = fixed.megatron_lm_default_args
     assert (args["train_iters"], args["lr_warmup_iters"]) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "message"),
+    [
+        ({"train_iters": 5}, 100, r"train_iters=5\).*total_num_steps=100\).*it is 50 of these. Leave one"),
+        ({"other_megatron_args": {"train_iters": 5}}, 100, "train_iters=5"),
+        ({"train_samples": 500}, 100, r"train_samples=500\).*100\).*50 steps of 24 samples, 1200. Leave"),
+        ({"train_iters": 50}, 100, None),
+        ({"train_samples": 1190}, 100, None),  # the last step is not whole
+        ({"train_samples": 500}, None, None),
+    ],
+)
+def test_a_schedule_of_another_length_than_the_training_is_refused(
+    options: dict[str, Any], total: int | None, message: str | None
+):
+    plugin = MegatronLMPlugin(num_micro_batches=4, **options)
+    plugin.set_training_args(micro_batch_size=3, dp_degree=2)
+    before = {name: plugin.megatron_lm_default_args[name] for name in ("train_iters", "train_samples")}
+    for _ in range(2):  # as an engine does
+        if message is None:
+            plugin.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=total))
+        else:
+            with pytest.raises(ValueError, match=message):
+                plugin.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=total))
+    assert {name: plugin.megatron_lm_default_args[name] for name in before} == before
 
 
 def test_precisions():

@@ -284,13 +284,39 @@ class MegatronLMPlugin:
         Args:
             scheduler: A `MegatronLMDummyScheduler`. Like the schedules of other engines, it counts the steps
                 that one process would need.
+
+        Raises:
+            ValueError: If its length is another than that of `train_iters` or `train_samples`.
         """
         args = self.megatron_lm_default_args
-        if args["train_iters"] is None and scheduler.total_num_steps is not None:
-            args["train_iters"] = max(1, scheduler.total_num_steps // self.schedule_moves)
+        if scheduler.total_num_steps is not None:
+            steps = max(1, scheduler.total_num_steps // self.schedule_moves)
+            self._check_length(scheduler, steps)
+            if args["train_iters"] is None and args["train_samples"] is None:
+                args["train_iters"] = steps
         unset = all(args[f"lr_warmup_{unit}"] is None for unit in ("iters", "samples", "fraction"))
         if unset and scheduler.warmup_num_steps:
             args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.schedule_moves
+
+    def _check_length(self, scheduler: Any, steps: int) -> None:
+        """Refuse a schedule of another length than the user's; `steps` are those of all processes."""
+        given = {name: getattr(self, name) for name in ("train_iters", "train_samples")}
+        given |= {name: (self.other_megatron_args or {}).get(name, value) for name, value in given.items()}
+        iters, samples = given["train_iters"], given["train_samples"]
+        batch = self.megatron_lm_default_args.get("global_batch_size")  # not known before set_training_args
+        if iters is not None and iters != steps:
+            plugin, schedule = f"train_iters={iters}", f"{steps} of these"
+        elif samples is not None and batch and steps not in (samples // batch, -(-samples // batch)):
+            plugin = f"train_samples={samples}"
+            schedule = f"{steps} steps of {batch} samples, {steps * batch}"
+        else:
+            return
+        raise ValueError(
+            f"MegatronLMPlugin({plugin}) and {type(scheduler).__name__}(total_num_steps="
+            f"{scheduler.total_num_steps}) say different lengths of training: total_num_steps counts the "
+            f"steps of one process, for {self.schedule_moves} of which all make one, so that it is "
+            f"{schedule}. Leave one of them out, or give the same."
+        )
 
     def set_tensorboard_logging_options(self) -> None:
         """Do nothing: these are options of Megatron-LM's own training loop; log with `log_with`."""
