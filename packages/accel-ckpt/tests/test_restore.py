@@ -224,27 +224,67 @@ def test_a_sampler_that_is_missing_or_of_another_world(tmp_path: Path) -> None:
         load(tmp_path / "c", strict=False)
 
 
-def test_whole_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: Path) -> None:
-    # pytorch_model_fsdp.bin, and an optimizer's state by the names of weights.
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+def save_by_names(folder: Path, prefix: str = "") -> tuple[nn.Module, torch.optim.Optimizer, list[str]]:
+    """pytorch_model_fsdp.bin, and an optimizer's state by the names of weights, in another order."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
+    model(torch.ones(3)).sum().backward()
     optimizer.step()
     state, names = optimizer.state_dict(), [name for name, _ in model.named_parameters()]
     named = {
-        "state": {names[number]: value for number, value in state["state"].items()},
-        "param_groups": [{**group, "params": names} for group in state["param_groups"]],
+        "state": {prefix + names[number]: value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [prefix + n for n in names[::-1]]} for group in state["param_groups"]
+        ],
     }
-    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
-    torch.save(named, tmp_path / "optimizer.bin")
-    again = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    torch.save(model.state_dict(), folder / "pytorch_model_fsdp.bin")
+    torch.save(named, folder / "optimizer.bin")
+    return model, optimizer, names
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_whole_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: Path, prefix: str) -> None:
+    model, optimizer, _ = save_by_names(tmp_path, prefix)
+    again = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     other = torch.optim.AdamW(again.parameters())
     with pytest.warns(UserWarning, match=r"another implementation wrote it|no random_states_0\.pkl"):
         load_accelerator_state(tmp_path, [again], [other], [], [], 0)
 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    for number, values in state["state"].items():
+    for number, values in optimizer.state_dict()["state"].items():
         assert all(torch.equal(other.state_dict()["state"][number][key], values[key]) for key in values)
+
+
+def test_states_by_names_that_the_models_do_not_have_are_refused(tmp_path: Path) -> None:
+    _, _, names = save_by_names(tmp_path)
+    (again := nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).register_parameter(
+        "odd", nn.Parameter(torch.ones(3))
+    )
+    known = dict(again.named_parameters())
+    other = torch.optim.AdamW([known[name] for name in ("odd", *names[1:])])
+    torch.save(again.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    before = again[0].weight.clone()
+    with (
+        pytest.warns(UserWarning, match="another implementation"),
+        pytest.raises(
+            CheckpointError, match=r"no odd in group 0 for optimizer 0; .* has 0\.weight in group 0"
+        ),
+    ):
+        load_accelerator_state(tmp_path, [again], [other], [], [], 0)
+    assert torch.equal(again[0].weight, before)
+
+
+def test_an_optimizer_of_other_groups_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    Run(3.0).save(tmp_path / "c")
+    run = Run()
+    run.optimizer = torch.optim.SGD([run.model.weight], lr=0.0)
+    message = r"optimizer\.bin has parameter groups of \[2\] parameters, and optimizer 0 has \[1\]"
+    with pytest.raises(CheckpointError, match=message):
+        run.load(tmp_path / "c")
+    assert set(run.values().values()) == {0}
+    with pytest.warns(UserWarning, match=message):
+        run.load(tmp_path / "c", strict=False)
+    assert {part for part, value in run.values().items() if value != 3} == {"optimizer.bin"}
 
 
 @pytest.mark.parametrize("safe", [True, False])

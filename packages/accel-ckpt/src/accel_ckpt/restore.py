@@ -17,6 +17,7 @@ from accel_ckpt.audit import Expected, Findings, audit
 from accel_ckpt.digests import plain_file
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.gradients import set_gradients
+from accel_ckpt.groups import match_groups, without_wrapper_names
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.resharding import random_states_for
 from accel_ckpt.rng import set_rng_state
@@ -52,8 +53,8 @@ def load_accelerator_state(
 
     Every file is checked against the manifest before anything is changed; the processes of a machine share
     this work. Then the files are compared with the objects that are given, and so are the names and shapes of
-    weights: whatever is missing, not asked for or not known is an error in a strict load, and told in one
-    warning otherwise.
+    weights, and the groups of optimizers: whatever is missing, not asked for or not known is an error in a
+    strict load, and told in one warning otherwise.
 
     Another number of processes than saved is no error where it is clear what that means: models,
     optimizers and schedules are the same on all, the positions of prepared loaders are those of all
@@ -161,6 +162,7 @@ def restore(
         CheckpointError: As there.
     """
     different: list[str] = []
+    states: dict[str, Any] = {}  # of the optimizers that fit, by file
     if objects.parts is not None:
         from accel_ckpt.sharded import compare_parts, load_parts  # takes most of a second to import
 
@@ -182,6 +184,13 @@ def restore(
             state = reading.load(*layout.model_files(index))
             if state is not None:
                 findings.core += _compare_weights(index, model, state)
+        for index, optimizer in enumerate(objects.optimizers):
+            name = layout.optimizer_file(index)
+            if name in reading.names:
+                state, lines = match_groups(name, index, reading.load(name), optimizer, objects.models)
+                findings.core += lines
+                if not lines:
+                    states[name] = state
         scaler = objects.scaler
         if scaler is not None and not scaler.is_enabled() and reading.load(layout.SCALER):
             findings.others.append(f"{layout.SCALER} is not loaded: the loss scaler here is off")
@@ -198,9 +207,10 @@ def restore(
                 _load_model(model, {**state, **filled}, options)
             del state  # what it holds of the file, before the next is opened
         for item, name in objects.stateful():
-            if name in reading.names:
-                state = reading.load(name)
-                item.load_state_dict(_numbered(state) if layout.role_of(name) == "optimizer" else state)
+            if name in states:
+                item.load_state_dict(states.pop(name))
+            elif name in reading.names and layout.role_of(name) != "optimizer":
+                item.load_state_dict(reading.load(name))
         for index, loader in enumerate(objects.loaders):
             _load_loader(reading, loader, index)
         result = _load_random(reading, process_index, process, findings)
@@ -256,7 +266,7 @@ def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Mo
     """The inner model, and the state under its names."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     expected = inner.state_dict()
-    state = _without_wrapper_names(state, expected)
+    state = without_wrapper_names(state, expected)
     for names in tensors.tied_groups(expected):
         kept = next((name for name in names if name in state), None)
         for name in names:
@@ -290,28 +300,6 @@ def _load_model(model: torch.nn.Module, state: dict[str, Any], options: dict[str
             if name in expected and getattr(value, "shape", None) == getattr(expected[name], "shape", None)
         }
     inner.load_state_dict(state, **options)
-
-
-def _numbered(state: Any) -> Any:
-    """Number the parameters in an optimizer's state in which they have names, as torch's FSDP gives it."""
-    groups = state.get("param_groups", []) if isinstance(state, dict) else []
-    names = [name for group in groups for name in group.get("params", [])]
-    if not names or not all(isinstance(name, str) for name in names):
-        return state
-    numbers = {name: number for number, name in enumerate(names)}
-    return {
-        **state,
-        "state": {numbers.get(name, name): value for name, value in state["state"].items()},
-        "param_groups": [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups],
-    }
-
-
-def _without_wrapper_names(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, in files that have it."""
-    for prefix in ("module.", "_orig_mod."):
-        if state and all(name.startswith(prefix) for name in state) and expected.keys().isdisjoint(state):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
 
 
 def _load_gradients(

@@ -1,0 +1,97 @@
+"""The parameter groups in the file of an optimizer, against those of the optimizer that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from accel_ops.modules import extract_model_from_parallel
+
+__all__ = ["match_groups", "without_wrapper_names"]
+
+
+def match_groups(
+    file: str, index: int, state: Any, optimizer: Any, models: Sequence[Any]
+) -> tuple[Any, list[str]]:
+    """Compare an optimizer's saved groups with its own; if parameters have names there, number them.
+
+    Args:
+        file: What the file is called.
+        index: The optimizer's number.
+        state: What the file holds.
+        optimizer: The optimizer, or how it is loaded.
+        models: The models, or how they are loaded. Names are those of the parameters in their states.
+
+    Returns:
+        The state, with parameters numbered in the order of the optimizer's groups, and one line for each
+        difference.
+    """
+    saved = state.get("param_groups") if isinstance(state, dict) else None
+    inner = getattr(optimizer, "optimizer", optimizer)
+    # One over flat parameters says what is in them.
+    flat = vars(optimizer).get("names") if hasattr(optimizer, "__dict__") else None
+    own = [group["params"] for group in getattr(inner, "param_groups", ())] if flat is None else flat
+    if not saved or not own or any("params" not in group for group in saved):
+        return state, []  # it has a form of its own, which it checks by itself
+    sizes = [len(group["params"]) for group in saved], [len(group) for group in own]
+    if sizes[0] != sizes[1]:
+        return state, [
+            f"{file} has parameter groups of {sizes[0]} parameters, and optimizer {index} has {sizes[1]}"
+        ]
+    if not all(isinstance(name, str) for group in saved for name in group["params"]):
+        return state, []
+    named = _names(models) if flat is None else {name: name for group in flat for name in group}
+    return _numbered(file, index, state, own, named)
+
+
+def _names(models: Sequence[Any]) -> dict[str, Any]:
+    # How a sharded model is loaded is no module, but has it.
+    plain = [item if isinstance(item, torch.nn.Module) else getattr(item, "model", None) for item in models]
+    inner = [
+        extract_model_from_parallel(item, keep_torch_compile=False) for item in plain if item is not None
+    ]
+    return {name: value for item in inner for name, value in item.state_dict(keep_vars=True).items()}
+
+
+def _numbered(
+    file: str, index: int, state: Any, own: Sequence[Sequence[Any]], named: dict[str, Any]
+) -> tuple[Any, list[str]]:
+    names: dict[int, list[str]] = {}  # of each parameter; tied ones have several
+    for name, value in named.items():
+        names.setdefault(id(value), []).append(name)
+    given = {name: name for group in state["param_groups"] for name in group["params"]}
+    spelled = without_wrapper_names(given, named)
+    short = {original: name for name, original in spelled.items()}
+    numbers: dict[str, int] = {}
+    groups, lines = [], []
+    for place, (group, parameters) in enumerate(zip(state["param_groups"], own, strict=True)):
+        left = {short[original] for original in group["params"]}
+        start = len(numbers)
+        for parameter in parameters:
+            called = names.get(id(parameter), [])
+            found = next((name for name in called if name in left), None)
+            if found is None:
+                what = called[0] if called else "the name of a parameter, which is in no model here"
+                lines.append(f"{file} has no {what} in group {place} for optimizer {index}")
+            else:
+                left.remove(found)
+                numbers[spelled[found]] = len(numbers)
+        lines += [f"{file} has {name} in group {place}, optimizer {index} has not" for name in sorted(left)]
+        groups.append({**group, "params": list(range(start, len(numbers)))})
+    values = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}, lines
+
+
+def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> dict[str, Any]:
+    """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, if all have it.
+
+    Args:
+        state: Anything by names.
+        expected: The names without.
+    """
+    for prefix in ("module.", "_orig_mod."):
+        if state and all(name.startswith(prefix) for name in state) and state.keys().isdisjoint(expected):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
