@@ -58,7 +58,7 @@ def launch_many_row(*, quick: bool = False) -> Row:
         measures = {
             BASELINE: _wall_s([*torchrun, script]),
             CONTROL: _wall_s([*torchrun, script]),
-            **{name: _wall_s([*command, script]) for name, command in _launchers(2).items()},
+            "accel": _wall_s([*_launchers(2)["accel"], script]),  # accelerate starts one process on a CPU
         }
         samples = interleave(measures, rounds=3 if quick else 7)
     compared = ratios(samples)
@@ -66,7 +66,6 @@ def launch_many_row(*, quick: bool = False) -> Row:
         what="`accel launch script.py`, 2 processes: wall time / torchrun",
         value=compared["accel"].median,
         limit=TWO_PROCESSES_LIMIT,
-        peers={name: compared[name].median for name in ("accelerate",) if name in compared},
         noise=compared[CONTROL],
         base=f"{spread(samples[BASELINE]).median:.2f} s",
     )
@@ -76,15 +75,13 @@ def shutdown_row(*, quick: bool = False) -> Row:
     """Measure how long the launcher of two processes lives on when both have ended."""
     with tempfile.TemporaryDirectory() as folder:
         script = _script(folder, LAST_ACT)
-        measures = {name: _outlives_s([*command, script]) for name, command in _launchers(2).items()}
-        samples = interleave(measures, rounds=3 if quick else 7)
-    outlived = {name: spread(values) for name, values in samples.items()}
+        measure = _outlives_s([*_launchers(2)["accel"], script])
+        samples = interleave({"accel": measure}, rounds=3 if quick else 7)
     return Row(
         what="`accel launch script.py`, 2 processes: wall seconds from the end of the last to the launcher's",
-        value=outlived["accel"].median,
+        value=spread(samples["accel"]).median,
         limit=SHUTDOWN_LIMIT_S,
         unit="s",
-        peers={name: outlived[name].median for name in ("accelerate",) if name in outlived},
     )
 
 
