@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from accel_launch.environment import worker_environment
 from accel_launch.errors import LaunchError, NotAvailableError
-from accel_launch.output import Channel, Output
+from accel_launch.output import Output
+from accel_launch.ray_remote import RayRemote
 from accel_launch.ray_worker import Place, RayWorker
-from accel_launch.signals import SignalPipe
+from accel_launch.signals import SignalPipe, ended_by_sigterm
 from accel_launch.starters import Prepared
-from accel_launch.supervised import Supervised
 from accel_launch.supervisor import Member, Run
 from accel_launch.torchrun import rendezvous_timeout
 from accel_state import env
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["prepare", "run"]
 
 _NOTE_AFTER_S = 5.0
+_JOIN_S = 5.0
 _THREADS = 8  # of an actor: one runs the worker, the others send it signals
 _UNREAD = 16  # chunks of output; a worker that writes faster than they are read waits
 
@@ -72,21 +72,35 @@ def run(plan: Plan) -> int:
         LaunchError: If there is no cluster, or it has no room for the workers in time.
     """
     ray = _import_ray()
-    with _connected(ray):
-        seats = _seats(ray, plan)
-        address, port = seats[0].place.address, _reserve(ray, plan, seats[0])
-        with SignalPipe() as signals:
-            state = Run(plan, Output.of(plan, captured=True))
-            try:
-                for seat in seats:
-                    state.members.append(_start(ray, state, seat, address, port, signals.wake))
-                state.loop(signals, lambda pid: None)
-            finally:
-                for member in state.members:
-                    member.worker.end()
-            code = state.conclude()
-    state.output.finish()
+    # Again when connected: Ray replaces the handler.
+    with ended_by_sigterm(), _connected(ray), ended_by_sigterm():
+        bundle, total = _resources(ray, plan)
+        with _room(ray, plan, bundle, total) as group:
+            seats = _seats(ray, group, bundle, total)
+            address, port = seats[0].place.address, _reserve(ray, plan, seats[0])
+            with SignalPipe() as signals:
+                state = Run(plan, Output.of(plan, captured=True))
+                try:
+                    for seat in seats:
+                        state.members.append(_start(ray, state, seat, address, port, signals.wake))
+                    state.loop(signals, lambda pid: None)
+                    code = state.conclude()
+                finally:
+                    _end(state)
+            state.output.finish()
     return code
+
+
+def _end(state: Run) -> None:
+    """End what is left of the workers, and the threads that follow them, which use this process's pipes."""
+    for member in state.members:
+        member.worker.end()
+        for stream in member.streams:
+            stream.close()  # a thread may wait for room in its pipe
+    until = time.monotonic() + _JOIN_S
+    for member in state.members:
+        assert isinstance(member.worker, RayRemote)
+        member.worker.join(max(until - time.monotonic(), 0))
 
 
 def _import_ray() -> Any:
@@ -137,10 +151,8 @@ class _Seat:
     machine: tuple[int, int]
 
 
-def _seats(ray: Any, plan: Plan) -> list[_Seat]:
+def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_Seat]:
     """Let Ray place the actors; those of one machine get ranks that follow each other."""
-    bundle, total = _resources(ray, plan)
-    group = _room(ray, plan, bundle, total)
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     remote = ray.remote(RayWorker)
     actors = [
@@ -180,20 +192,31 @@ def _resources(ray: Any, plan: Plan) -> tuple[dict[str, float], int]:
     return bundle, total
 
 
-def _room(ray: Any, plan: Plan, bundle: dict[str, float], total: int) -> Any:
-    """Wait until Ray has set the workers' resources apart, all at once; say what is waited for."""
+@contextlib.contextmanager
+def _room(ray: Any, plan: Plan, bundle: dict[str, float], total: int) -> Iterator[Any]:
+    """Let Ray set the workers' resources apart, all at once; a program of Ray's gets them back."""
+    groups = import_module("ray.util.placement_group")
+    group = groups.placement_group([bundle] * total, strategy="PACK")
+    try:
+        _wait_for_room(ray, plan, group, bundle, total)
+        yield group
+    finally:
+        groups.remove_placement_group(group)
+
+
+def _wait_for_room(ray: Any, plan: Plan, group: Any, bundle: dict[str, float], total: int) -> None:
+    """Wait until Ray has set the resources apart; say what is waited for."""
     timeout_s = rendezvous_timeout(plan)
-    group = import_module("ray.util.placement_group").placement_group([bundle] * total, strategy="PACK")
     ready = group.ready()
     if ray.wait([ready], timeout=min(_NOTE_AFTER_S, timeout_s))[0]:
-        return group
+        return
     each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
     has = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in bundle)
     wanted = f"{total} workers of {each}; the cluster has {has} in all"
     if timeout_s > _NOTE_AFTER_S:
         print(f"accel launch: waiting up to {timeout_s:g} s for {wanted}", file=sys.stderr, flush=True)
         if ray.wait([ready], timeout=timeout_s - _NOTE_AFTER_S)[0]:
-            return group
+            return
     raise LaunchError(
         f"Ray had no room within {timeout_s:g} s for {wanted}. Give fewer --num_processes, or wait "
         "longer with --rdzv_conf timeout=SECONDS."
@@ -229,70 +252,6 @@ def _start(ray: Any, state: Run, seat: _Seat, address: str, port: int, wake: Cal
         sys.executable,
         seat.place.address if seat.machine[1] > 1 else None,
     )
-    worker = _Remote(ray, rank, seat)
-    threading.Thread(target=worker.follow, args=(events, channel, wake), daemon=True).start()
+    worker = RayRemote(ray, rank, seat.place.host, seat.actor)
+    worker.start(events, channel, wake)
     return Member(worker, channel.streams)
-
-
-class _Remote(Supervised):
-    """A worker that an actor runs."""
-
-    pid = 0  # on another machine
-
-    def __init__(self, ray: Any, rank: int, seat: _Seat) -> None:
-        super().__init__(rank, seat.place.host)
-        self._ray, self._actor = ray, seat.actor
-        self._ended: int | None = None
-        self._left = False
-
-    def follow(self, events: Any, channel: Channel, wake: Callable[[], None]) -> None:
-        """Pass on what the actor tells; for a thread of its own.
-
-        Args:
-            events: The references of its events, as they come.
-            channel: The worker's streams.
-            wake: Called after an end.
-        """
-        descriptors = {"1": channel.stdout, "2": channel.stderr}
-        try:
-            for reference in events:
-                kind, value = self._ray.get(reference)
-                if kind == "end":
-                    self._ended = value
-                    wake()
-                else:
-                    _write(descriptors[kind], value)
-        except self._ray.exceptions.RayError as error:  # the machine, or the actor, is gone
-            if self._ended is None:
-                _write(channel.stderr, f"Ray lost the worker: {error}\n".encode())
-                self._ended = -int(signal.SIGKILL)
-        finally:
-            channel.close_writing()
-            self._left = True
-            wake()
-
-    def reap(self) -> bool:
-        """Take note of what the actor told; True if the worker ended since the last call."""
-        ended = self.returncode is None and self._ended is not None
-        if ended:
-            self.returncode = self._ended
-        self.gone = self._left
-        return ended
-
-    def abandon(self) -> None:
-        """End the actor, too."""
-        super().abandon()
-        self.end()
-
-    def end(self) -> None:
-        """End the actor, and with it the worker's group."""
-        self._ray.kill(self._actor, no_restart=True)
-
-    def _send(self, number: int, *, group: bool) -> None:
-        self._actor.send.remote(number, group)
-
-
-def _write(descriptor: int | None, data: bytes) -> None:
-    assert descriptor is not None, "both streams are captured"
-    while data:
-        data = data[os.write(descriptor, data) :]
