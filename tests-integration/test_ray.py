@@ -51,6 +51,25 @@ if dist.get_rank() == 1:
 time.sleep(60)
 """
 
+# A program of Ray's that launches, each time on all of the cluster, after a launch that found no room.
+DRIVER = """
+import sys, time, ray
+from ray.util import placement_group_table
+from accel_launch import launch_command, launch_command_parser
+from accel_launch.errors import LaunchError
+ray.init(log_to_driver=False, logging_level="ERROR")
+for number, timeout in ((4, "0.5"), (3, "20"), (3, "20")):
+    flags = ["--launcher", "ray", "--cpu", f"--num_processes={number}", f"--rdzv_conf=timeout={timeout}"]
+    try:
+        launch_command(launch_command_parser().parse_args([*flags, sys.argv[1]]))
+    except LaunchError as error:
+        print(type(error).__name__, flush=True)
+until = time.monotonic() + 10
+while states := {group["state"] for group in placement_group_table().values()} - {"REMOVED"}:
+    assert time.monotonic() < until, states
+    time.sleep(0.1)
+"""
+
 Launch = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -114,6 +133,10 @@ def left(folder: Path) -> list[int]:
     return found
 
 
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def wait_until(true: Callable[[], Any], what: str, timeout_s: float = 30) -> None:
     until = time.monotonic() + timeout_s
     while not true():
@@ -171,12 +194,17 @@ def test_the_first_failure_ends_all_with_its_traceback_code_and_logs(launch: Lau
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
-def test_nothing_outlives_the_launcher(
+def test_all_stop_with_the_launcher_and_nothing_outlives_it(
     launch: Launch, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     run = launch(WAIT, "--cpu", "--num_processes", "2", arguments=("pass",))
     wait_until(lambda: all((tmp_path / f"script.py.{rank}").exists() for rank in (0, 1)), "the workers", 90)
     assert len(left(tmp_path)) == 4
+    run.send_signal(signal.SIGTSTP)
+    wait_until(lambda: stopped(run.pid), "the launcher to stop")
+    assert all(map(stopped, left(tmp_path)))
+    run.send_signal(signal.SIGCONT)
+    wait_until(lambda: not any(map(stopped, left(tmp_path))), "the workers to go on")
     run.send_signal(number)
     run.communicate(timeout=60)
 
@@ -191,6 +219,35 @@ def test_a_killed_worker_is_the_one_that_is_named(launch: Launch) -> None:
     assert run.returncode == 137
     assert "failed (killed by SIGKILL" in error
     assert "rank 1 of 2" in error
+
+
+def test_a_program_of_rays_gets_the_room_back(address: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    run = subprocess.run(
+        [sys.executable, "-c", DRIVER, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": address, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert run.stdout.split() == ["LaunchError", *["ran"] * 6], run.stderr
+    assert run.returncode == 0, run.stderr
+
+
+def test_sigterm_ends_the_wait_for_room(launch: Launch) -> None:
+    run = launch("", "--cpu", "--num_processes", "4", "--rdzv_conf", "timeout=90")
+    assert run.stderr is not None
+    assert run.stderr.readline().startswith("accel launch: waiting up to 90 s for 4 workers")
+    run.send_signal(signal.SIGTERM)
+    _, error = run.communicate(timeout=60)
+
+    assert (run.returncode, error.splitlines()) == (
+        143,
+        ["accel launch: SIGTERM: ended, as no worker runs."],
+    )
 
 
 def test_a_cluster_that_is_too_small_is_waited_for_and_named(launch: Launch, tmp_path: Path) -> None:

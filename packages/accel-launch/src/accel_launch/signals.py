@@ -36,14 +36,20 @@ def ended_by_sigterm() -> Iterator[None]:
         LaunchError: In another thread than the main one.
     """
     _require_main_thread()
+    asked: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         os.write(2, b"accel launch: SIGTERM: ended, as no worker runs.\n")
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except BaseException:
+        if asked:  # Ray makes another exception of it
+            raise SystemExit(128 + asked[0]) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
