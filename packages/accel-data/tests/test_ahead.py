@@ -132,33 +132,6 @@ def test_what_uses_the_global_generators_is_read_in_turn(kind):
     assert set(source.threads) == {threading.get_ident()}
 
 
-def turns(source, use=lambda: None):
-    """Tell, while each item is used, whether the next one waits for its turn."""
-    for item in read_ahead(source, CPU):
-        use()
-        time.sleep(0.005)
-        yield source.calls == item.number + 1
-
-
-LATE = "uses the global random generators .* but did not for the first batch"
-
-
-@pytest.mark.parametrize("kind", DRAWS)
-def test_what_begins_to_draw_later_is_read_in_turn_from_the_next_on(kind):
-    source = Source(9, work=lambda number: number >= 3 and DRAWS[kind](number))
-    with pytest.warns(UserWarning, match=LATE) as told:
-        waits = list(turns(source))
-
-    assert waits == [False] * 3 + [True] * 6  # the first that draws, and no other, came early
-    assert len(told) == 1
-
-
-def test_a_loop_that_draws_keeps_every_second_read_ahead():
-    waits = list(turns(Source(9), use=lambda: torch.rand(1)))
-
-    assert waits == [False, True, False, True, False, True, False, True, True]
-
-
 def test_using_the_generators_is_seen():
     use = RandomUse()
     torch.Generator().manual_seed(1)

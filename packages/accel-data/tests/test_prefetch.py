@@ -1,6 +1,6 @@
 from collections import UserDict
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -108,22 +108,6 @@ def test_reading_that_draws_stays_in_turn():
     turns = [f"{turn} {letter}" for letter in "abc" for turn in ("start", "finish", "use")]
 
     assert follow(drawing("abc"), Noted()) == turns
-
-
-def drawing_late(letters):
-    for letter in letters:
-        if letter >= "c":
-            torch.rand(1)
-        yield letter
-
-
-def test_reading_that_begins_to_draw_stays_in_turn_from_the_next_on():
-    with pytest.warns(UserWarning, match="did not for the first batch") as told:
-        log = follow(drawing_late("abcdef"), Noted())
-
-    early = [log.index(f"start {after}") < log.index(f"use {before}") for before, after in pairwise("abcdef")]
-    assert early == [True, True, False, False, False]
-    assert len(told) == 1
 
 
 def failing():

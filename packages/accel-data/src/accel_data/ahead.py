@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 import torch
 
-from accel_data.draws import Watch, tell_late_draw
 from accel_data.order import IsolatedRNG, global_states
 from accel_state.devices import row
 
@@ -63,9 +62,6 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
     a result that was used for a moment only. It ends with the generator, also when that is closed early:
     after the call that it is in.
 
-    Where the generators moved during a call and the use of what came before, it cannot be told which of the
-    two it was: the next call waits for its turn. If that draws, so do all others, and a warning says so.
-
     Args:
         read: The function; None ends.
         device: The thread's current device.
@@ -79,8 +75,7 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
         yield from _in_turn(read, result)
         return
     reader = _Reader(read, device)
-    watch = Watch()
-    ahead, doubt = True, False
+    ahead = True
     try:
         while result is not None:
             if ahead and not result.last:
@@ -90,19 +85,8 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
             used_s = time.perf_counter() - given
             if result.last:
                 return
-            if ahead:
-                result = reader.take()
-            else:
-                if doubt:
-                    watch.moved()  # what the user drew
-                result = read()
-            moved = watch.moved()
-            if doubt and moved:
-                tell_late_draw()
-                yield from _in_turn(read, result)
-                return
-            doubt = moved
-            ahead = used_s > _BRIEF_S and not doubt
+            result = reader.take() if ahead else read()
+            ahead = used_s > _BRIEF_S
     finally:
         reader.close()
 

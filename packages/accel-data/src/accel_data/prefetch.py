@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_data.ahead import RandomUse
-from accel_data.draws import Watch, tell_late_draw
 from accel_data.layout import Share
 from accel_ops.tree import flatten, recursively_apply, send_to_device
 from accel_ops.walk import children, find_path
@@ -95,8 +94,7 @@ def copied_ahead(batches: Iterator[Any], share: Share, side: SideStream) -> Gene
     """Copy each batch while the one before is used.
 
     For that it is read before its turn, unless reading uses the global random generators of this process:
-    then each is read and copied when it is its turn. Reading that begins to draw later is found as in
-    `read_ahead`.
+    then each is read and copied when it is its turn.
 
     Args:
         batches: The batches.
@@ -108,23 +106,15 @@ def copied_ahead(batches: Iterator[Any], share: Share, side: SideStream) -> Gene
     """
     use = RandomUse()
     following = _tried(batches, share, side)
-    ahead, doubt = not use.seen(), False
-    watch = Watch()
+    ahead = not use.seen()
     while (copy := following.result()) is not None:
         batch = side.finish(copy)
-        early = ahead and not doubt
-        if early:
+        if ahead:
             following = _tried(batches, share, side)
-            doubt = watch.moved()
         share.now = copy.real
         yield batch
-        if not early:
-            watch.moved()  # what the user drew
+        if not ahead:
             following = _tried(batches, share, side)
-            if ahead and watch.moved():
-                tell_late_draw()
-                ahead = False
-            doubt = False
 
 
 def _tried(batches: Iterator[Any], share: Share, side: SideStream) -> Future[Copy | None]:
