@@ -34,12 +34,15 @@ def main(descriptor: int, setup: Setup) -> None:
     sys.path[:] = setup.sys_path
     faulthandler.enable()
     stack_file = open(setup.stack_file, "w")  # noqa: SIM115 - open as long as the process lives
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     sys.unraisablehook = lambda hook: _note(hook.exc_value, f"ignored in {hook.object!r}")
     threading.excepthook = lambda hook: _note(hook.exc_value, f"in thread {hook.thread}")
     connection = Connection(descriptor)
     while True:
-        _serve(connection, _receive(connection))
+        call = _receive(connection)
+        # Anew for each call: Python cannot put this back after a run that had a handler of its own.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        _serve(connection, call)
 
 
 def _receive(connection: Connection) -> Any:

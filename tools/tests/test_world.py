@@ -44,6 +44,10 @@ def sleep_on(rank: int, seconds: float) -> int:
     return os.getpid()
 
 
+def take_the_signal() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def fail_or_sleep() -> None:
     if dist.get_rank() == 0:
         raise KeyError("the reason")
@@ -178,6 +182,13 @@ def test_exception_while_the_other_rank_is_stuck(world):
     after = world.run(pid)
     assert after[0] == pids[0]
     assert after[1] != pids[1]
+
+
+def test_a_run_with_a_handler_of_its_own_leaves_stacks_to_be_told(world):
+    world.run(take_the_signal)
+    with pytest.raises(WorldFailure, match="rank 1 stuck") as info:
+        world.run(sleep_on, 1, 60.0, timeout_s=0.5)
+    assert "in sleep_on" in str(info.value)
 
 
 def test_exception_while_the_other_rank_does_something_else(world, monkeypatch):

@@ -474,8 +474,14 @@ def test_ctrl_c_at_any_moment_leaves_nothing(start: Start, delay_s: float) -> No
     run = start("launch", "--num_processes", "2", script="import time\ntime.sleep(60)\n")
     time.sleep(delay_s)
     run.process.send_signal(signal.SIGINT)
-
-    code, _, error = run.finish()
+    try:
+        code, _, error = run.finish(10)
+    except subprocess.TimeoutExpired as lost:
+        # Python itself loses an interrupt that comes inside of a finalizer, and says so; a user asks again.
+        if b"Exception ignored in" not in (lost.stderr or b""):
+            raise
+        run.process.send_signal(signal.SIGINT)
+        code, _, error = run.finish()
     # Before the launcher's own code runs it is Python's: the signal, or 1 while it imports its site module.
     assert code in (130, -signal.SIGINT) or (code == 1 and "Fatal Python error" in error), error
     run.assert_nothing_left()
