@@ -166,10 +166,6 @@ def _zero(stage: int) -> Test:
     return lambda answers: bool(answers.get("zero_stage", -1) >= stage)
 
 
-def _rests(what: str, where: str) -> Test:
-    return lambda answers: answers.get(f"offload_{what}_device") == where
-
-
 def _has_hostfile(answers: Answers) -> bool:
     return bool(answers.get("deepspeed_multinode_launcher", "standard") != "standard")
 
@@ -194,22 +190,8 @@ def _deepspeed() -> list[Question]:
                 (3, "3: parameters too"),
             ),
         ),
-        ask("offload_optimizer_device", "Where do optimizer states rest?", when=_zero(2)),
-        ask(
-            "offload_optimizer_nvme_path",
-            "Folder on NVMe for optimizer states?",
-            "",
-            when=_rests("optimizer", "nvme"),
-            check=needed("The folder"),
-        ),
-        ask("offload_param_device", "Where do parameters rest?", when=_zero(3)),
-        ask(
-            "offload_param_nvme_path",
-            "Folder on NVMe for parameters?",
-            "",
-            when=_rests("param", "nvme"),
-            check=needed("The folder"),
-        ),
+        *_offload("optimizer", "optimizer states", stage=2),
+        *_offload("param", "parameters", stage=3),
         ask("gradient_accumulation_steps", "Steps over which gradients are added up?", 1, when=_zero(0)),
         ask("gradient_clipping", "Largest gradient norm (empty: no clipping)?", "", when=_zero(0)),
         ask("zero3_init_flag", "Shard parameters while the model is built?", True, when=_zero(3)),
@@ -244,6 +226,19 @@ def _deepspeed() -> list[Question]:
             "Machines and slots to leave out, NAME:SLOT,SLOT@NAME (empty: none)?",
             "",
             when=lambda answers: _has_hostfile(answers) and not answers["deepspeed_inclusion_filter"],
+        ),
+    ]
+
+
+def _offload(what: str, called: str, stage: int) -> list[Question]:
+    return [
+        ask(f"offload_{what}_device", f"Where do {called} rest?", when=_zero(stage)),
+        ask(
+            f"offload_{what}_nvme_path",
+            f"Folder on NVMe for {called}?",
+            "",
+            when=lambda answers: answers.get(f"offload_{what}_device") == "nvme",
+            check=needed("The folder"),
         ),
     ]
 
