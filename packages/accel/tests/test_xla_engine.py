@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
 from accel.engines import engine_class
-from accel.engines.base import Prepared
+from accel.engines.context import Prepared
 from accel.engines.xla import XLAEngine, XLALoader
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.megatron import MegatronLMPlugin

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.ds.dummies import DummyOptim, DummyScheduler
-from accel.engines.base import Prepared
+from accel.engines.context import Prepared
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.uneven import warn_of_uneven
 from accel_data.prepare import prepare_data_loader

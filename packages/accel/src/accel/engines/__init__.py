@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from accel.engines.base import Engine, EngineContext, Prepared
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext, Prepared
 from accel_state import env
 from accel_state.enums import DistributedType
 from accel_state.logging import get_logger

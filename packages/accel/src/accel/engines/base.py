@@ -9,106 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 
 from accel.compilation import compile_regions
+from accel.engines.context import EngineContext, Prepared
 from accel.engines.refusals import (
     refuse_foreign,
     refuse_fp16_parameters,
     refuse_fp16_parameters_of,
     refuse_offloaded_training,
 )
-from accel.precision import Precision, wrap_forward
+from accel.precision import wrap_forward
 from accel_ops import collectives
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
-    from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.fp8.choice import Fp8
-    from accel.plugins.deepspeed import DeepSpeedPlugin
-    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel.plugins.megatron import MegatronLMPlugin
-    from accel_optim.handlers import DistributedDataParallelKwargs
-    from accel_state.gradient import GradientState
-    from accel_state.handlers import TorchDynamoPlugin
-    from accel_state.parallelism import ParallelismConfig
-    from accel_state.process import Process
 
-__all__ = ["Engine", "EngineContext", "Prepared"]
-
-
-@dataclass(frozen=True)
-class EngineContext:
-    """What an engine may know; frozen, so that nothing it was built on moves under it.
-
-    Attributes:
-        process: Rank, sizes, device and backend of this process.
-        precision: The compute precision and its autocast options.
-        gradient_state: The accumulation window's state that optimizers follow.
-        scaler: The loss scaler of fp16 training, else None.
-        mesh: The device mesh, when a ParallelismConfig asked for one.
-        ddp: Options for DistributedDataParallel.
-        dynamo: Options for torch.compile.
-        fsdp: Options for fully sharded data parallelism.
-        parallelism: The sizes of the mesh's axes.
-        fp8: The library that computes in fp8, when that is the precision.
-        deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
-        megatron: Options for Megatron-LM.
-        owner: Refers to the Accelerator, for code of the user's that an engine hands it to.
-    """
-
-    process: Process
-    precision: Precision
-    gradient_state: GradientState
-    scaler: GradScaler | None = None
-    mesh: DeviceMesh | None = None
-    ddp: DistributedDataParallelKwargs | None = None
-    dynamo: TorchDynamoPlugin | None = None
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    parallelism: ParallelismConfig | None = None
-    fp8: Fp8 | None = None
-    deepspeed: Callable[[], DeepSpeedPlugin] | None = None
-    megatron: MegatronLMPlugin | None = None
-    owner: Callable[[], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The objects of one `prepare` call that engines care about, in the order given.
-
-    Attributes:
-        models: Modules to wrap.
-        optimizers: Optimizers over their parameters.
-        place_models: Per model, whether it moves to the process's device.
-        place_optimizers: Per optimizer, whether a loaded state moves to the parameters' device.
-        evaluation_mode: True when the models are only evaluated, so that nothing is set up for gradients.
-        schedulers: Schedules of the same call, which are prepared afterwards.
-        batch_sizes: Samples per process and micro-batch, of each loader of the same call that says so.
-        earlier_batch_size: The smallest of loaders that were prepared before; None without any.
-        schedule_moves: How often each optimizer step moves a schedule.
-        own: Objects of the same call that this engine alone knows.
-    """
-
-    models: tuple[torch.nn.Module, ...] = ()
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    place_models: tuple[bool, ...] = field(default=())
-    place_optimizers: tuple[bool, ...] = field(default=())
-    evaluation_mode: bool = False
-    schedulers: tuple[Any, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    earlier_batch_size: int | None = None
-    schedule_moves: int = 1
-    own: tuple[Any, ...] = ()
+__all__ = ["Engine"]
 
 
 class Engine:

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.engines.base import Engine, Prepared
+from accel.engines.base import Engine
+from accel.engines.context import Prepared
 from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["DDPEngine", "sync_in_backward"]

@@ -18,7 +18,8 @@ from accel.ds.full_state import SharedOutModel, gather_whole, is_shared_out
 from accel.ds.runtime import load, part, started
 from accel.ds.values import Facts, complete
 from accel.ds.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
-from accel.engines.base import Engine, EngineContext, Prepared
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext, Prepared
 from accel.precision import wrap_forward
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.engines.base import EngineContext, Prepared
+from accel.engines.context import EngineContext, Prepared
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import flat, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing

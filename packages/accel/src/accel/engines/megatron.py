@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.engines.base import Engine, EngineContext, Prepared
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext, Prepared
 from accel.megatron import checkpoint, runtime
 from accel.megatron.bert import BertTrainStep
 from accel.megatron.data import MegatronLMDummyDataLoader, with_micro_batches

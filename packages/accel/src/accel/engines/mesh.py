@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from accel.engines.base import EngineContext, Prepared
+from accel.engines.context import EngineContext, Prepared
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing

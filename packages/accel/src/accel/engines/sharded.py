@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import StateDictType
 
-from accel.engines.base import Engine, EngineContext, Prepared
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext, Prepared
 from accel.parallel.alone import ensure_group
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 

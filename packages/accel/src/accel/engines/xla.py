@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from accel.engines.base import Engine, EngineContext
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext
 from accel.parallel.full_state import WholeOptimizer
 from accel_ops.placement import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer

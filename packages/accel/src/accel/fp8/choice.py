@@ -14,7 +14,7 @@ from accel_state.imports import is_msamp_available, is_torchao_available, is_tra
 if TYPE_CHECKING:
     import torch
 
-    from accel.engines.base import Prepared
+    from accel.engines.context import Prepared
 
 __all__ = ["Fp8", "resolve_fp8"]
 
