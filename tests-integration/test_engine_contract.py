@@ -76,6 +76,17 @@ def fsdp2_tp() -> dict[str, Any]:
     return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}
 
 
+def hsdp_tp(shards: int = 2) -> dict[str, Any]:
+    """Two replicas of `shards` shards each, of weights that two processes split."""
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=shards, tp_size=2)
+    return fsdp2() | {"parallelism_config": sizes}
+
+
+def hsdp_cp() -> dict[str, Any]:
+    """Two replicas, in shards over the two processes of each that split sequences."""
+    return fsdp2() | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, cp_size=2)}
+
+
 def ddp_tp() -> dict[str, Any]:
     """Two replicas, each of two processes that split weights."""
     return {"parallelism_config": ParallelismConfig(dp_replicate_size=2, tp_size=2)}
@@ -133,8 +144,13 @@ FEW = {
     "fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2),
     "ddp x tp": Case(4, "ddp x tp", ddp_tp, replicas=2),
     "cp x tp": Case(4, "fsdp2 x cp x tp", cp_tp, replicas=4),
+    "hsdp of one shard x tp": Case(4, "fsdp2 x tp", functools.partial(hsdp_tp, 1), replicas=2),
+    "hsdp x cp": Case(4, "fsdp2 x cp", hsdp_cp, replicas=2),
 }
 """Combinations of the others, which are tested where they could differ."""
+
+EIGHT = {"hsdp x tp": Case(8, "fsdp2 x tp", lambda: in_parts(hsdp_tp), replicas=2)}
+"""What takes more processes than a machine for tests likes: one short run shows all of it."""
 
 IN_PARTS = {
     "fsdp1 in parts": Case(2, "fsdp1", functools.partial(in_parts, fsdp1)),
@@ -251,14 +267,14 @@ class Run:
 
 
 @functools.cache
-def plain_run(precision: str = "no", accumulation: int = ACCUMULATION) -> Run:
+def plain_run(precision: str = "no", accumulation: int = ACCUMULATION, steps: int = STEPS) -> Run:
     """The same training as a loop without accel, on one process."""
     model = make_model()
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     run = Run([], [], [], {})
     loader = iter(DataLoader(make_data(), batch_size=GLOBAL_BATCH // accumulation))
-    for _ in range(STEPS):
+    for _ in range(steps):
         losses = []
         for _ in range(accumulation):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -309,7 +325,7 @@ class Session:
 def make_session(
     case: str, precision: str = "no", accumulation: int = ACCUMULATION, order: str = "together"
 ) -> Session:
-    chosen = (CASES | IN_PARTS | FEW)[case]
+    chosen = (CASES | IN_PARTS | FEW | EIGHT)[case]
     options = chosen.options()
     if precision == "bf16" and "deepspeed_plugin" in options:
         # Its weights are bf16, with which the CPU's layer norm takes no fp32 input: buffers follow.
@@ -362,6 +378,12 @@ def assert_same_run(run: Run, expected: Run, precision: str, steps: int = STEPS)
     assert run.rates == pytest.approx(expected.rates[:steps])
 
 
+def assert_same_weights(state: dict[str, torch.Tensor], expected: Run) -> None:
+    assert list(state) == list(expected.state)
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected.state[name], rtol=1e-3, atol=1e-5)
+
+
 @over_engines
 @pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 2), ("bf16", 2)])
 def test_the_losses_norms_and_weights_are_those_of_one_process(world, case, precision, accumulation):
@@ -372,11 +394,11 @@ def test_the_losses_norms_and_weights_are_those_of_one_process(world, case, prec
     for run in runs:
         assert_same_run(run, expected, precision)
     assert list(runs[0].state) == list(expected.state)
-    for name, value in runs[0].state.items():
+    for value in runs[0].state.values():
         assert type(value) is torch.Tensor
         assert value.dtype is (torch.bfloat16 if (case, precision) in HALVES else torch.float32)
-        if precision == "no":
-            torch.testing.assert_close(value, expected.state[name], rtol=1e-3, atol=1e-5)
+    if precision == "no":
+        assert_same_weights(runs[0].state, expected)
 
 
 def refused(case: str, order: str) -> bool:
@@ -397,36 +419,56 @@ def test_the_order_of_preparing_does_not_matter(world, case, order):
 
 @pytest.mark.parametrize(("case", "precision"), [*((case, "no") for case in FEW), ("ddp x tp", "bf16")])
 def test_combinations_train_as_one_process_does(world, case, precision):
-    for run in world.run(train, case, precision, size=FEW[case].size, timeout_s=100):
+    runs = world.run(train, case, precision, size=FEW[case].size, timeout_s=100)
+
+    for run in runs:
         assert_same_run(run, plain_run(precision), precision)
+    if precision == "no":
+        assert_same_weights(runs[0].state, plain_run())
 
 
-def resume(case: str, folder: str) -> tuple[Run, Run]:
+def resume(case: str, folder: str, before: int = 8, after: int = FEW_STEPS) -> tuple[Run, Run]:
     """Train, saving on the way; then start anew and continue from there."""
     session = make_session(case)
     whole = Run([], [], [], {})
     batches = iter(session.loader)
-    session.steps(8, whole, batches)
+    session.steps(before, whole, batches)
     session.accelerator.save_state(folder)
-    session.steps(FEW_STEPS, whole, batches)
+    session.steps(after, whole, batches)
+    whole.state = session.accelerator.get_state_dict(session.model)
     session.accelerator.end_training()
 
     session = make_session(case)
     session.accelerator.load_state(folder)
     rest = Run([], [], [], {})
-    session.steps(FEW_STEPS, rest, iter(session.loader))
+    session.steps(after, rest, iter(session.loader))
     session.accelerator.end_training()
     return whole, rest
 
 
-@pytest.mark.parametrize("case", _marked([*CASES, *IN_PARTS]))
+def assert_the_rest(rest: Run, whole: Run, before: int, after: int) -> None:
+    assert len(rest.losses) == after
+    assert rest.losses == whole.losses[before:]
+    assert rest.norms == whole.norms[before:]
+    assert rest.rates == whole.rates[before:]
+
+
+@pytest.mark.parametrize("case", _marked([*CASES, *IN_PARTS, "hsdp of one shard x tp", "hsdp x cp"]))
 def test_a_run_is_resumed_exactly(world, case, tmp_path):
     size = (CASES | IN_PARTS | FEW)[case].size
     for whole, rest in world.run(resume, case, str(tmp_path / "saved"), size=size, timeout_s=100):
-        assert len(rest.losses) == FEW_STEPS
-        assert rest.losses == whole.losses[8:]
-        assert rest.norms == whole.norms[8:]
-        assert rest.rates == whole.rates[8:]
+        assert_the_rest(rest, whole, 8, FEW_STEPS)
+
+
+@pytest.mark.parametrize("case", EIGHT)
+def test_three_axes_train_as_one_process_does_and_are_resumed_exactly(world, case, tmp_path):
+    expected = plain_run(steps=7)
+    runs = world.run(resume, case, str(tmp_path / "saved"), 4, 3, size=EIGHT[case].size, timeout_s=100)
+
+    for whole, rest in runs:
+        assert_same_run(whole, expected, "no", 7)
+        assert_the_rest(rest, whole, 4, 3)
+    assert_same_weights(runs[0][0].state, expected)
 
 
 def start(case: str, folder: str) -> list[float]:
