@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
+from accel.plugins.ignored import tell_ignored
 from accel_state import env
 
 if TYPE_CHECKING:
@@ -71,7 +71,5 @@ def tell_unused(plugin: DeepSpeedPlugin) -> None:
         reasons["msamp_opt_level"] = "enable_msamp is not set"
     if plugin.zero_stage != 3:
         reasons["transformer_moe_cls_names"] = "parameters are sharded by zero_stage=3 alone"
-    for name, reason in reasons.items():
-        value = getattr(plugin, name)
-        if value not in (None, "none"):
-            warnings.warn(f"DeepSpeedPlugin ignores {name}={value!r}: {reason}.", stacklevel=4)
+    given = {name: reason for name, reason in reasons.items() if getattr(plugin, name) not in (None, "none")}
+    tell_ignored(plugin, given)

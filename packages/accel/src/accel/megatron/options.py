@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import TYPE_CHECKING
 
+from accel.plugins.ignored import tell_ignored
 from accel_state.packages import is_package_available
 
 if TYPE_CHECKING:
@@ -107,10 +107,9 @@ def tell_unused(plugin: MegatronLMPlugin) -> None:
     if not plugin.megatron_dataset_flag:
         reasons |= dict.fromkeys(_OF_DATASETS, "of Megatron's datasets, and megatron_dataset_flag=False")
     defaults = {field.name: field.default for field in dataclasses.fields(plugin)}
-    for name, reason in reasons.items():
-        value = getattr(plugin, name)
-        if reason and value is not False and value != defaults[name]:
-            warnings.warn(f"MegatronLMPlugin ignores {name}={value!r}: {reason}.", stacklevel=4)
+    given = {name: getattr(plugin, name) for name, reason in reasons.items() if reason}
+    unread = [name for name, value in given.items() if value is not False and value != defaults[name]]
+    tell_ignored(plugin, {name: reasons[name] for name in unread})
 
 
 def _has_experts(plugin: MegatronLMPlugin) -> bool:

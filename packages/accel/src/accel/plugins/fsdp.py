@@ -116,7 +116,8 @@ class FullyShardedDataParallelPlugin:
         if self.transformer_cls_names_to_wrap is None:
             self.transformer_cls_names_to_wrap = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
         if isinstance(self.transformer_cls_names_to_wrap, str):
-            self.transformer_cls_names_to_wrap = [self.transformer_cls_names_to_wrap]
+            names = self.transformer_cls_names_to_wrap.split(",")  # as transformers' Trainer gives them
+            self.transformer_cls_names_to_wrap = [name.strip() for name in names]
         self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
         self._set_sharding(given)
         self._set_first_version(given)

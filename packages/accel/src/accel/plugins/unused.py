@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import wrap
 
+from accel.plugins.ignored import tell_ignored
 from accel_state import env
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ def tell_unused(plugin: FullyShardedDataParallelPlugin) -> None:
         # Local state dicts have neither option; a sharded one has the first alone.
         if not getattr(config, "offload_to_cpu", True) or not getattr(config, "rank0_only", True):
             unset[name] = None, "states are gathered to the CPU, whole ones on the first process of a machine"
-    for name, (value, reason) in unset.items():
-        warnings.warn(
-            f"FullyShardedDataParallelPlugin ignores {name}={getattr(plugin, name)!r}: {reason}.",
-            stacklevel=4,
-        )
+    tell_ignored(plugin, {name: reason for name, (_, reason) in unset.items()})
+    for name, (value, _) in unset.items():
         setattr(plugin, name, value)
