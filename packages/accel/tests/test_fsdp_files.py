@@ -73,7 +73,6 @@ def refusals(folder: str) -> list[str]:
     for kind, options in (
         ("LOCAL_STATE_DICT", {}),
         ("SHARDED_STATE_DICT", {"use_dcp": False}),
-        ("FULL_STATE_DICT", {"adapter_only": True}),
     ):
         accelerator, model, _ = make(1, kind)
         with pytest.raises(ValueError, match=r"Set|set|Leave") as error:
@@ -83,8 +82,26 @@ def refusals(folder: str) -> list[str]:
 
 
 def test_what_cannot_be_saved_is_refused(world, tmp_path):
-    local, parts, adapter = world.run(refusals, str(tmp_path), size=1)[0]
+    local, parts = world.run(refusals, str(tmp_path), size=1)[0]
 
     assert "call save_state" in local
     assert "use_dcp=False" in parts
-    assert "is no PeftModel" in adapter
+
+
+def saved_as_an_adapter(folder: str) -> list[bool]:
+    same = []
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        accelerator, model, _ = make(2, kind)
+        arguments = (accelerator.state.fsdp_plugin, accelerator, model, f"{folder}/{kind}")
+        expected = accelerator.get_state_dict(model)
+        save_fsdp_model(*arguments, adapter_only=True)
+        torch.nn.init.zeros_(model[0].weight)
+        load_fsdp_model(*arguments, adapter_only=True)
+        whole = accelerator.get_state_dict(model)
+        same.append(all(torch.equal(whole[name], value) for name, value in expected.items()))
+    return same
+
+
+def test_a_model_without_adapters_is_saved_whole_also_when_its_adapter_is_asked_for(world, tmp_path):
+    """transformers' Trainer asks for the adapter alone of whatever it trains."""
+    assert world.run(saved_as_an_adapter, str(tmp_path), size=1) == [[True, True]]

@@ -69,6 +69,16 @@ def test_the_environment_fills_what_is_not_given():
     assert (given.reshard_after_forward, given.min_num_params) == (True, 3)
 
 
+def test_classes_are_taken_as_a_list_and_as_names_with_commas():
+    """transformers' Trainer joins the names."""
+    for given in (["Block", "Head"], "Block,Head", "Block, Head"):
+        plugin = FullyShardedDataParallelPlugin(
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=given
+        )
+
+        assert plugin.transformer_cls_names_to_wrap == ["Block", "Head"]
+
+
 @pytest.mark.parametrize("name", [*FSDP_SHARDING_STRATEGY, "_HYBRID_SHARD_ZERO2"])
 def test_every_strategy_is_known_by_the_name_that_launchers_give_it(name):
     with patch_environment(FSDP_SHARDING_STRATEGY=name.lstrip("_")):

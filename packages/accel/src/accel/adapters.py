@@ -29,17 +29,15 @@ def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
     """The names of the adapter's entries: as peft calls them in its files, and in the model's state.
 
     Args:
-        model: A prepared model with adapters.
+        model: A prepared model.
         state: The model's state, or any mapping with its names.
 
-    Raises:
-        ValueError: If it has no adapters.
+    Returns:
+        Own names by those of peft's files. A model without adapters has all of its names, under themselves:
+        transformers' Trainer asks for the adapter alone of whatever it trains.
     """
     if not is_peft_model(model):
-        raise ValueError(
-            f"adapter_only=True saves what peft has added to a model, and {type(model).__name__} is no "
-            "PeftModel. Leave it out."
-        )
+        return {name: name for name in state}
     peft = require("peft", "peft", "accel")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # peft chooses and renames entries and leaves values as they are: here these are the names themselves.
