@@ -424,67 +424,6 @@ def test_what_cannot_be_trained_is_refused_with_the_alternative(world):
     assert "a group with 1 of 2 parameters" in found["late"]
 
 
-class Adapted(torch.nn.Module):
-    """A frozen layer, and a trainable product of two narrow ones beside it."""
-
-    def __init__(self, base: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 6, bias=False)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.base.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapted_net(seed: int = 0) -> Net:
-    net = Net(seed).requires_grad_(False)
-    for layer in net.layers:
-        layer.linear = Adapted(layer.linear)
-    return net
-
-
-def train_adapters(folder: str, version: int) -> tuple[State, State, int]:
-    """The state after two steps, after one more that was taken twice, and the adapters with a state."""
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version,
-        auto_wrap_policy="transformer_based_wrap",
-        sync_module_states=True,
-        use_orig_params=True if version == 1 else None,
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    raw = adapted_net(accelerator.process_index)
-    model, optimizer = accelerator.prepare(raw, make_optimizer(raw))
-    for _ in range(2):
-        step(accelerator, model, optimizer)
-    accelerator.save_state(folder)
-    saved = accelerator.get_state_dict(model)
-    saved = {name: value.clone() for name, value in saved.items()}
-    step(accelerator, model, optimizer)
-    after = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.load_state(folder)
-    step(accelerator, model, optimizer)
-    again = accelerator.get_state_dict(model)
-    assert all(torch.equal(value, again[name]) for name, value in after.items())
-    return saved, after, len(optimizer.state)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_adapters_train_beside_a_frozen_model(world, tmp_path, version):
-    found = world.run(train_adapters, str(tmp_path / "state"), version)
-    saved, after, _ = found[0]
-
-    assert_close(saved, expected_state(adapted_net()))
-    trained = {f"layers.{layer}.linear.{part}.weight" for layer in (0, 1) for part in ("down", "up")}
-    before = adapted_net().state_dict()
-    assert {name for name, value in after.items() if not torch.equal(value, before[name])} == trained
-    # Of version 1 a process may have no element of them.
-    assert max(states for _, _, states in found) == len(trained)
-
-
 def test_cpu_offload_on_the_cpu_is_refused():
     with pytest.raises(ValueError, match="Leave cpu_offload out"):
         make_accelerator(cpu_offload=True)
