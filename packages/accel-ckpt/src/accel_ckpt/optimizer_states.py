@@ -1,79 +1,232 @@
 """An optimizer's state by the names of parameters, where some of them have none.
 
-A parameter has state from the first step with a gradient on. torch's `get_optimizer_state_dict` makes a step
-to give state to an optimizer that has none; here that is taken back wherever it would last.
+A parameter has state from the first step with a gradient on. torch's functions make such a step to give state
+to an optimizer that has none, which changes what is trained. Here nothing does but what is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-__all__ = ["put_back", "state_to_read", "state_to_save"]
+from accel_ckpt.agree import together
+from accel_ckpt.dcp import read_metadata
+from accel_ckpt.folders import read_folder
+from accel_state.process import Process
+
+__all__ = [
+    "different_state",
+    "load_state_in_parts",
+    "quiet",
+    "set_state",
+    "state_to_save",
+    "unchanged_by_failure",
+]
 
 
 def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state by names; of one that has none, its groups alone. It is left as it is.
+    """Return an optimizer's state by names, in parts. Every process must call it.
 
     Args:
         model: The model that has its parameters.
-        optimizer: The optimizer.
+        optimizer: The optimizer, which is left as it is.
     """
-    fresh = not optimizer.state
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if fresh:
-        optimizer.state.clear()
-        state["state"] = {}
-    return state
+    with quiet(), _without_a_step(optimizer):
+        return get_optimizer_state_dict(model, optimizer)
 
 
-def state_to_read(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, keys: Collection[str], known: Collection[str]
+def set_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, whole: bool = False
+) -> None:
+    """Give an optimizer a state by names; parameters that have none there have none afterwards.
+
+    Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer; if this fails, it is as it was.
+        state: The state.
+        whole: Whether its tensors are whole, and not in parts.
+
+    Raises:
+        ValueError: If some of the parameters in a flat parameter have state, and others have none.
+    """
+    # Not strict, for torch: a parameter may have no state.
+    options = StateDictOptions(full_state_dict=whole, strict=False)
+    with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+        left = sorted(key for key in optimizer.state if isinstance(key, str))
+        if left:
+            raise ValueError(
+                f"the checkpoint has state for {left}, and none for others that fsdp_version=1 lays into one "
+                "vector with them. Set use_orig_params=True, or fsdp_version=2."
+            )
+
+
+def different_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    saved: Collection[str],
+    process: Process,
+) -> tuple[list[str], list[str]]:
+    """Compare the state in a folder with what an optimizer needs. Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer, which is left as it is.
+        folder: The folder of DCP.
+        saved: What its index names.
+        process: This process.
+
+    Returns:
+        What the folder does not have, and what it has too much; sorted.
+    """
+    wanted = flatten_state_dict(_state_to_read(model, optimizer, folder, saved, process))[0].keys()
+    return sorted(wanted - set(saved)), sorted(set(saved) - wanted)
+
+
+def load_state_in_parts(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    process: Process,
+    strict: bool = True,
+) -> None:
+    """Load an optimizer's state from a folder, on all processes or on none. Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer; if this fails, it is as it was.
+        folder: The folder of DCP.
+        process: This process.
+        strict: False to leave the optimizer as it is if the folder lacks a part of what it needs.
+
+    Raises:
+        CheckpointError: If the folder does not have what the optimizer needs.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    saved = read_metadata(folder).state_dict_metadata
+    state = _state_to_read(model, optimizer, folder, saved, process)
+    if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
+        return
+    read_folder(state, folder, process)
+    with unchanged_by_failure(optimizer):
+        together(lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A context that keeps back what torch tells itself, and that the state of one shard is whole."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
+        warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")
+        warnings.filterwarnings("ignore", ".*NO_SHARD.*full_state_dict will be returned")
+        yield
+
+
+@contextlib.contextmanager
+def unchanged_by_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context that puts an optimizer's state and groups back if it is left with an error.
+
+    Args:
+        optimizer: The optimizer itself, in no wrapper.
+    """
+    put_back = _remember(optimizer)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+
+
+def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what puts an optimizer's state and groups back, if their tensors are not written to."""
+    kept, state = optimizer.state, dict(optimizer.state)
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+
+    def put_back() -> None:
+        kept.clear()
+        kept.update(state)
+        for group, values in groups:
+            group.clear()
+            group.update(values)
+        optimizer.state = kept
+        optimizer.param_groups = [group for group, _ in groups]
+
+    return put_back
+
+
+@contextlib.contextmanager
+def _without_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    # torch makes no step where there are gradients.
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    held = min(parameters, key=torch.Tensor.numel)
+    if any(item.grad is not None for item in parameters):
+        yield
+        return
+    held.grad = torch.zeros_like(held)
+    try:
+        yield
+    finally:
+        held.grad = None
+
+
+def _state_to_read(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    saved: Collection[str],
+    process: Process,
 ) -> dict[str, Any]:
-    """Return the state by names that is to be read from a folder, in tensors that the optimizer has now.
-
-    It gets state for all parameters that are trained. Those that were saved without are left out.
-
-    Args:
-        model: The model that has its parameters.
-        optimizer: The optimizer; `put_back` undoes what is done to it.
-        keys: What the folder has.
-        known: The parameters that are in the folder's groups.
-    """
-    state: dict[str, Any] = _whole_state(model, optimizer)
-    stateful = {key[:end] for key in keys for end, letter in enumerate(key) if letter == "."}
+    """Return what is to be read of a folder, in new tensors, without parameters that had no state."""
+    begin, end = "optimizer.param_groups.", ".params"
+    groups = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
+    read_folder(groups, folder, process)
+    known = {name for names in groups.values() for name in names}
+    stateful = {key[:end] for key in saved for end, letter in enumerate(key) if letter == "."}
+    state = _new_state(model, optimizer)
     state["state"] = {
         name: values
         for name, values in state["state"].items()
         if name not in known or f"optimizer.state.{name}" in stateful
     }
-    return state
+    # Values of groups that are tensors are the optimizer's own.
+    return {"optimizer": {**state, "param_groups": deepcopy(state["param_groups"])}}
 
 
-def put_back(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """Give an optimizer the state of parameters that it had.
-
-    Args:
-        optimizer: The optimizer.
-        state: A copy of its `state`.
-    """
-    optimizer.state.clear()
-    optimizer.state.update(state)
-
-
-def _whole_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    # torch gives state to an optimizer that has none, if there are no gradients: both are taken away.
+def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state by names that a step with all gradients gives, and undo the step."""
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
-    if any(item.requires_grad and item not in optimizer.state for item in parameters):
-        optimizer.state.clear()
     gradients = [item.grad for item in parameters]
-    for item in parameters:
-        item.grad = None
+    values = [item.detach().clone() if item.requires_grad else None for item in parameters]
+    put_back = _remember(optimizer)
     try:
-        return get_optimizer_state_dict(model, optimizer)
+        optimizer.state = defaultdict(dict)
+        for item in parameters:
+            item.grad = torch.zeros_like(item) if item.requires_grad else None
+        optimizer.step()
+        made = optimizer.state
+        put_back()  # groups too, in which some optimizers count their steps
+        optimizer.state = made
+        with quiet():
+            return get_optimizer_state_dict(model, optimizer)
     finally:
-        for item, gradient in zip(parameters, gradients, strict=True):
+        put_back()
+        for item, gradient, value in zip(parameters, gradients, values, strict=True):
             item.grad = gradient
+            if value is not None:
+                item.detach().copy_(value)

@@ -10,33 +10,28 @@ wrote them.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accel_ckpt import layout
 from accel_ckpt.agree import together
-from accel_ckpt.dcp import METADATA, SafePlanner, SafeReader, read_metadata
+from accel_ckpt.dcp import METADATA, read_metadata
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.folders import read_folder, write_folder
 from accel_ckpt.memory import Memory
-from accel_ckpt.optimizer_states import put_back, state_to_read, state_to_save
+from accel_ckpt.optimizer_states import different_state, load_state_in_parts, state_to_save
 from accel_ckpt.reading import open_checkpoint
 from accel_ckpt.staging import Staging, staged
 from accel_ops.walk import recursively_apply
@@ -47,9 +42,7 @@ __all__ = [
     "compare_parts",
     "load_parts",
     "load_sharded_state",
-    "read_folder",
     "save_sharded_state",
-    "write_folder",
 ]
 
 Folder = str | os.PathLike[str]
@@ -199,14 +192,10 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
     for index, optimizer in enumerate(parts.optimizers):
         name = layout.sharded_optimizer_folder(index)
         if name in saved:
-            kept = dict(optimizer.state)
-            wanted = _state_to_read(parts, index, saved[name], folder / name, process)
-            put_back(optimizer, kept)
-            known, expected = saved[name].keys(), flatten_state_dict(wanted)[0].keys()
-            found += sorted(f"{name} has no {key} for optimizer {index}" for key in expected - known)
-            found += sorted(
-                f"{name} has {key}, which is not in optimizer {index}" for key in known - expected
-            )
+            place = folder / name
+            missing, surplus = different_state(parts.owner(index), optimizer, place, saved[name], process)
+            found += [f"{name} has no {key} for optimizer {index}" for key in missing]
+            found += [f"{name} has {key}, which is not in optimizer {index}" for key in surplus]
     return found
 
 
@@ -240,25 +229,7 @@ def load_parts(
     for index, optimizer in enumerate(parts.optimizers):
         name = layout.sharded_optimizer_folder(index)
         if strict or _has(names, name):
-            kept, saved = dict(optimizer.state), read_metadata(folder / name).state_dict_metadata
-            state = _state_to_read(parts, index, saved, folder / name, process)
-            if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
-                put_back(optimizer, kept)
-                continue
-            read_folder(state, folder / name, process)
-            # Not strict, for torch: what has no state in the folder has none afterwards.
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(parts.owner(index), optimizer, state["optimizer"], options=options)
-
-
-def _state_to_read(
-    parts: Parts, index: int, saved: Mapping[str, Any], folder: Path, process: Process
-) -> dict[str, Any]:
-    begin, end = "optimizer.param_groups.", ".params"
-    groups = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
-    read_folder(groups, folder, process)
-    known = {name for names in groups.values() for name in names}
-    return {"optimizer": state_to_read(parts.owner(index), parts.optimizers[index], saved, known)}
+            load_state_in_parts(parts.owner(index), optimizer, folder / name, process, strict)
 
 
 def _has(names: Collection[str], folder: str) -> bool:
@@ -311,67 +282,3 @@ def _copy(value: torch.Tensor, memory: Memory) -> torch.Tensor:
         shape=value.size(),
         stride=value.stride(),
     )
-
-
-def write_folder(
-    state: dict[str, Any], folder: Path, process: Process, group: Any = None, *, flush: bool = True
-) -> None:
-    """Write a state dict into a folder of DCP, each process its part. Every process must call it.
-
-    Args:
-        state: The state dict.
-        folder: The folder.
-        process: This process.
-        group: The process group to speak in; None for that of the run.
-        flush: Whether each file is flushed to the disk.
-
-    Raises:
-        Exception: What went wrong here; a CheckpointError on the other processes.
-    """
-    writer = FileSystemWriter(folder, sync_files=flush)
-    alone = process.world_size == 1
-    _collective(
-        lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
-        process,
-        f"writing {folder.name}",
-        group,
-    )
-
-
-def read_folder(state: dict[str, Any], folder: Path, process: Process) -> None:
-    """Read a folder of DCP into the tensors of a state dict. Every process must call it.
-
-    Args:
-        state: The state dict, with the parts that this process needs.
-        folder: The folder.
-        process: This process.
-
-    Raises:
-        CheckpointError: If the folder does not have what the state dict needs.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
-    """
-
-    def read() -> None:
-        alone = process.world_size == 1
-        load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
-
-    _collective(read, process, f"reading {folder.name}")
-
-
-def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:
-    """Call a function of DCP, which speaks with the other processes, and unwrap its errors."""
-
-    def call() -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="torch.distributed is disabled", category=UserWarning
-                )
-                function()
-        except CheckpointException as error:  # what went wrong on some processes, raised on all
-            rank, (cause, _) = sorted(error.failures.items())[0]
-            if isinstance(cause, CheckpointError):
-                raise type(cause)(str(cause)) from error
-            raise CheckpointError(f"process {rank}: {type(cause).__name__}: {cause}") from error
-
-    together(call, process, task, group)

@@ -15,16 +15,15 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import StateDictType
 
 from accel.adapters import adapter_names
-from accel.parallel.flat_state import optimizer_parts
 from accel_ckpt import layout, tensors
 from accel_ckpt.agree import together
 from accel_ckpt.dcp import METADATA
-from accel_ckpt.sharded import read_folder, write_folder
+from accel_ckpt.folders import read_folder, write_folder
+from accel_ckpt.optimizer_states import load_state_in_parts, state_to_save, unchanged_by_failure
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -100,7 +99,8 @@ def load_fsdp_model(
     engine = accelerator.engine
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator, model, adapter_only)
-        _read_parts(accelerator, {"model": weights}, input_dir, layout.sharded_model_folder(model_index))
+        place = _parts_at(accelerator, input_dir, layout.sharded_model_folder(model_index))
+        read_folder({"model": weights}, place, accelerator.process)
         options = StateDictOptions(strict=not adapter_only)
         return set_model_state_dict(engine.state_root(model), weights, options=options)
     whole = _read_whole(accelerator, input_dir, _whole_file(model_index))
@@ -137,7 +137,7 @@ def save_fsdp_optimizer(
     """
     if _in_parts(fsdp_plugin, use_dcp):
         root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
-        state = {"optimizer": optimizer_parts(root, inner)}
+        state = {"optimizer": state_to_save(root, inner)}
         _write_parts(accelerator, state, output_dir, layout.sharded_optimizer_folder(optimizer_index))
         return
     whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
@@ -168,16 +168,19 @@ def load_fsdp_optimizer(
 
     Raises:
         FileNotFoundError: If nothing was saved there under this type.
-        Exception: What else went wrong here; a CheckpointError on the other processes.
+        Exception: What else went wrong here; a CheckpointError on the other processes. The optimizer is as it
+            was then.
     """
+    process, inner = accelerator.process, getattr(optimizer, "optimizer", optimizer)
     if _in_parts(fsdp_plugin, use_dcp):
-        root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
-        state = {"optimizer": optimizer_parts(root, inner)}
-        _read_parts(accelerator, state, input_dir, layout.sharded_optimizer_folder(optimizer_index))
-        set_optimizer_state_dict(root, inner, state["optimizer"])
+        place = _parts_at(accelerator, input_dir, layout.sharded_optimizer_folder(optimizer_index))
+        load_state_in_parts(accelerator.engine.state_root(model), inner, place, process)
         return
-    whole = _read_whole(accelerator, input_dir, layout.optimizer_file(optimizer_index))
-    accelerator.engine.optimizer_to_load(optimizer).load_state_dict(whole)
+    name = layout.optimizer_file(optimizer_index)
+    whole = _read_whole(accelerator, input_dir, name)
+    target = accelerator.engine.optimizer_to_load(optimizer)
+    with unchanged_by_failure(inner):
+        together(lambda: target.load_state_dict(whole), process, f"loading {name}")
 
 
 def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
@@ -208,7 +211,7 @@ def _write_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder
     write_folder(state, Path(folder) / name, accelerator.process)
 
 
-def _read_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
+def _parts_at(accelerator: Accelerator, folder: Folder, name: str) -> Path:
     place = Path(folder) / name
 
     def find() -> None:
@@ -216,7 +219,7 @@ def _read_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder,
             raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
 
     together(find, accelerator.process, f"looking for {name}")
-    read_folder(state, place, accelerator.process)
+    return place
 
 
 def _write_whole(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:

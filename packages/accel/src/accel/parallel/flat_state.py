@@ -6,9 +6,6 @@ model was called before it was wrapped says which is which.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +13,21 @@ import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from accel.parallel.flat import owners_by_name
 from accel.parallel.full_state import gather_whole, stand_ins
 from accel.parallel.wrapping import aliases
+from accel_ckpt.optimizer_states import quiet, set_state, state_to_save
 
 __all__ = [
     "FlatRecord",
     "WholeFlatModel",
     "WholeFlatOptimizer",
     "names_in_groups",
-    "optimizer_parts",
     "whole_weights",
 ]
-
-_WHOLE = StateDictOptions(full_state_dict=True)
 
 
 @dataclass(frozen=True)
@@ -66,28 +59,12 @@ def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict
         record: What it was before.
         keep: Whether this process gets the tensors; others get None in their places.
     """
-    with _quiet():
+    with quiet():
         state = get_model_state_dict(root)
     first: dict[int, str] = {}
     parts = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
     whole: dict[str, Any] = gather_whole(parts, keep)
     return whole
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what torch tells itself, and that the state of one shard is whole."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
-        warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")
-        warnings.filterwarnings("ignore", ".*NO_SHARD.*full_state_dict will be returned")
-        yield
-
-
-def optimizer_parts(root: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state by the names of a sharded model's parameters, in parts; every process calls it."""
-    with _quiet():
-        return get_optimizer_state_dict(root, optimizer)
 
 
 def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
@@ -156,7 +133,7 @@ class WholeFlatOptimizer:
         optimizer: The optimizer.
         root: The wrapped model.
         names: The names of the parameters in each group, in the order in which one process numbers them.
-        state: What `get_optimizer_state_dict` returned, with whole tensors.
+        state: The state by names, with whole tensors.
     """
 
     def __init__(
@@ -176,7 +153,7 @@ class WholeFlatOptimizer:
         cls, optimizer: Any, root: torch.nn.Module, names: list[list[str]], keep: bool
     ) -> WholeFlatOptimizer:
         """With the whole state, which all processes gather now; those that do not keep it have no tensors."""
-        return cls(optimizer, root, names, gather_whole(optimizer_parts(root, optimizer), keep))
+        return cls(optimizer, root, names, gather_whole(state_to_save(root, optimizer), keep))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gathered state, with numbers for names."""
@@ -200,7 +177,8 @@ class WholeFlatOptimizer:
             state: As an optimizer over whole parameters has it, numbered in the order of the groups.
 
         Raises:
-            ValueError: If its groups are others than the optimizer's.
+            ValueError: If its groups are others than the optimizer's, or some of the parameters in a flat
+                parameter have no state.
         """
         sizes = [len(group["params"]) for group in state["param_groups"]]
         if sizes != [len(names) for names in self.names]:
@@ -219,4 +197,4 @@ class WholeFlatOptimizer:
                 {**group, "params": own} for group, own in zip(state["param_groups"], self.names, strict=True)
             ],
         }
-        set_optimizer_state_dict(self.root, self.optimizer, named, options=_WHOLE)
+        set_state(self.root, self.optimizer, named, whole=True)

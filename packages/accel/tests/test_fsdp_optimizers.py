@@ -1,0 +1,199 @@
+"""Optimizers of sharded models, saved by themselves and by save_state, where parameters have no state."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel.accelerator import Accelerator
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from accel_ckpt.errors import CheckpointError
+
+Run = tuple[Accelerator, torch.nn.Module, Any]
+
+
+def train(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[float]:
+    losses = []
+    for _ in range(2):
+        loss = model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Partly(torch.nn.Module):
+    """One module is frozen, and one never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.unused = torch.nn.Linear(3, 5)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.first(data)).tanh())
+
+
+class Counting(torch.optim.AdamW):
+    """Counts its steps in its groups, as schedule-free optimizers do, and decays weights at any rate."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for item in group["params"]:
+                if item.grad is not None:
+                    item.detach().mul_(0.99)
+        super().step(closure)
+
+
+LAYOUTS = {"flat": (1, False), "original": (1, True), "sharded": (2, None)}
+
+
+def make_partly(layout: str, kind: str, seed: int) -> Run:
+    version, original = LAYOUTS[layout]
+    own = {"sync_module_states": True, "use_orig_params": original} if version == 1 else {}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        state_dict_type=kind,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        **own,
+    )
+    torch.manual_seed(seed)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = Partly()
+    groups = [{"params": list(model.parameters())[::-1], "count": 0}]
+    return accelerator, *accelerator.prepare(model, Counting(groups, lr=0.1))
+
+
+def account(optimizer: Any) -> list[Any]:
+    """Copies of what an optimizer has, in the order of its parameters."""
+    inner = optimizer.optimizer
+    states = [inner.state.get(item) for group in inner.param_groups for item in group["params"]]
+    groups = [{**group, "params": len(group["params"])} for group in inner.param_groups]
+    return copy.deepcopy([len(inner.state), states, groups])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two accounts are the same bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def save_by(how: str, run: Run, folder: str) -> None:
+    accelerator, model, optimizer = run
+    if how == "state":
+        accelerator.save_state(folder)
+        return
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder)
+    save_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder)
+
+
+def load_by(how: str, run: Run, folder: str) -> None:
+    accelerator, model, optimizer = run
+    if how == "state":
+        accelerator.load_state(folder)
+        return
+    load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder)
+    load_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder)
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [getattr(item, "_local_tensor", item).detach().clone() for item in model.parameters()]
+
+
+def save_when_fresh(folder: str, layout: str, kind: str) -> None:
+    run = make_partly(layout, kind, 1)
+    straight = train(*run), weights(run[1])
+    for how in ("files", "state"):
+        run = make_partly(layout, kind, 1)
+        before = account(run[2]), weights(run[1])
+        save_by(how, run, f"{folder}/{how}")
+        assert equal([account(run[2]), weights(run[1])], [*before])
+        assert equal([train(*run), weights(run[1])], [*straight])
+        # It is fresh again, whatever it had.
+        load_by(how, run, f"{folder}/{how}")
+        assert equal([account(run[2]), weights(run[1])], [*before])
+        assert equal([train(*run), weights(run[1])], [*straight])
+
+
+EACH = [(layout, kind) for layout in LAYOUTS for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")]
+
+
+@pytest.mark.parametrize(("layout", "kind"), EACH)
+def test_saving_a_fresh_optimizer_changes_nothing(world, tmp_path, layout, kind):
+    world.run(save_when_fresh, str(tmp_path), layout, kind, size=2)
+
+
+def save_when_partly_begun(folder: str, layout: str, kind: str) -> None:
+    for how in ("files", "state"):
+        run = make_partly(layout, kind, 1)
+        train(*run)
+        before = account(run[2]), weights(run[1])
+        save_by(how, run, f"{folder}/{how}")
+        assert equal([account(run[2]), weights(run[1])], [*before])
+        straight = train(*run), weights(run[1])
+        fresh = make_partly(layout, kind, 2)
+        for again in (fresh, run):
+            load_by(how, again, f"{folder}/{how}")
+            assert equal([account(again[2]), weights(again[1])], [*before])
+            assert equal([train(*again), weights(again[1])], [*straight])
+
+
+@pytest.mark.parametrize(("layout", "kind"), EACH)
+def test_parameters_that_are_frozen_or_had_no_gradient_are_restored(world, tmp_path, layout, kind):
+    world.run(save_when_partly_begun, str(tmp_path), layout, kind, size=2)
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Spoil what is read of an optimizer last, so that its size stays."""
+    path = (
+        folder / "optimizer_0" / "__1_0.distcp" if kind == "SHARDED_STATE_DICT" else folder / "optimizer.bin"
+    )
+    if kind == "SHARDED_STATE_DICT":
+        path.write_bytes(bytes(path.stat().st_size))
+        return
+    state = torch.load(path)
+    state["param_groups"][0]["params"].pop()
+    torch.save(state, path)
+
+
+def load_what_is_damaged(folder: str, layout: str, kind: str) -> None:
+    saved = make_partly(layout, kind, 1)
+    train(*saved)
+    for how in ("files", "state"):
+        place = f"{folder}/{how}"
+        save_by(how, saved, place)
+        if saved[0].is_main_process:
+            damage(Path(place), kind)
+        saved[0].wait_for_everyone()
+        fresh, begun = make_partly(layout, kind, 2), make_partly(layout, kind, 3)
+        train(*begun)
+        for accelerator, model, optimizer in (fresh, begun):
+            before = account(optimizer)
+            plugin = accelerator.state.fsdp_plugin
+            load = {
+                "state": partial(accelerator.load_state, place, verify=False),
+                "files": partial(load_fsdp_optimizer, plugin, accelerator, optimizer, model, place),
+            }
+            with pytest.raises((CheckpointError, ValueError)):
+                load[how]()
+            assert equal(account(optimizer), before)
+
+
+@pytest.mark.parametrize(("layout", "kind"), EACH)
+def test_a_load_that_fails_leaves_the_optimizer_as_it_was(world, tmp_path, layout, kind):
+    world.run(load_what_is_damaged, str(tmp_path), layout, kind, size=2)
