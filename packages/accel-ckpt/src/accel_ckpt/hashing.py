@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from accel_ckpt.cached import cached_part
 
 __all__ = ["ALGORITHM", "ALGORITHMS", "digest_chunk"]
 
@@ -37,13 +38,21 @@ def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGO
         OSError: If the file cannot be read.
     """
     digest = ALGORITHMS[algorithm]()
+    length = min(chunk_bytes, path.stat().st_size - start)
+    if length > 0:
+        with cached_part(path, start, length) as part:
+            if part is None:
+                _add_read(digest, path, start, length)
+            else:
+                digest.update(part)
+    text: str = digest.hexdigest()
+    return text
+
+
+def _add_read(digest: Any, path: Path, start: int, length: int) -> None:
     with open(path, "rb", buffering=0) as file:
-        length = min(chunk_bytes, os.fstat(file.fileno()).st_size - start)
         file.seek(start)
-        # Read and not mapped: a mapped file that somebody cuts off meanwhile kills the process.
-        buffer = memoryview(bytearray(max(0, min(_READ_BYTES, length))))
+        buffer = memoryview(bytearray(min(_READ_BYTES, length)))
         while length > 0 and (count := file.readinto(buffer[: min(length, len(buffer))])):
             digest.update(buffer[:count])
             length -= count
-    text: str = digest.hexdigest()
-    return text

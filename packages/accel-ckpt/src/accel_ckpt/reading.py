@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from accel_ckpt import digests, layout, manifest, recovery, tensors
 from accel_ckpt.agree import from_main, together
-from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.filling import fill
 from accel_ckpt.progress import Progress
@@ -47,14 +45,13 @@ class Reading:
     has_manifest: bool
     device: torch.device
     options: dict[str, Any]
-    _opened: dict[str, Any] = field(default_factory=dict)
 
     def load(self, *alternatives: str) -> Any:
         """Load the first of these files that is there; None if there is none."""
         name = next((name for name in alternatives if name in self.names), None)
         if name is None:
             return None
-        return self._opened.pop(name) if name in self._opened else self._open(name, self._maps(name))
+        return self._open(name)
 
     def fill(self, model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
         """Read weights straight into a model, those for which that is possible.
@@ -83,24 +80,11 @@ class Reading:
         """
         return [path.name for path in find_weight_files(digests.plain_file(self.folder, index))]
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Open the files of optimizers in a thread, but read none of their tensors, while the block runs."""
-        with Crew(1, "accel-open") as crew:
-            for name in sorted(self.names):
-                if layout.role_of(name) == "optimizer" and self.device.type == "cpu":
-                    crew.submit(self._open_ahead, name)
-            yield
-
-    def _open_ahead(self, name: str) -> None:
-        if self._maps(name):  # any error comes again in `load`, where it is told
-            self._opened[name] = self._open(name, maps=True)
-
-    def _open(self, name: str, maps: bool) -> Any:
+    def _open(self, name: str) -> Any:
         if layout.is_index(name):
-            parts = [self._open(part, self._maps(part)) for part in self.listed(name)]
+            parts = [self._open(part) for part in self.listed(name)]
             return {key: value for part in parts for key, value in part.items()}
-        options = {"mmap": True, **self.options} if maps else self.options
+        options = {"mmap": True, **self.options} if self._maps(name) else self.options
         return tensors.load(self.folder / name, map_location=self.device, **options)
 
     def _maps(self, name: str) -> bool:
@@ -145,10 +129,7 @@ def open_checkpoint(
         reading = Reading(folder, described.paths(), frozenset(), facts, True, device, options)
         share = described.files[process.local_rank :: process.local_world_size]
         total = sum(entry.size for entry in share)
-        with (
-            closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress,
-            reading.opening(),
-        ):
+        with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
             digests.verify(folder, share, described.chunk_bytes, verify, progress, described.algorithm)
         beside = [] if facts.get("in_place") else manifest.files_in(folder)
         strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
