@@ -48,9 +48,10 @@ class Counting(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["count"] += 1
+            group["decay"] = 0.99
             for item in group["params"]:
                 if item.grad is not None:
-                    item.detach().mul_(0.99)
+                    item.detach().mul_(group["decay"])
         super().step(closure)
 
 
@@ -197,3 +198,42 @@ def load_what_is_damaged(folder: str, layout: str, kind: str) -> None:
 @pytest.mark.parametrize(("layout", "kind"), EACH)
 def test_a_load_that_fails_leaves_the_optimizer_as_it_was(world, tmp_path, layout, kind):
     world.run(load_what_is_damaged, str(tmp_path), layout, kind, size=2)
+
+
+class Second(torch.nn.Sequential):
+    """Runs the second of its modules alone."""
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self[1](data)
+
+
+def load_into_one_vector(folder: str, kind: str) -> list[str]:
+    found = []
+    for place, unused in enumerate(("before", "behind")):
+        for version in (2, 1):
+            own = {"sync_module_states": True, "use_orig_params": False} if version == 1 else {}
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind, **own)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            model = torch.nn.Linear(4, 2)
+            if unused == "behind":
+                model.unused = torch.nn.Linear(3, 5)
+            else:
+                model = Second(torch.nn.Linear(3, 5), model)
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            run = accelerator, model, optimizer
+            if version == 2:
+                train(*run)
+                save_by("files", run, f"{folder}/{place}")
+        before = account(optimizer)
+        with pytest.raises(ValueError) as caught:
+            load_by("files", run, f"{folder}/{place}")
+        assert equal(account(optimizer), before)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_state_for_a_part_of_a_flat_parameter_is_refused(world, tmp_path, kind):
+    for found in world.run(load_into_one_vector, str(tmp_path), kind, size=2):
+        for message in found:
+            assert "use_orig_params=True" in message

@@ -36,6 +36,11 @@ __all__ = [
     "unchanged_by_failure",
 ]
 
+_FLAT = (
+    "fsdp_version=1 lays parameters into one vector, of which all or none have state: set "
+    "use_orig_params=True, or fsdp_version=2."
+)
+
 
 def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state by names, in parts. Every process must call it.
@@ -67,13 +72,15 @@ def set_state(
     # Not strict, for torch: a parameter may have no state.
     options = StateDictOptions(full_state_dict=whole, strict=False)
     with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
+        try:
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+        except ValueError as error:
+            if "single flat parameter" not in str(error):
+                raise
+            raise ValueError(f"{error}. {_FLAT}") from error
         left = sorted(key for key in optimizer.state if isinstance(key, str))
-        if left:
-            raise ValueError(
-                f"the checkpoint has state for {left}, and none for others that fsdp_version=1 lays into one "
-                "vector with them. Set use_orig_params=True, or fsdp_version=2."
-            )
+        if left:  # torch takes them for other state than of parameters
+            raise ValueError(f"the checkpoint has state for {left}, and none for others. {_FLAT}")
 
 
 def different_state(
@@ -194,18 +201,27 @@ def _state_to_read(
 ) -> dict[str, Any]:
     """Return what is to be read of a folder, in new tensors, without parameters that had no state."""
     begin, end = "optimizer.param_groups.", ".params"
-    groups = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
-    read_folder(groups, folder, process)
-    known = {name for names in groups.values() for name in names}
-    stateful = {key[:end] for key in saved for end, letter in enumerate(key) if letter == "."}
+    named = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
+    read_folder(named, folder, process)
+    known = {name for names in named.values() for name in names}
+    there = {key[:end] for key in saved for end, letter in enumerate(f"{key}.") if letter == "."}
     state = _new_state(model, optimizer)
-    state["state"] = {
+    states = {
         name: values
         for name, values in state["state"].items()
-        if name not in known or f"optimizer.state.{name}" in stateful
+        if name not in known or f"optimizer.state.{name}" in there
     }
-    # Values of groups that are tensors are the optimizer's own.
-    return {"optimizer": {**state, "param_groups": deepcopy(state["param_groups"])}}
+    # Steps and schedulers add to groups, which torch replaces. Copied, as tensors are the optimizer's own.
+    needed = {"params", *optimizer.defaults}
+    groups = [
+        {
+            key: deepcopy(value)
+            for key, value in group.items()
+            if key in needed or f"{begin}{i}.{key}" in there
+        }
+        for i, group in enumerate(state["param_groups"])
+    ]
+    return {"optimizer": {**state, "state": states, "param_groups": groups}}
 
 
 def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -219,9 +235,6 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
         for item in parameters:
             item.grad = torch.zeros_like(item) if item.requires_grad else None
         optimizer.step()
-        made = optimizer.state
-        put_back()  # groups too, in which some optimizers count their steps
-        optimizer.state = made
         with quiet():
             return get_optimizer_state_dict(model, optimizer)
     finally:
