@@ -287,6 +287,34 @@ def test_an_optimizer_of_other_groups_is_refused_before_anything_is_changed(tmp_
     assert {part for part, value in run.values().items() if value != 3} == {"optimizer.bin"}
 
 
+def test_the_schedule_of_an_optimizer_of_other_groups_is_left_with_it(tmp_path: Path) -> None:
+    def make(rate: float, *groups: nn.Parameter) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([{"params": [item]} for item in groups], lr=rate)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1))
+
+    model = nn.Linear(2, 2)
+    saved = [make(1.0, model.weight, model.bias), make(2.0, model.weight)]
+    for optimizer, scheduler in saved:
+        optimizer.step()
+        scheduler.step()
+    optimizers, schedulers = zip(*saved, strict=True)
+    save_accelerator_state(tmp_path, [model.state_dict()], optimizers, schedulers, [], 0, 0)
+
+    other, same = make(8.0, model.weight), make(0.0, model.weight)
+    optimizers, schedulers = zip(other, same, strict=True)
+    message = (
+        r"parameter groups of \[1, 1\].*; scheduler\.bin is not loaded: it sets the rates of an optimizer"
+    )
+    with pytest.warns(UserWarning, match=message) as told:
+        load_accelerator_state(tmp_path, [model], optimizers, schedulers, [], 0, strict=False)
+    assert "scheduler_1.bin" not in str(told[0].message)
+    for optimizer, scheduler in (other, same):
+        optimizer.step()
+        scheduler.step()
+    assert other[0].param_groups[0]["lr"] == 4.0
+    assert same[0].param_groups[0]["lr"] == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_in_several_files_are_loaded(tmp_path: Path, safe: bool) -> None:
     model, again = (

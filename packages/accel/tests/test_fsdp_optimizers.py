@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,31 @@ def test_state_for_a_part_of_a_flat_parameter_is_refused(world, tmp_path, kind):
     for found in world.run(load_into_one_vector, str(tmp_path), kind, size=2):
         for message in found:
             assert "use_orig_params=True" in message
+
+
+def load_other_groups(folder: str, layout: str, kind: str) -> None:
+    accelerator, model, optimizer = make_partly(layout, kind, 1)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+    train(accelerator, model, optimizer)
+    schedule.step()
+    accelerator.save_state(folder)
+
+    accelerator, model, _ = make_partly(layout, kind, 2)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 8.0}]
+    optimizer = accelerator.prepare(torch.optim.SGD(groups, lr=4.0))
+    accelerator._optimizers.pop(0)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+    before = account(optimizer), schedule.state_dict()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        accelerator.load_state(folder, strict=False)
+    assert equal([account(optimizer), schedule.state_dict()], [*before])
+    if accelerator.is_main_process:
+        left = "scheduler.bin is not loaded: it sets the rates of an optimizer that is not"
+        assert [str(item.message) for item in told if left in str(item.message)]
+
+
+@pytest.mark.parametrize(("layout", "kind"), EACH)
+def test_a_schedule_stays_as_it_is_with_its_optimizer(world, tmp_path, layout, kind):
+    world.run(load_other_groups, str(tmp_path), layout, kind, size=2)

@@ -9,7 +9,7 @@ import torch
 
 from accel_ops.modules import extract_model_from_parallel
 
-__all__ = ["match_groups", "without_wrapper_names"]
+__all__ = ["match_groups", "schedules_of", "without_wrapper_names"]
 
 
 def match_groups(
@@ -44,6 +44,24 @@ def match_groups(
         return state, []
     named = _names(models) if flat is None else {name: name for group in flat for name in group}
     return _numbered(file, index, state, own, named)
+
+
+def schedules_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[int]:
+    """Tell which schedulers set the learning rates of some optimizers.
+
+    Args:
+        schedulers: The schedulers, prepared or not.
+        optimizers: The optimizers, or how they are loaded.
+    """
+    meant = {id(_plain(optimizer)) for optimizer in optimizers}
+    own = [getattr(getattr(item, "scheduler", item), "optimizer", None) for item in schedulers]
+    return [index for index, optimizer in enumerate(own) if id(_plain(optimizer)) in meant]
+
+
+def _plain(optimizer: Any) -> Any:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _names(models: Sequence[Any]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def load_state_in_parts(
     folder: Path,
     process: Process,
     strict: bool = True,
-) -> None:
+) -> bool:
     """Load an optimizer's state from a folder, on all processes or on none. Every process must call it.
 
     Args:
@@ -122,6 +122,9 @@ def load_state_in_parts(
         process: This process.
         strict: False to leave the optimizer as it is if the folder lacks a part of what it needs.
 
+    Returns:
+        Whether it was loaded.
+
     Raises:
         CheckpointError: If the folder does not have what the optimizer needs.
         Exception: What else went wrong here; a CheckpointError on the other processes.
@@ -129,10 +132,11 @@ def load_state_in_parts(
     saved = read_metadata(folder).state_dict_metadata
     state = _state_to_read(model, optimizer, folder, saved, process)
     if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
-        return
+        return False
     read_folder(state, folder, process)
     with unchanged_by_failure(optimizer):
         together(lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}")
+    return True
 
 
 @contextlib.contextmanager

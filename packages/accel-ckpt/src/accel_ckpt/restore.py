@@ -17,7 +17,7 @@ from accel_ckpt.audit import Expected, Findings, audit
 from accel_ckpt.digests import plain_file
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.gradients import set_gradients
-from accel_ckpt.groups import match_groups, without_wrapper_names
+from accel_ckpt.groups import match_groups, schedules_of, without_wrapper_names
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.resharding import random_states_for
 from accel_ckpt.rng import set_rng_state
@@ -163,6 +163,7 @@ def restore(
     """
     different: list[str] = []
     states: dict[str, Any] = {}  # of the optimizers that fit, by file
+    left: list[Any] = []  # optimizers that do not
     if objects.parts is not None:
         from accel_ckpt.sharded import compare_parts, load_parts  # takes most of a second to import
 
@@ -189,7 +190,9 @@ def restore(
             if name in reading.names:
                 state, lines = match_groups(name, index, reading.load(name), optimizer, objects.models)
                 findings.core += lines
-                if not lines:
+                if lines:
+                    left.append(optimizer)
+                else:
                     states[name] = state
         scaler = objects.scaler
         if scaler is not None and not scaler.is_enabled() and reading.load(layout.SCALER):
@@ -206,7 +209,15 @@ def restore(
                 filled = {} if load_model_func_kwargs else reading.fill(model, layout.model_file(index))
                 _load_model(model, {**state, **filled}, options)
             del state  # what it holds of the file, before the next is opened
+        # Other groups have other rates, and maybe another number of them.
+        idle = {layout.scheduler_file(index) for index in schedules_of(objects.schedulers, left)}
+        findings.core += [
+            f"{name} is not loaded: it sets the rates of an optimizer that is not"
+            for name in sorted(idle & reading.names)
+        ]
         for item, name in objects.stateful():
+            if name in idle:
+                continue
             if name in states:
                 item.load_state_dict(states.pop(name))
             elif name in reading.names and layout.role_of(name) != "optimizer":
@@ -220,10 +231,9 @@ def restore(
         return result
 
     findings = together(check, process, "comparing the checkpoint with the objects given")
-    result = together(load, process, "loading the checkpoint")
     if objects.parts is not None:
-        load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
-    return result
+        left += load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
+    return together(load, process, "loading the checkpoint")
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: bool = True) -> None:

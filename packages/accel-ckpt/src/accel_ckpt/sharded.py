@@ -201,7 +201,7 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
 
 def load_parts(
     folder: Path, names: Collection[str], parts: Parts, process: Process, strict: bool = True
-) -> None:
+) -> list[torch.optim.Optimizer]:
     """Load models and optimizers from their folders. Every process must call it.
 
     Args:
@@ -211,6 +211,9 @@ def load_parts(
         process: This process.
         strict: False to leave weights as they are that the folder does not have in their shape, objects
             that have no folder, and optimizers of whose state a part is missing.
+
+    Returns:
+        The optimizers of whose state a part is missing.
 
     Raises:
         CheckpointError: If the state of an optimizer is another one than it needs.
@@ -226,10 +229,14 @@ def load_parts(
                 }
             read_folder({"model": weights}, folder / name, process)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
+    left = []
     for index, optimizer in enumerate(parts.optimizers):
         name = layout.sharded_optimizer_folder(index)
-        if strict or _has(names, name):
-            load_state_in_parts(parts.owner(index), optimizer, folder / name, process, strict)
+        if (strict or _has(names, name)) and not load_state_in_parts(
+            parts.owner(index), optimizer, folder / name, process, strict
+        ):
+            left.append(optimizer)
+    return left
 
 
 def _has(names: Collection[str], folder: str) -> bool:
