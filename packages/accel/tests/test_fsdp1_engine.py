@@ -157,7 +157,7 @@ def test_hybrid_strategies_have_a_replica_for_each_machine(world):
 
 
 def check_wrapping() -> None:
-    accelerator = make_accelerator(activation_checkpointing=True)
+    accelerator = make_accelerator(activation_checkpointing=True, activation_checkpointing_offload=True)
     raw = Net(accelerator.process_index)
     model = accelerator.prepare(raw)
     assert isinstance(model, FullyShardedDataParallel)
@@ -175,6 +175,7 @@ def check_wrapping() -> None:
     accelerator.backward(model(data()).square().mean())
     layer = raw.layers[0].module
     assert isinstance(layer.forward, CheckpointedForward)
+    assert layer.forward.offload
     assert layer.calls == 2
     spread = Net()
     spread.hf_device_map = {"embed": 0, "layers": 1}
@@ -219,6 +220,18 @@ def test_one_process_that_asks_for_fsdp_gets_it():
     assert accelerator.engine.name == "fsdp1"
     accelerator.end_training()
     assert_close(state, expected_state(Net()))
+
+
+def own_weights() -> State:
+    accelerator = make_accelerator(sync_module_states=False)
+    return accelerator.get_state_dict(accelerator.prepare(Net(accelerator.process_index)))
+
+
+def test_each_process_shards_its_own_weights_if_told_so(world):
+    # The 42 elements of a layer lie in one vector, of which each process has the half of its own.
+    weight = world.run(own_weights)[0]["layers.0.linear.weight"].flatten()
+    torch.testing.assert_close(weight[:21], Net(0).layers[0].linear.weight.detach().flatten()[:21])
+    torch.testing.assert_close(weight[21:], Net(1).layers[0].linear.weight.detach().flatten()[21:])
 
 
 def weights_from_main() -> list[State]:

@@ -41,6 +41,7 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("shift", torch.randn(6))
+        self.register_buffer("table", torch.randn(3, 2).T)  # not contiguous
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) + self.shift
@@ -126,6 +127,7 @@ def check_groups() -> None:
     assert model.head.weight is model.embed.weight
     assert model.head.weight.to_local().shape == (3, 6)
     torch.testing.assert_close(model.shift, Net(0).shift)  # the first process's
+    torch.testing.assert_close(model.table, Net(0).table)
 
 
 def test_the_model_is_sharded_in_groups_and_stays_itself(world):
@@ -159,6 +161,17 @@ def weights_from_main() -> dict[str, torch.Tensor]:
 
 def test_only_the_first_process_needs_weights(world):
     assert_close(world.run(weights_from_main)[0], expected_state(Net()), 1e-5)
+
+
+def own_weights() -> dict[str, torch.Tensor]:
+    accelerator = make_accelerator(sync_module_states=False)
+    return accelerator.get_state_dict(accelerator.prepare(Net(accelerator.process_index)))
+
+
+def test_each_process_shards_its_own_weights_if_told_so(world):
+    weight = world.run(own_weights)[0]["layers.0.linear.weight"]
+    torch.testing.assert_close(weight[:3], Net(0).layers[0].linear.weight[:3].detach())
+    torch.testing.assert_close(weight[3:], Net(1).layers[0].linear.weight[3:].detach())
 
 
 def dtypes_in(precision: str, policy: Any) -> tuple[set[torch.dtype], torch.dtype, torch.dtype]:
@@ -456,6 +469,11 @@ def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
     x = torch.full((1, 4), float(accelerator.engine.data_shard[0] + 1))
     accelerator.backward(model(x).square().mean())
     gradients = {name: item.grad.full_tensor() for name, item in model.named_parameters()}
+    half = Accelerator(parallelism_config=accelerator.parallelism_config, mixed_precision="bf16")
+    plain = Net()
+    plain._tp_plan = {"layers.*.linear": "colwise_rep"}
+    assert half.prepare(plain)(data()).dtype is torch.float32
+    assert plain.layers[0].seen == [torch.float32]  # as under DDP: nobody asked for casts of parameters
     return [accelerator.engine.data_shard, gradients], shapes, accelerator.engine.name
 
 
