@@ -153,3 +153,17 @@ def test_stand_ins_keep_groups_and_what_they_are_given():
     assert [len(group["params"]) for group in groups.param_groups] == [2, 2]
     assert [len(group["params"]) for group in groups.param_groups] == [2, 2]  # asked twice
     assert len(DummyOptim(first.parameters()).param_groups[0]["params"]) == 2
+
+
+@pytest.mark.parametrize(("second", "expected"), [({}, 0.2), ({"lr": 0.5}, [0.2, 0.5])])
+def test_a_schedule_warms_each_group_up_to_its_own_rate(second, expected):
+    first, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    stand_in = DummyOptim([{"params": first.parameters()}, {"params": other.parameters(), **second}], lr=0.2)
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    }
+
+    started = complete(DeepSpeedPlugin(config), facts(optimizer=stand_in, scheduler=DummyScheduler(stand_in)))
+
+    assert started["scheduler"]["params"]["warmup_max_lr"] == expected

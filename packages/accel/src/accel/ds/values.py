@@ -182,7 +182,7 @@ def _scheduler_values(facts: Facts) -> dict[str, Any]:
     rates = [group["lr"] for group in getattr(facts.optimizer, "param_groups", ()) if "lr" in group]
     named = {
         "warmup_min_lr": 0,
-        **({"warmup_max_lr": rates[0]} if rates else {}),
+        **({"warmup_max_lr": rates if len(set(rates)) > 1 else rates[0]} if rates else {}),
         # DeepSpeed moves its schedule once per step.
         "warmup_num_steps": max(1, _moves(scheduler.warmup_num_steps, facts.moves)),
         **scheduler.kwargs,
