@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class FSDP1Engine(ShardedEngine):
 
     def _sharding(self) -> flat.FlatSharding:
         plugin, device = self.plugin, self.context.process.device
-        policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
+        policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
         if self.context.precision.is_mixed:
             policy.set_mixed_precision(self.context.precision.name)
         options = {
@@ -127,6 +127,11 @@ class FSDP1Engine(ShardedEngine):
         }
         filling = Filling(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
         return flat.FlatSharding(filling, options)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """As for all sharded engines; no forward pass computes with what was gathered before a step."""
+        optimizer.register_step_pre_hook(lambda *_: flat.free_gathered(self._models))
+        return super().prepare_optimizer(optimizer, place)
 
     def repoint(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now."""
@@ -158,11 +163,17 @@ class FSDP1Engine(ShardedEngine):
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        flat.free_gathered(self._models)
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         norm = self.grad_norm(tensors, norm_type)
         assert norm is not None
         norms.scale(norms.gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, in shards."""
+        flat.free_gathered(self._models)
+        super().clip_grad_value(parameters, clip_value)
 
     # States
 

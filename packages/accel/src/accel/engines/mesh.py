@@ -6,10 +6,12 @@ How a model becomes parallel is the function `parallelize`, read from top to bot
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +154,7 @@ def plan_for(
         return Plan(filling, None, *split)
     check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
-    policy = replace(plugin)  # its own, as the precision is completed for this Accelerator
+    policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
     # Replicas that nobody asked to shard keep their parameters, as those of DDP do: autocast alone casts.
     is_plain = meshes.has_one_shard and context.fsdp is None
     policy.set_mixed_precision("no" if is_plain else context.precision.name)
@@ -179,6 +181,7 @@ class MeshEngine(ShardedEngine):
         self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
         self._sequences = _share_sequences(context, self._meshes)
         self._replaced = Replaced()
+        self._parts: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -212,7 +215,8 @@ class MeshEngine(ShardedEngine):
         return isinstance(plain, FSDPModule) or plain in self._models
 
     def repoint(self, optimizer: Any) -> None:
-        """Give an optimizer the parameters that models have now."""
+        """Give an optimizer the parameters that models have now, in shards."""
+        self._note_gathered()
         repoint(optimizer, self._replaced)
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
@@ -231,14 +235,20 @@ class MeshEngine(ShardedEngine):
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model in place; twice is once."""
-        if self.is_done(model):
-            return model
-        plan = plan_for(model, self.plugin, self._meshes, self.context)
-        before = aliases(model)
-        model = parallelize(model, plan)
-        self._replaced.note(before, model)
-        self._models.add(model)
+        plain = getattr(model, "_orig_mod", model)
+        if not self.is_done(model):
+            plan = plan_for(model, self.plugin, self._meshes, self.context)
+            before = aliases(model)
+            model = plain = parallelize(model, plan)
+            self._replaced.note(before, model)
+        self._models.add(plain)
+        self._parts.update(part for part in plain.modules() if isinstance(part, FSDPModule))
         return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """As for all sharded engines; no forward pass computes with what was gathered before a step."""
+        optimizer.register_step_pre_hook(lambda *_: held_back.free_gathered(self._parts))
+        return super().prepare_optimizer(optimizer, place)
 
     # Gradients
 
@@ -270,20 +280,42 @@ class MeshEngine(ShardedEngine):
         every = [*norms.gradients_of(parameters), *held_back.gradients(self._models)]
         norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
 
+    def _note_gathered(self) -> None:
+        for whole, sharded in held_back.gathered(self._models):
+            self._replaced.add(whole, sharded)
+
+    def _in_shards(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """The parameters that have gradients: a forward pass may have left gathered ones in the model."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not any(item.requires_grad and item.grad is None for item in given):
+            return given
+        self._note_gathered()
+        return [
+            self._replaced.present(item)
+            if isinstance(item, torch.nn.Parameter) and item.grad is None
+            else item
+            for item in given
+        ]
+
     def grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """The total norm of the reduced gradients, over all shards."""
-        return norms.total_norm(norms.gradients_of(parameters), norm_type, self.context.process.device)
+        gradients = norms.gradients_of(self._in_shards(parameters))
+        return norms.total_norm(gradients, norm_type, self.context.process.device)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm over all shards; returns the norm before clipping."""
-        gradients = norms.gradients_of(parameters)
+        gradients = norms.gradients_of(self._in_shards(parameters))
         norm = norms.total_norm(gradients, norm_type, self.context.process.device)
         norms.scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, in shards."""
+        super().clip_grad_value(self._in_shards(parameters), clip_value)
 
     # States
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._runtime_utils import _reshard
 
 from accel.parallel.filling import Filling, fill_group, fill_rest
 from accel.parallel.norms import Sets
@@ -24,6 +25,7 @@ from accel.parallel.wrapping import Groups
 __all__ = [
     "FlatSharding",
     "check_flat_groups",
+    "free_gathered",
     "gradient_sets",
     "gradients",
     "load_local_state",
@@ -97,6 +99,16 @@ def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataP
         for module in FullyShardedDataParallel.fsdp_modules(model):
             if module._handle is not None:
                 yield module, module._handle
+
+
+def free_gathered(models: Iterable[torch.nn.Module]) -> None:
+    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step.
+
+    A forward pass without a backward one leaves them gathered.
+    """
+    for module, handle in parts(models):
+        if handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(module, handle, free_unsharded_flat_param=True)
 
 
 def managed(models: Iterable[torch.nn.Module]) -> dict[int, dist.ProcessGroup | None]:

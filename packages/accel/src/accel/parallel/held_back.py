@@ -1,4 +1,4 @@
-"""Gradients that `fully_shard` keeps whole while their reduction is put off.
+"""What `fully_shard` keeps whole: gradients whose reduction is put off, and gathered parameters.
 
 The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.13).
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["gradients", "holding", "sharded_parameters"]
+__all__ = ["free_gathered", "gathered", "gradients", "holding", "sharded_parameters"]
 
 
 @contextlib.contextmanager
@@ -45,6 +45,26 @@ def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     for group in groups:
         yield from group.fsdp_params
+
+
+def gathered(models: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Whole parameters, each with the sharded one whose place it takes where it is gathered.
+
+    A forward pass without a backward one leaves them in the model, for whoever asks for its parameters.
+    """
+    for model in models:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                for parameter in sharded_parameters(part):
+                    whole = getattr(parameter, "_unsharded_param", None)
+                    if whole is not None:
+                        yield whole, parameter.sharded_param
+
+
+def free_gathered(parts: Iterable[FSDPModule]) -> None:
+    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step."""
+    for part in parts:
+        part.reshard()
 
 
 def _held(parameter: Any) -> torch.Tensor | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ def choose_groups(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin
     Raises:
         ValueError: If the policy, ignored modules or activation checkpointing mean nothing in this model.
     """
-    policy = replace(plugin)  # its own, as the policy is completed for this model
+    policy = copy.copy(plugin)  # its own, as the policy is completed for this model
     policy.set_auto_wrap_policy(model)
     ignored = ignored_parameters(model, plugin.ignored_modules)
     modules = tuple(modules_to_shard(model, policy.auto_wrap_policy, ignored))
