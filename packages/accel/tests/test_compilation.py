@@ -128,6 +128,13 @@ def test_a_model_without_repeated_blocks_is_one_region():
     assert has_compiled_regions(model)
 
 
+@pytest.mark.usefixtures("fresh_state")
+def test_a_model_that_is_compiled_already_is_not_compiled_again():
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    model = torch.compile(Net(), backend="eager")
+    assert accelerator.prepare(model) is model
+
+
 def test_copies_and_pickles_are_not_compiled():
     model = compile_regions(Net(), backend="eager")
     assert not has_compiled_regions(copy.deepcopy(model))

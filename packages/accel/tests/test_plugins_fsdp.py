@@ -140,6 +140,11 @@ def test_precision_from_a_name_a_dict_and_the_accelerators():
     later.set_mixed_precision("fp16")
     first = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
 
+    half = FullyShardedDataParallelPlugin()
+    half.set_mixed_precision("bf16")
+    assert half.mixed_precision_policy.buffer_dtype is torch.float32
+    half.set_mixed_precision("bf16", buffer_autocast=True, override=True)
+    assert half.mixed_precision_policy.buffer_dtype is torch.bfloat16
     assert short.mixed_precision_policy == fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert full.mixed_precision_policy == fsdp.MixedPrecisionPolicy(
         torch.bfloat16, torch.bfloat16, torch.float32

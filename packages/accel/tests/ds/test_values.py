@@ -145,6 +145,19 @@ def test_adam_on_the_cpu_is_torchs_unless_somebody_says_otherwise():
         assert started["optimizer"]["params"] == expected
 
 
+def test_a_model_that_is_evaluated_needs_no_optimizer_of_the_configuration():
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3},
+    }
+
+    started = complete(DeepSpeedPlugin(config, zero3_init_flag=False), facts(optimizer=None, batch_sizes=()))
+
+    assert started["train_micro_batch_size_per_gpu"] == 1
+    assert not {"optimizer", "scheduler"} & set(started)
+
+
 def test_stand_ins_keep_groups_and_what_they_are_given():
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     groups = DummyOptim([{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters()}], lr=0.2)

@@ -59,7 +59,8 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
         facts: What is prepared.
 
     Returns:
-        A copy of the configuration, with what follows from the objects given.
+        A copy of the configuration, with what follows from the objects given; for a model that is only
+        evaluated, without optimizer and schedule.
 
     Raises:
         ValueError: If the configuration does not fit the objects; it lists every difference.
@@ -73,14 +74,17 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     for name, value in {**filled, **compared}.items():
         if plugin.is_auto(name):
             plugin.fill_match(name, **{name: value})
-    plugin.deepspeed_config_process("", found, **compared)
+    given = plugin.deepspeed_config
+    if facts.optimizer is None:  # what is evaluated needs neither
+        given = {name: value for name, value in given.items() if name not in ("optimizer", "scheduler")}
+    plugin.deepspeed_config_process("", found, given, **compared)
     if found:
         raise ValueError(
             f"DeepSpeed's configuration does not fit what is prepared ({type(facts.model).__name__}):\n"
             + "\n".join(found)
             + "\nMake them the same, or set them to 'auto' in the configuration."
         )
-    return _for_start(plugin.deepspeed_config, facts)
+    return _for_start(given, facts)
 
 
 def _unfit(plugin: DeepSpeedPlugin, facts: Facts) -> list[str]:
