@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel.accelerator import Accelerator
 from accel.parallel.checkpointing import CheckpointedForward
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
 from accel_state.parallelism import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -119,6 +124,7 @@ def check_groups() -> None:
     assert accelerator.prepare(model) is model
     assert accelerator.unwrap_model(model) is raw
     assert accelerator.is_fsdp2
+    assert accelerator.is_composable_parallelism_enabled
     assert accelerator.should_save_model == accelerator.is_main_process
     assert accelerator.torch_device_mesh.mesh_dim_names == ("dp_shard",)
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -452,6 +458,44 @@ def test_a_tensor_parallel_group_counts_once(world):
         assert texts == ["a", "b"]
         assert shard == (0, 1)
         assert shapes == {(4, 4)}
+
+
+def log_of_two_axes() -> list[str]:
+    logger, handler = logging.getLogger("accel.engines"), logging.handlers.BufferingHandler(9)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    sizes = ParallelismConfig(dp_replicate_size=2, tp_size=2)
+    accelerator = Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(2), parallelism_config=sizes)
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+    assert not accelerator.is_composable_parallelism_enabled
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_the_log_line_has_each_axis_and_all_that_asked_for_it(world):
+    (line,), *others = world.run(log_of_two_axes, size=4)
+    assert line.startswith(
+        "engine ddp x tp, because of torch_tp_plugin and parallelism_config; 4 process(es) on cpu, "
+        "mesh dp_replicate=2 x tp=2;"
+    )
+    assert others == [[]] * 3
+
+
+def dispatched() -> list[list[int]]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2))
+    loader = accelerator.prepare(DataLoader(Numbers(), batch_size=2))  # iterable: read by process 0 alone
+    return [batch.tolist() for batch in loader]
+
+
+class Numbers(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_a_tensor_parallel_group_gets_one_batch_that_process_0_reads(world):
+    first, second = [[0, 1], [4, 5]], [[2, 3], [6, 7]]
+    assert world.run(dispatched, size=4) == [first, first, second, second]
 
 
 def replicas_and_tensors() -> tuple[list[Any], set[torch.Size], str]:
