@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import logging
+import logging.handlers
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -393,6 +396,37 @@ def test_what_deepspeed_cannot_do_is_refused_with_the_alternative(world, stage):
             assert hint in text
 
 
+class Odd(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "scalar":
+            self.gain = torch.nn.Parameter(torch.tensor(1.5))
+        else:
+            self.table = torch.nn.Embedding(4, 4, sparse=True)
+
+
+def refused_before_anything_starts(stage: int) -> list[str]:
+    said = []
+    for make_optimizer in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SGD):
+        for kind in ("scalar", "sparse") if make_optimizer is torch.optim.SGD else (None,):
+            model = Net() if kind is None else Odd(kind)
+            accelerator = make(stage)
+            with pytest.raises(ValueError) as error:
+                accelerator.prepare(
+                    model, make_optimizer(model.parameters()), DataLoader(data(4), batch_size=2)
+                )
+            said.append(str(error.value))
+    return said
+
+
+def test_what_deepspeed_would_train_wrongly_or_fail_on_is_refused(world):
+    for adafactor, lbfgs, scalar, sparse in world.run(refused_before_anything_starts, 2, timeout_s=100):
+        assert "torch.optim.Adafactor needs whole" in adafactor
+        assert "torch.optim.LBFGS needs whole" in lbfgs
+        assert "Odd.gain cannot be sharded by deepspeed zero 2" in scalar
+        assert "table of Odd has sparse=True" in sparse
+
+
 def twice_after_one_forward() -> bool:
     accelerator = make(3)
     model, _, _ = prepared(accelerator)
@@ -566,7 +600,9 @@ def two_plugins() -> tuple[list[float], float, int, tuple[int, ...]]:
     """Train with one plugin, and evaluate a second model, shared out, with another."""
     plugins = {
         "train": DeepSpeedPlugin(settings(2)),
-        "judge": DeepSpeedPlugin(settings(3), zero3_save_16bit_model=True),
+        "judge": DeepSpeedPlugin(
+            settings(3, optimizer={"type": "AdamW", "params": {"lr": "auto"}}), zero3_save_16bit_model=True
+        ),
     }
     accelerator = Accelerator(deepspeed_plugins=plugins)
     model, optimizer, loader = prepared(accelerator)
@@ -575,6 +611,7 @@ def two_plugins() -> tuple[list[float], float, int, tuple[int, ...]]:
     assert not plugins["train"].selected
     assert accelerator.deepspeed_plugin is accelerator.state.get_deepspeed_plugin("judge")
     judge = accelerator.prepare(Net(3))
+    assert judge.basic_optimizer is None
     shape = tuple(judge.module.first.weight.shape)  # nothing is left of it between uses
     with GatheredParameters(judge.module.first.weight):
         gathered = judge.module.first.weight.numel()
@@ -619,10 +656,11 @@ def test_each_accelerator_trains_a_model_of_its_own(world):
 
 def compiled(regional: bool) -> tuple[list[float], bool, bool]:
     plugin = DeepSpeedPlugin(settings(2))
-    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    dynamo = TorchDynamoPlugin(backend="eager", fullgraph=True, use_regional_compilation=regional)
     accelerator = Accelerator(deepspeed_plugin=plugin, dynamo_plugin=dynamo)
     model, optimizer, loader = prepared(accelerator)
     losses = trained(accelerator, model, optimizer, iter(loader), 6)
+    assert regional or model._compile_kwargs["fullgraph"]
     return losses, bool(model.is_compiled), has_compiled_regions(model.module)
 
 
@@ -632,6 +670,46 @@ def test_compiled_models_train(world, regional):
     for losses, is_compiled, has_regions in world.run(compiled, regional, timeout_s=100):
         assert (is_compiled, has_regions) == (not regional, True)
         assert losses == pytest.approx(plain(), rel=1e-5)
+
+
+def again_in_another_precision() -> tuple[list[Any], list[str]]:
+    logger, handler = logging.getLogger("accel.engines"), logging.handlers.BufferingHandler(9)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    plugin, found = DeepSpeedPlugin(settings(2)), []
+    for precision in ("bf16", "no"):
+        Accelerator(deepspeed_plugin=plugin, mixed_precision=precision)
+        found.append(plugin.get_value("bf16.enabled"))
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+    return found, [record.getMessage().split(";")[0] for record in handler.buffer]
+
+
+def test_what_was_filled_in_is_forgotten_and_the_log_names_the_plugin(world):
+    found, lines = world.run(again_in_another_precision, timeout_s=100)[0]
+    assert found == [True, False]
+    assert lines == ["engine deepspeed zero 2, because of deepspeed_plugin"] * 2
+
+
+def with_experts() -> list[bool]:
+    plugin = DeepSpeedPlugin(settings(3), transformer_moe_cls_names="Expert")
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = torch.nn.Sequential(Net(), Expert())
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    leaf = importlib.import_module("deepspeed.utils").z3_leaf_module
+    found = [leaf(part) for part in model.module]
+    accelerator.end_training()
+    return found
+
+
+class Expert(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+
+def test_layers_of_experts_are_leaves_of_what_is_trained(world):
+    assert world.run(with_experts, timeout_s=100) == [[False, True]] * 2
 
 
 def alone() -> list[float]:

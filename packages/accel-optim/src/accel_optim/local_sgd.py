@@ -149,5 +149,6 @@ def _refuse_what_is_not_whole(accelerator: _Trainer, model: torch.nn.Module) -> 
     if not isinstance(_inner(model), DistributedDataParallel):
         raise ValueError(
             f"LocalSGD needs the prepared model, in DistributedDataParallel, and got {type(model).__name__}. "
-            "Pass what accelerator.prepare(model) returned (a model with parameters to train)."
+            "Pass what accelerator.prepare(model) returned (a model with parameters to train); under an "
+            "engine without DistributedDataParallel (tensor parallelism, XLA) pass enabled=False."
         )

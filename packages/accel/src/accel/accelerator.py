@@ -163,6 +163,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             "parallelism_config": parallelism_config,
         }
         self.engine = start_engine(self.state, self._engine_context(), asked)
+        configuration.tell_unread(self.handlers, self.engine)
         self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[GeneralTracker] = []
         self.flag_tensor: torch.Tensor | None = None

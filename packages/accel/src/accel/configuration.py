@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_ckpt.config import ProjectConfiguration
@@ -24,6 +24,9 @@ from accel_state.handlers import (
 )
 from accel_state.parallelism import ParallelismConfig
 
+if TYPE_CHECKING:
+    from accel.engines import Engine
+
 __all__ = [
     "UNSET",
     "Handlers",
@@ -38,6 +41,7 @@ __all__ = [
     "resolve_project",
     "resolve_rng_types",
     "sort_handlers",
+    "tell_unread",
 ]
 
 UNSET: Any = object()
@@ -87,6 +91,23 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
             raise ValueError(f"kwargs_handlers holds {both}; pass one, with every option that you want set.")
         found[field] = handler
     return Handlers(**found)
+
+
+def tell_unread(handlers: Handlers, engine: Engine) -> None:
+    """Warn of handlers that the engine has no use for, and that say something.
+
+    Args:
+        handlers: The handlers.
+        engine: The engine.
+    """
+    for field, reason in engine.unread_handlers.items():
+        handler = getattr(handlers, field)
+        unset = {} if handler is None else vars(type(handler)())
+        given = [f"{name}={vars(handler)[name]!r}" for name in unset if vars(handler)[name] != unset[name]]
+        if given:
+            said = f"{type(handler).__name__}({', '.join(given)})"
+            message = f"{said} is ignored under {engine.name}: {reason}, or leave it out."
+            warnings.warn(message, stacklevel=3)
 
 
 def resolve_dataloader_config(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from accel.engines.refusals import (
     refuse_fp16_parameters,
     refuse_fp16_parameters_of,
     refuse_offloaded_training,
+    refuse_whole_tensor_steps,
 )
 from accel.precision import wrap_forward
 from accel_ops import collectives
@@ -49,6 +50,9 @@ class Engine:
     gradients_in_parts: ClassVar[bool] = False
     """Whether processes hold parts of gradients, so that they have to agree on what is left out in fp16."""
 
+    unread_handlers: ClassVar[Mapping[str, str]] = {}
+    """Kwargs handlers, by their field of `Handlers`, that this engine has no use for, and why."""
+
     def __init__(self, context: EngineContext) -> None:
         self.context = context
 
@@ -59,6 +63,11 @@ class Engine:
     def saves_parts(self) -> bool:
         """Whether each process writes its own part of models and optimizers into a checkpoint."""
         return False
+
+    @property
+    def refused_optimizers(self) -> tuple[str, ...]:
+        """Classes of torch.optim whose steps need tensors that no process has whole here."""
+        return ()
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -89,6 +98,7 @@ class Engine:
             has_scaler = self.context.scaler is not None
             if has_scaler:
                 refuse_fp16_parameters_of(optimizer)
+            refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
             refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
     def prepare(self, objects: Prepared) -> Prepared:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from accel.ds.values import Facts, complete
 from accel.ds.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
+from accel.parallel.sharding import check_layout, check_sparse
 from accel.precision import wrap_forward
 
 if TYPE_CHECKING:
@@ -57,6 +58,16 @@ class DeepSpeedEngine(Engine):
         assert self.context.deepspeed is not None, "it chose this engine"
         return self.context.deepspeed()
 
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel",
+        "scaler": "DeepSpeed scales losses by itself. Set the section 'fp16' of its configuration",
+    }
+
+    @property
+    def refused_optimizers(self) -> tuple[str, ...]:
+        """From stage 1 on the optimizer steps vectors, in which parameters lie one after the other."""
+        return ("LBFGS", "Adafactor", "Muon") if self.plugin.zero_stage else ()
+
     @property
     def _sequence_parallel_size(self) -> int:
         config = self.context.parallelism
@@ -73,6 +84,12 @@ class DeepSpeedEngine(Engine):
         """Refuse what DeepSpeed cannot train, and a configuration that does not fit what is prepared."""
         super().check(objects)
         pair = self._find_pair(objects)
+        stage = self.plugin.zero_stage
+        for model in objects.models:
+            if stage == 3 or (pair is not None and model is pair[0]):
+                check_layout(model, self.name)
+        if pair is not None and stage:
+            check_sparse(pair[0], self.name)
         if pair is not None:
             complete(self.plugin, self._facts(objects, *pair))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -51,10 +51,21 @@ class MegatronLMEngine(Engine):
 
     name = "megatron_lm"
 
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel. Set MegatronLMPlugin's options",
+        "scaler": "Megatron-LM scales losses by itself. Set MegatronLMPlugin(other_megatron_args=...)",
+        "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
+    }
+
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         assert context.megatron is not None, "it chose this engine"
         self.plugin: MegatronLMPlugin = context.megatron
+        if context.dynamo is not None and context.dynamo.backend != "NO":
+            raise ValueError(
+                f"dynamo_backend={context.dynamo.backend} under Megatron-LM: its layers are not compiled "
+                "here. Leave it out."
+            )
         runtime.check_device(context.process.device)
         if context.gradient_state.num_steps != 1:
             raise ValueError(

@@ -14,6 +14,7 @@ __all__ = [
     "refuse_fp16_parameters",
     "refuse_fp16_parameters_of",
     "refuse_offloaded_training",
+    "refuse_whole_tensor_steps",
 ]
 
 _FP16 = (
@@ -100,3 +101,24 @@ def refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(
                     f"{type(optimizer).__name__}.param_groups[{group}]['params'][{place}] {_FP16}"
                 )
+
+
+def refuse_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
+    """Refuse an optimizer whose step is not element by element, where parameters are in parts.
+
+    Args:
+        optimizer: The optimizer.
+        names: Classes of torch.optim; those that the installed torch lacks are passed over.
+        engine: What the engine is called.
+
+    Raises:
+        ValueError: If it is of one of the classes.
+    """
+    kind = next((name for name in names if isinstance(optimizer, getattr(torch.optim, name, ()))), None)
+    if kind is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__}: a step of torch.optim.{kind} needs whole matrices, or all "
+            f"parameters at once, and under {engine} they are in parts, of which it would make other steps. "
+            "Use one that steps element by element (AdamW, SGD), or train on whole parameters (DDP, one "
+            "process)."
+        )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
 from accel.parallel.alone import ensure_group
+from accel.parallel.sharding import check_layout, check_sparse
+from accel.parallel.wrapping import choose_groups
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 
 __all__ = ["ShardedEngine", "tell_upcast"]
@@ -26,6 +29,8 @@ class ShardedEngine(Engine):
     gradients_in_parts = True
 
     keeps_open_window = False
+
+    unread_handlers: ClassVar = {"ddp": "gradients are reduced without DistributedDataParallel"}
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -57,6 +62,10 @@ class ShardedEngine(Engine):
                 )
             if not objects.evaluation_mode and not self.is_done(model):
                 self.check_model(model)
+                if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole
+                    ignored = choose_groups(model, self.plugin).ignored
+                    check_layout(model, self.name, ignored, strided=self.version == 1)
+                    check_sparse(model, self.name, ignored)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be sharded; nothing is changed.
@@ -91,6 +100,18 @@ class ShardedEngine(Engine):
         prepared = super().prepare_optimizer(optimizer, place)
         self._known[prepared] = None
         return prepared
+
+    @property
+    def refused_optimizers(self) -> tuple[str, ...]:
+        """Parameters have their shapes under version 2, and those of vectors under version 1."""
+        return ("LBFGS", "Adafactor") if self.version == 2 else ("LBFGS", "Adafactor", "Muon")
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient; no operation of torch takes parts and whole tensors together."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for in_parts in (False, True):
+            chosen = [item for item in tensors if isinstance(item.grad, DTensor) is in_parts]
+            super().clip_grad_value(chosen, clip_value)
 
     @property
     def holds_gradients_back(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,6 +36,8 @@ class XLAEngine(Engine):
     """Every process holds the whole model on one XLA device."""
 
     name = "xla"
+
+    unread_handlers: ClassVar = {"ddp": "gradients are reduced without DistributedDataParallel"}
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from accel.parallel.filling import Filling, fill_group, fill_rest
 from accel.parallel.shared_meshes import SharedMeshes
 
-__all__ = ["Sharding", "check_dtypes", "check_ignored", "shard", "upcast"]
+__all__ = ["Sharding", "check_dtypes", "check_ignored", "check_layout", "check_sparse", "shard", "upcast"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,55 @@ def check_ignored(model: torch.nn.Module, ignored: set[torch.nn.Parameter], size
             f"ignored_modules leaves {', '.join(named)} to each process, where nobody would average their "
             "gradients. Freeze them with requires_grad_(False), or do not ignore them."
         )
+
+
+def check_layout(
+    model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = (), strided: bool = False
+) -> None:
+    """Refuse parameters that cannot be cut into parts; torch and DeepSpeed fail on them half-way.
+
+    Args:
+        model: The model.
+        engine: What the engine is called.
+        ignored: Parameters that stay whole.
+        strided: Whether any order of strides will do.
+
+    Raises:
+        ValueError: If there are any; the message names one, and the fix.
+    """
+    left = {id(item) for item in ignored}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in left or isinstance(parameter, DTensor):
+            continue
+        fix = ""
+        if parameter.dim() == 0:
+            fix = "has no dimension to cut. Make it a vector of one element"
+        elif not strided and not parameter.is_contiguous():
+            fix = f"has strides {parameter.stride()}. Make it contiguous: parameter.data.contiguous()"
+        if fix:
+            raise ValueError(f"{type(model).__name__}.{name} cannot be sharded by {engine}: it {fix}.")
+
+
+def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = ()) -> None:
+    """Refuse sparse gradients, which cannot be cut into parts; torch and DeepSpeed fail in backward.
+
+    Args:
+        model: The model.
+        engine: What the engine is called.
+        ignored: Parameters that stay whole.
+
+    Raises:
+        ValueError: If a trainable module makes some; the message names it, and the fix.
+    """
+    left = {id(item) for item in ignored}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", None) is True and any(
+            item.requires_grad and id(item) not in left for item in module.parameters(recurse=False)
+        ):
+            raise ValueError(
+                f"{name} of {type(model).__name__} has sparse=True, and {engine} cannot cut sparse gradients "
+                "into parts. Set sparse=False, or freeze it."
+            )
 
 
 def upcast(model: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[str]:

@@ -1,0 +1,196 @@
+"""What engines cannot do is refused at prepare, or told to be ignored, with the reason and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel.accelerator import Accelerator
+from accel.configuration import Handlers, tell_unread
+from accel.engines.megatron import MegatronLMEngine
+from accel.engines.xla import XLAEngine
+from accel.parallel.sharding import check_layout, check_sparse
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_optim.local_sgd import LocalSGD
+from accel_state.handlers import TorchDynamoPlugin
+from accel_state.parallelism import ParallelismConfig
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+class Net(torch.nn.Module):
+    """Two layers, the first one split by tensor parallelism, and parameters that are odd on demand."""
+
+    def __init__(self, odd: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self._tp_plan = {"up": "colwise", "down": "rowwise"}
+        if odd == "scalar":
+            self.gain = torch.nn.Parameter(torch.tensor(1.5))
+        elif odd == "strided":
+            self.down.weight = torch.nn.Parameter(torch.randn(8, 4).t())
+        elif odd == "sparse":
+            self.table = torch.nn.Embedding(4, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def make_accelerator(engine: str, **options: Any) -> Accelerator:
+    if engine.startswith("fsdp"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(engine[-1]), use_orig_params=None)
+        options["fsdp_plugin"] = plugin
+    elif engine == "tp":
+        options["parallelism_config"] = ParallelismConfig(tp_size=2)
+    accelerator = Accelerator(cpu=True, **options)
+    assert accelerator.engine.name == engine
+    return accelerator
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "Muon": lambda model: torch.optim.Muon([model.up.weight, model.down.weight]),
+}
+
+
+def refused_optimizers(engine: str) -> dict[str, str]:
+    """Messages by the optimizer's name; nothing is changed by them."""
+    accelerator, messages = make_accelerator(engine), {}
+    for name, make in OPTIMIZERS.items():
+        model = Net()
+        before = dict(model.named_parameters())
+        try:
+            accelerator.prepare(model, make(model))
+        except ValueError as error:
+            messages[name] = str(error)
+            assert all(item is before[known] for known, item in model.named_parameters())
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        ("ddp", []),
+        ("fsdp1", ["LBFGS", "Adafactor", "Muon"]),
+        ("fsdp2", ["LBFGS", "Adafactor"]),
+        ("tp", ["LBFGS", "Adafactor"]),
+    ],
+)
+def test_optimizers_whose_steps_need_whole_tensors_are_refused_where_there_are_parts(world, engine, names):
+    for messages in world.run(refused_optimizers, engine):
+        assert list(messages) == names
+        for name, message in messages.items():
+            assert f"torch.optim.{name} needs whole" in message
+            assert f"under {engine} they are in parts" in message
+            assert "AdamW" in message
+
+
+def refused_layouts(engine: str) -> dict[str, str]:
+    accelerator, messages = make_accelerator(engine), {}
+    for odd in ("scalar", "strided", "sparse"):
+        try:
+            accelerator.prepare(Net(odd))
+        except ValueError as error:  # noqa: PERF203
+            messages[odd] = str(error)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        ("ddp", []),
+        ("fsdp1", ["scalar", "sparse"]),
+        ("fsdp2", ["scalar", "strided", "sparse"]),
+        ("tp", []),
+    ],
+)
+def test_parameters_that_cannot_be_cut_are_refused_by_name(world, engine, names):
+    fixes = {
+        "scalar": f"Net.gain cannot be sharded by {engine}: it has no dimension.*a vector of one element",
+        "strided": r"Net.down.weight .*strides \(1, 4\).*contiguous",
+        "sparse": "table of Net has sparse=True.*freeze it",
+    }
+    for messages in world.run(refused_layouts, engine):
+        assert list(messages) == names
+        for odd, message in messages.items():
+            with pytest.raises(ValueError, match=fixes[odd]):
+                raise ValueError(message)
+
+
+def test_what_is_ignored_or_frozen_need_not_be_cut():
+    model = Net("scalar")
+    check_layout(model, "fsdp2", {model.gain})
+    model = Net("sparse")
+    check_sparse(model, "fsdp2", {model.table.weight})
+    model.table.requires_grad_(False)
+    check_sparse(model, "fsdp2")
+
+
+def clipped_values() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    accelerator = make_accelerator("tp")
+    model = accelerator.prepare(Net())
+    accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    accelerator.clip_grad_value_(model.parameters(), 0.5)
+    accelerator.clip_grad_value_(model.down.bias, 0.25)
+    return [getattr(item.grad, "full_tensor", lambda own=item: own.grad)() for item in model.parameters()]
+
+
+def test_values_are_clipped_where_some_weights_are_split(world):
+    model = Net()
+    model(torch.ones(2, 4)).square().sum().backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    torch.nn.utils.clip_grad_value_(model.down.bias, 0.25)
+
+    for gradients in world.run(clipped_values):
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
+def unread(engine: str) -> list[str]:
+    handlers = [DistributedDataParallelKwargs(comm_hook="fp16", static_graph=True)]
+    with pytest.warns(UserWarning, match="ignored") as told:
+        make_accelerator(engine, kwargs_handlers=handlers)
+    make_accelerator(engine, kwargs_handlers=[DistributedDataParallelKwargs(), GradScalerKwargs()])
+    assert told[0].filename == __file__
+    return [str(item.message) for item in told]
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "tp"])
+def test_options_of_ddp_are_told_to_be_ignored_under_engines_without_it(world, engine):
+    for (message,) in world.run(unread, engine):
+        assert "DistributedDataParallelKwargs(static_graph=True, comm_hook=" in message
+        assert f"is ignored under {engine}: gradients are reduced without" in message
+
+
+def test_every_engine_names_the_handlers_that_it_does_not_read():
+    handlers = Handlers(AutocastKwargs(enabled=False), scaler=GradScalerKwargs(init_scale=2.0))
+    with pytest.warns(UserWarning, match="ignored") as told:
+        tell_unread(handlers, SimpleNamespace(name="m", unread_handlers=MegatronLMEngine.unread_handlers))
+    assert ["GradScalerKwargs(init_scale=2.0)" in str(item.message) for item in told] == [True, False]
+    assert "AutocastKwargs(enabled=False)" in str(told[1].message)
+    tell_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+
+
+def test_compiling_under_megatron_is_refused():
+    context: Any = SimpleNamespace(megatron=object(), dynamo=TorchDynamoPlugin(backend="inductor"))
+    with pytest.raises(ValueError, match=r"dynamo_backend=INDUCTOR under Megatron-LM.*Leave it out"):
+        MegatronLMEngine(context)
+
+
+def local_steps() -> str:
+    accelerator = make_accelerator("tp")
+    model = accelerator.prepare(Net())
+    with pytest.raises(ValueError, match="LocalSGD") as error, LocalSGD(accelerator, model, 2):
+        pass
+    return str(error.value)
+
+
+def test_local_steps_under_tensor_parallelism_say_what_is_missing(world):
+    assert "tensor parallelism" in world.run(local_steps)[0]
