@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,17 @@ def test_the_engine_that_the_page_on_engines_shows_trains_as_one_process_does(la
 
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == ENGINE.strip()
+
+
+def test_the_table_of_the_page_on_scale_says_yes_where_all_of_it_fits(capsys):
+    runpy.run_path(str(DOCS / "scale_table.py"))
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    devices = [float(name.removesuffix(" GB")) for name in head[7:]]
+    assert len(rows) == 15
+    for row in rows:
+        own, gathered, total = map(float, row[4:7])
+        assert total == pytest.approx(own + gathered, abs=0.11)
+        assert row[7:] == ["yes" if total <= device else "-" for device in devices]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.engines import ENGINES, engine_class
+from accel.engines import ENGINES, choose_engine, engine_class
 from accel.engines.ddp import DDPEngine
 from accel.engines.single import SingleEngine
 from accel_ops.contract import DistributedOperationException
@@ -18,6 +20,7 @@ from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
+from accel_state.parallelism import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -55,9 +58,19 @@ def test_an_engine_whose_library_is_missing_is_refused_by_name(monkeypatch, kind
         engine_class(DistributedType(kind))
 
 
+@pytest.mark.parametrize("kind", ["XLA", "MEGATRON_LM"])
+def test_engines_that_arrange_processes_themselves_take_no_mesh(kind):
+    state: Any = SimpleNamespace(
+        parallelism_config=ParallelismConfig(tp_size=2), distributed_type=DistributedType(kind)
+    )
+    with pytest.raises(ValueError, match=rf"asks for tp, and the {kind} engine arranges.*Leave it out"):
+        choose_engine(state)
+
+
 def test_a_log_line_says_which_engine_was_chosen_and_why(caplog):
     with caplog.at_level("INFO", logger="accel.engines"):
-        Accelerator(cpu=True)
+        with patch_environment(ACCELERATE_USE_FSDP="false"):
+            Accelerator(cpu=True)
         with patch_environment(
             ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_MIXED_PRECISION="bf16"
         ):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.parallel.checkpointing import CheckpointedForward
+from accel.parallel.checkpointing import CheckpointedForward, apply_activation_checkpointing
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.utils import (
     disable_fsdp_ram_efficient_loading,
@@ -134,3 +134,18 @@ def test_parameters_of_modules_and_classes_by_name():
     assert get_parameters_from_modules(None, model, "cpu") == set()
     assert get_module_class_from_name(model, "Linear") is torch.nn.Linear
     assert get_module_class_from_name(model, "Conv2d") is None
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_what_checkpointing_keeps_rests_on_the_cpu_if_told_so(monkeypatch, offload):
+    plain, entered = torch.autograd.graph.save_on_cpu, []
+
+    def noting(**options: Any) -> Any:
+        entered.append(options)
+        return plain(**options)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", noting)
+    layer = torch.nn.Linear(2, 2)
+    apply_activation_checkpointing([layer], offload)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert len(entered) == int(offload)

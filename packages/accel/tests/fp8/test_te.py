@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,6 +43,30 @@ def test_a_setting_that_the_version_does_not_know_is_told_to_be_ignored():
 def test_without_the_library_the_error_names_what_to_install(call):
     with pytest.raises(ImportError, match=r"pip install 'accel\[transformer-engine\]'.*accel\[fp8\]"):
         call(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+
+
+class Linear(torch.nn.Linear):
+    def __init__(self, *sizes: int, params_dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(*sizes, dtype=params_dtype, **options)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    def __init__(self, shape: Any, params_dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(shape, dtype=params_dtype, **options)
+
+
+def test_layers_are_replaced_and_put_back_with_their_parameters_and_mode(monkeypatch):
+    monkeypatch.setattr(te, "library", lambda: SimpleNamespace(Linear=Linear, LayerNorm=LayerNorm))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 3))
+    before = list(model.eval().parameters())
+    for to_te, kinds in (
+        (True, [Linear, LayerNorm, torch.nn.Linear]),  # 3 is no multiple of 16
+        (False, [torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Linear]),
+    ):
+        te.convert_model(model, to_transformer_engine=to_te)
+        assert [type(part) for part in model] == kinds
+        assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
+        assert not any(part.training for part in model)
 
 
 def test_no_layer_is_of_a_library_that_is_not_there():
