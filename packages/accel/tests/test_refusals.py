@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
 from accel.configuration import Handlers, tell_unread
@@ -30,6 +31,7 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.norm = torch.nn.LayerNorm(4)  # whole under tensor parallelism
         self._tp_plan = {"up": "colwise", "down": "rowwise"}
         if odd == "scalar":
             self.gain = torch.nn.Parameter(torch.tensor(1.5))
@@ -39,7 +41,7 @@ class Net(torch.nn.Module):
             self.table = torch.nn.Embedding(4, 4, sparse=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
+        return self.norm(self.down(self.up(x).relu()))
 
 
 def make_accelerator(engine: str, **options: Any) -> Accelerator:
@@ -133,20 +135,26 @@ def test_what_is_ignored_or_frozen_need_not_be_cut():
     check_sparse(model, "fsdp2")
 
 
-def clipped_values() -> tuple[torch.Tensor, list[torch.Tensor]]:
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    return model(torch.arange(8.0).reshape(2, 4)).pow(4).sum()
+
+
+def clipped_values() -> list[torch.Tensor]:
     accelerator = make_accelerator("tp")
     model = accelerator.prepare(Net())
-    accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    accelerator.backward(loss_of(model))
+    assert not isinstance(model.norm.weight, DTensor)
+    assert isinstance(model.up.weight, DTensor)
     accelerator.clip_grad_value_(model.parameters(), 0.5)
-    accelerator.clip_grad_value_(model.down.bias, 0.25)
+    accelerator.clip_grad_value_(model.norm.weight, 0.25)
     return [getattr(item.grad, "full_tensor", lambda own=item: own.grad)() for item in model.parameters()]
 
 
 def test_values_are_clipped_where_some_weights_are_split(world):
     model = Net()
-    model(torch.ones(2, 4)).square().sum().backward()
+    loss_of(model).backward()
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
-    torch.nn.utils.clip_grad_value_(model.down.bias, 0.25)
+    torch.nn.utils.clip_grad_value_(model.norm.weight, 0.25)
 
     for gradients in world.run(clipped_values):
         for gradient, parameter in zip(gradients, model.parameters(), strict=True):
