@@ -258,6 +258,13 @@ def test_parameters_that_the_optimizer_did_not_have_are_a_difference(tmp_path: P
         load_sharded_state(tmp_path / "c", [model], [optimizer])
 
 
+def test_the_groups_of_another_optimizer_are_a_difference_also_without_state(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    save_sharded_state(tmp_path / "c", [model], [torch.optim.SGD(model.parameters())])
+    with pytest.raises(CheckpointError, match=r"has no optimizer\.param_groups\.0\.betas for optimizer 0"):
+        load_sharded_state(tmp_path / "c", [model], [optimizer])
+
+
 class Payload:
     place = ""
 

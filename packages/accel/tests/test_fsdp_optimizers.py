@@ -14,6 +14,7 @@ import torch
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from accel_ckpt.dcp import read_metadata
 from accel_ckpt.errors import CheckpointError
 
 Run = tuple[Accelerator, torch.nn.Module, Any]
@@ -44,9 +45,10 @@ class Partly(torch.nn.Module):
 
 
 class Counting(torch.optim.AdamW):
-    """Counts its steps in its groups, as schedule-free optimizers do, and decays weights at any rate."""
+    """Counts its steps in its groups, as schedule-free optimizers do; draws; decays weights at any rate."""
 
     def step(self, closure: Any = None) -> None:
+        torch.rand(1)
         for group in self.param_groups:
             group["count"] += 1
             group["decay"] = 0.99
@@ -73,7 +75,7 @@ def make_partly(layout: str, kind: str, seed: int) -> Run:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = Partly()
     groups = [{"params": list(model.parameters())[::-1], "count": 0}]
-    return accelerator, *accelerator.prepare(model, Counting(groups, lr=0.1))
+    return accelerator, *accelerator.prepare(model, Counting(groups, lr=torch.tensor(0.1)))
 
 
 def account(optimizer: Any) -> list[Any]:
@@ -147,11 +149,19 @@ def save_when_partly_begun(folder: str, layout: str, kind: str) -> None:
         before = account(run[2]), weights(run[1])
         save_by(how, run, f"{folder}/{how}")
         assert equal([account(run[2]), weights(run[1])], [*before])
+        drawn = torch.get_rng_state()
         straight = train(*run), weights(run[1])
         fresh = make_partly(layout, kind, 2)
         for again in (fresh, run):
+            stepped: list[Any] = []
+            hook = again[2].optimizer.register_step_pre_hook(
+                lambda *given, stepped=stepped: stepped.append(given)
+            )
             load_by(how, again, f"{folder}/{how}")
+            hook.remove()
+            assert not stepped
             assert equal([account(again[2]), weights(again[1])], [*before])
+            assert how == "files" or torch.equal(torch.get_rng_state(), drawn)
             assert equal([train(*again), weights(again[1])], [*straight])
 
 
@@ -161,20 +171,22 @@ def test_parameters_that_are_frozen_or_had_no_gradient_are_restored(world, tmp_p
 
 
 def damage(folder: Path, kind: str) -> None:
-    """Spoil what is read of an optimizer last, so that its size stays."""
-    path = (
-        folder / "optimizer_0" / "__1_0.distcp" if kind == "SHARDED_STATE_DICT" else folder / "optimizer.bin"
-    )
-    if kind == "SHARDED_STATE_DICT":
-        path.write_bytes(bytes(path.stat().st_size))
+    """Spoil what is read of an optimizer last, so that sizes stay."""
+    if kind == "FULL_STATE_DICT":
+        state = torch.load(folder / "optimizer.bin")
+        state["param_groups"][0]["params"].pop()
+        torch.save(state, folder / "optimizer.bin")
         return
-    state = torch.load(path)
-    state["param_groups"][0]["params"].pop()
-    torch.save(state, path)
+    for index, info in read_metadata(folder / "optimizer_0").storage_data.items():
+        if "exp_avg" in index.fqn and info.relative_path == "__1_0.distcp":
+            with open(folder / "optimizer_0" / info.relative_path, "r+b") as file:
+                file.seek(info.offset)
+                file.write(bytes(info.length))
 
 
 def load_what_is_damaged(folder: str, layout: str, kind: str) -> None:
     saved = make_partly(layout, kind, 1)
+    saved[2].param_groups[0]["lr"].fill_(0.3)
     train(*saved)
     for how in ("files", "state"):
         place = f"{folder}/{how}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -196,6 +196,18 @@ def _without_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         held.grad = None
 
 
+@contextlib.contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    # They belong to steps of training; torch has no other way to make one without.
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+    vars(optimizer).update((name, OrderedDict()) for name in kept)
+    try:
+        yield
+    finally:
+        vars(optimizer).update(kept)
+
+
 def _state_to_read(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -238,7 +250,8 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
         optimizer.state = defaultdict(dict)
         for item in parameters:
             item.grad = torch.zeros_like(item) if item.requires_grad else None
-        optimizer.step()
+        with _without_hooks(optimizer):
+            optimizer.step()
         with quiet():
             return get_optimizer_state_dict(model, optimizer)
     finally:
