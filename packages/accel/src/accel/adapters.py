@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ import torch
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.imports import is_peft_available, require
 
-__all__ = ["adapter_names", "is_peft_model"]
+__all__ = ["adapter_names", "is_peft_model", "with_wrappers"]
+
+_WRAPPER = "_fsdp_wrapped_module"
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
@@ -41,5 +43,31 @@ def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
     peft = require("peft", "peft", "accel")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # peft chooses and renames entries and leaves values as they are: here these are the names themselves.
-    names: dict[str, str] = peft.get_peft_model_state_dict(inner, state_dict={name: name for name in state})
-    return names
+    found = peft.get_peft_model_state_dict(inner, state_dict=with_wrappers(inner, state))
+    return {_without_wrappers(name): own for name, own in found.items()}
+
+
+def with_wrappers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """The names of a state by those that `named_modules` leads to, where FSDP's version 1 wraps modules.
+
+    peft looks for its modules' names in the state, from which FSDP takes those of its wrappers out: it finds
+    nothing inside of a wrapped layer, and saves nothing of it.
+
+    Args:
+        model: The model, with wrappers inside or without.
+        names: Names of its state.
+    """
+    # A wrapper and what it wraps share a name: the wrapper's path is taken, as peft knows what is inside of
+    # its own layers.
+    paths: dict[str, str] = {}
+    for path, _ in model.named_modules():
+        paths.setdefault(_without_wrappers(path), path)
+    found = {}
+    for name in names:
+        path, dot, last = name.rpartition(".")
+        found[f"{paths.get(path, path)}{dot}{last}"] = name
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
