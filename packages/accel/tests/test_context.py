@@ -262,6 +262,24 @@ def test_a_group_has_one_batch_and_shards_of_the_parameters(world):
         assert facts == ("fsdp2 x cp", (rank // 2, 2), [0, 1, 10, 11], names, True)
 
 
+def losses_of_parts() -> tuple[list[float], list[int], str]:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    own = torch.tensor([1.0, 3.0]) + accelerator.process_index
+    losses = accelerator.gather_for_metrics(own).tolist()
+    same = accelerator.gather_for_metrics(torch.tensor([[4], [5]])).tolist()
+    with pytest.warns(UserWarning, match="outside of maybe_context_parallel") as told:
+        accelerator.gather_for_metrics(own.repeat(3, 1).t())
+    return losses, same, str(told[0].message)
+
+
+def test_losses_of_parts_are_gathered_as_those_of_whole_sequences(world):
+    """transformers' Trainer evaluates inside the context, and gathers a loss from each process."""
+    for losses, same, told in world.run(losses_of_parts):
+        assert losses == [1.5, 3.5]
+        assert same == [[4], [5]]
+        assert "(3,) per sample" in told
+
+
 def test_without_context_parallelism_nothing_happens():
     accelerator = Accelerator(cpu=True)
     x = torch.zeros(2, 7)

@@ -439,6 +439,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             process=self.process,
             shard=self.engine.data_shard,
             use_gather_object=use_gather_object,
+            shares_sequences=self.parallelism_config is not None and self.parallelism_config.cp_enabled,
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -26,6 +26,7 @@ def gather_for_metrics(
     process: Process,
     shard: tuple[int, int],
     use_gather_object: bool = False,
+    shares_sequences: bool = False,
 ) -> Any:
     """Gather `data` from all processes and drop the rows that only padded the batch of `loader`.
 
@@ -39,6 +40,8 @@ def gather_for_metrics(
         process: This process.
         shard: (rank, size) of this process among the data-parallel ones.
         use_gather_object: Gather by pickling although all leaves are tensors.
+        shares_sequences: Whether processes with the same samples may have computed on parts of them: of
+            floating numbers, one per sample, the mean is taken, which is the loss of whole sequences.
 
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
@@ -54,7 +57,7 @@ def gather_for_metrics(
         return _gather_uneven(data, process, copies)
     gathered = gather(data, process=process)
     if copies > 1:
-        gathered = recursively_apply(_first_copies, gathered, process.world_size, copies)
+        gathered = recursively_apply(_one_copy, gathered, process.world_size, copies, shares_sequences)
     if counts is None or shard[1] != len(counts):
         return gathered
     return recursively_apply(_drop_padding, gathered, counts, rows)
@@ -74,9 +77,30 @@ def _may_be_uneven(loader: Any | None) -> bool:
     return any(getattr(holder, "even_batches", True) is False for holder in holders)
 
 
-def _first_copies(gathered: torch.Tensor, world_size: int, copies: int) -> torch.Tensor:
+def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts: bool) -> torch.Tensor:
+    """What each group of `copies` processes says: that of the first, or the mean of what they say of parts."""
     rows = gathered.shape[0] // world_size
-    return gathered.reshape(world_size, rows, *gathered.shape[1:])[::copies].flatten(0, 1)
+    groups = gathered.reshape(world_size // copies, copies, rows, *gathered.shape[1:])
+    if may_be_parts and gathered.dim() == 1 and gathered.is_floating_point():
+        return groups.mean(1).flatten()
+    first = groups[:, :1]
+    if may_be_parts and not _are_alike(groups, first.expand_as(groups)):
+        warnings.warn(
+            f"gather_for_metrics got tensors {tuple(gathered.shape[1:])} per sample that differ between the "
+            "processes of a context-parallel group, and keeps those of the first, which has a part of each "
+            "sequence. Evaluate outside of maybe_context_parallel, where all see whole ones.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return first.flatten(0, 2)
+
+
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return torch.equal(tensor, other)
+    return torch.allclose(
+        tensor, other, rtol=1e-2, atol=1e-3, equal_nan=True
+    )  # to rounding, in any precision
 
 
 def _gather_uneven(data: Any, process: Process, copies: int) -> Any:
