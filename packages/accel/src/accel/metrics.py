@@ -78,7 +78,7 @@ def _may_be_uneven(loader: Any | None) -> bool:
 
 
 def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts: bool) -> torch.Tensor:
-    """What each group of `copies` processes says: that of the first, or the mean of what they say of parts."""
+    """What each group of `copies` processes says: the first of them, or of parts the mean of all."""
     rows = gathered.shape[0] // world_size
     groups = gathered.reshape(world_size // copies, copies, rows, *gathered.shape[1:])
     if may_be_parts and gathered.dim() == 1 and gathered.is_floating_point():
