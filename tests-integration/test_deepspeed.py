@@ -656,11 +656,11 @@ def test_each_accelerator_trains_a_model_of_its_own(world):
 
 def compiled(regional: bool) -> tuple[list[float], bool, bool]:
     plugin = DeepSpeedPlugin(settings(2))
-    dynamo = TorchDynamoPlugin(backend="eager", fullgraph=True, use_regional_compilation=regional)
+    dynamo = TorchDynamoPlugin(backend="eager", dynamic=True, use_regional_compilation=regional)
     accelerator = Accelerator(deepspeed_plugin=plugin, dynamo_plugin=dynamo)
     model, optimizer, loader = prepared(accelerator)
     losses = trained(accelerator, model, optimizer, iter(loader), 6)
-    assert regional or model._compile_kwargs["fullgraph"]
+    assert regional or model._compile_kwargs["dynamic"]
     return losses, bool(model.is_compiled), has_compiled_regions(model.module)
 
 
@@ -683,6 +683,8 @@ def again_in_another_precision() -> tuple[list[Any], list[str]]:
         found.append(plugin.get_value("bf16.enabled"))
     logger.setLevel(before)
     logger.removeHandler(handler)
+    with pytest.raises(ValueError, match="mixed_precision='fp8' is not there under DeepSpeed"):
+        Accelerator(deepspeed_plugin=plugin, mixed_precision="fp8")
     return found, [record.getMessage().split(";")[0] for record in handler.buffer]
 
 

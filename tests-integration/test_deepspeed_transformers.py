@@ -165,10 +165,24 @@ def test_a_model_is_shared_out_while_it_is_built(world):
         assert filled["stage3_param_persistence_threshold"] == 80
 
 
+def test_a_plugin_that_shards_nothing_while_building_takes_the_one_before_out_of_sight():
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    first, second = DeepSpeedPlugin(config_of(3)), DeepSpeedPlugin(config_of(2))
+    first.selected = True
+    assert is_deepspeed_zero3_enabled()
+    second.selected = True
+    assert not is_deepspeed_zero3_enabled()
+    assert first.dschf is not None  # it is still there to be found
+
+
 # Ulysses
 
 
 def with_sequences_shared(stage: int, together: bool) -> tuple[list[float], int, int, list[bool]]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     length = DeepSpeedSequenceParallelConfig(sp_seq_length=LENGTH, sp_seq_length_is_variable=True)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": {"stage": stage}}, zero3_init_flag=False),
@@ -197,7 +211,9 @@ def with_sequences_shared(stage: int, together: bool) -> tuple[list[float], int,
         optimizer.step()
         losses.append(float(accelerator.reduce(loss.detach()) / accelerator.reduce(count)))
     shown = (losses, len(loader), width, ends)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not attention
     accelerator.end_training()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
     return shown
 
 

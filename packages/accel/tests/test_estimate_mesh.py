@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel.accelerator import Accelerator
 from accel.estimate_mesh import MeshSizes, language_model, mesh_bytes
+from accel.parallel.tensor import split_dims
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.parallelism import ParallelismConfig
@@ -86,6 +87,7 @@ def prepare(mesh: MeshSizes, *, traces: bool, trains: bool = False) -> Found:
     """Prepare the large model on process 1, which gets its weights from process 0; compare all bytes."""
     shapes, split = language_model(layers=2, **LLAMA_2_70B)
     needed = mesh_bytes(shapes, split, mesh)
+    assert split_dims(large_model(), mesh.tp) == split
     options = {"cpu_ram_efficient_loading": True, "auto_wrap_policy": "transformer_based_wrap"}
     with fake_world(mesh, 1, **options) as accelerator:
         model: Any = large_model()
@@ -159,6 +161,11 @@ def test_the_first_process_has_the_most() -> None:
     needed = mesh_bytes(found[0][0], {}, mesh, optimizer="momentum")
     assert needed.parameters == needed.gradients == needed.states == max(count for _, count in found)
     assert found[0][1] == needed.parameters > found[3][1]
+
+
+def test_parts_that_do_not_divide_are_rounded_up() -> None:
+    needed = mesh_bytes({"embed.weight": (7, 5)}, {"embed.weight": 0}, MeshSizes(dp_shard=3, tp=2))
+    assert needed.parameters == 4 * 2 * 5  # two of the four rows of seven
 
 
 def test_what_is_gathered_is_the_largest_layer_and_all_that_is_in_none() -> None:

@@ -205,10 +205,7 @@ class DeepSpeedEngine(Engine):
     def _prepare_evaluated(self, model: torch.nn.Module, put: bool, objects: Prepared) -> torch.nn.Module:
         if self.plugin.zero_stage != 3:
             return super().prepare_model(model, put, evaluation_mode=True)
-        config = complete(self.plugin, self._facts(objects, model, None))
-        for name in ("optimizer", "scheduler"):
-            config.pop(name, None)
-        engine: torch.nn.Module = self._start(model, config)
+        engine: torch.nn.Module = self._start(model, complete(self.plugin, self._facts(objects, model, None)))
         return engine
 
     def share_loader(self, loader: Any) -> Any:
