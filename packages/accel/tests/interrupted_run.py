@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ckpt import manifest, rotation, writer
 from accel_ckpt.config import ProjectConfiguration
 
@@ -36,10 +37,12 @@ FIRST_USED = (  # what is imported on first use: by optimizers, and by what ever
     "torch.utils.serialization.config",
     "accel.checkpointing",
     "accel.engines.ddp",
+    "accel.engines.mesh",
     "accel.engines.single",
     "accel.resuming",
     "accel_ckpt.frozen",
     "accel_ckpt.restore",
+    "accel_ckpt.sharded",
     "accel_ckpt.state",
     "safetensors",
 )
@@ -59,10 +62,13 @@ class Count:
 class Run:
     """A small run with everything that a checkpoint holds."""
 
+    in_parts = False
+
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=1)
-        self.accelerator = Accelerator(cpu=True, project_config=naming)
+        sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if self.in_parts else {}
+        self.accelerator = Accelerator(cpu=True, project_config=naming, **sharded)
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
@@ -91,7 +97,8 @@ class Run:
     def digest(self) -> str:
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            whole = parameter.full_tensor() if self.in_parts else parameter
+            digest.update(whole.detach().numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -242,14 +249,17 @@ def straight(folder: Path) -> int:
     run.train(STEPS)
     run.accelerator.save_state()
     run.train(TOTAL)
+    digest = run.digest()
     if run.accelerator.is_main_process:
-        (folder / "expected").write_text(run.digest())
+        (folder / "expected").write_text(digest)
     run.accelerator.end_training()
     return 0
 
 
 def main() -> None:
     base, mode, size, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if mode == "parts":
+        Run.in_parts, mode = True, "kill"
     torch.set_num_threads(1)
     writer._BUFFER_BYTES = 2**10 if size > 1 and victim == 0 else 256  # more points
     vars(manifest)["open"] = open_counted

@@ -19,6 +19,7 @@ CASES = [
     pytest.param("size", 1, 0, 10, id="file size limit"),
     pytest.param("kill", 2, 0, 40, id="kill rank 0 of 2"),
     pytest.param("kill", 2, 1, 8, id="kill rank 1 of 2"),
+    pytest.param("parts", 2, 1, 12, id="kill rank 1 of 2, each with its part"),
 ]
 
 
@@ -37,5 +38,5 @@ def test_the_newest_complete_checkpoint_is_resumed_bit_for_bit(
     assert len(newest) > points
     assert newest[-1] == "checkpoint_1"
     assert "checkpoint_0" in newest
-    if mode == "kill":
+    if mode in ("kill", "parts"):
         assert newest == sorted(newest)
