@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,28 @@ def test_damage_is_named_on_all(world: Any, tmp_path: Path) -> None:
     (tmp_path / "d" / "accel_manifest.json").unlink()
     with pytest.warns(UserWarning, match="another implementation"):
         assert "there is no optimizer_0 for optimizer 0" in told(str(tmp_path / "d"))
+
+
+def test_a_flipped_bit_anywhere_is_noticed_and_its_file_is_named(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    train(model, optimizer, range(2))
+    save_sharded_state(tmp_path / "c", [model], [optimizer])
+    files = sorted(path for path in (tmp_path / "c").rglob("*") if path.is_file())
+    assert len(files) == 5
+    before = [item.detach().clone() for item in model.parameters()]
+    generator = random.Random(0)
+    for _ in range(100):
+        file = generator.choice(files)
+        good = file.read_bytes()
+        place = generator.randrange(len(good) * 8)
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        file.write_bytes(bad)
+        with pytest.raises(CorruptCheckpointError, match=str(file.relative_to(tmp_path / "c"))):
+            load_sharded_state(tmp_path / "c", [model], [optimizer])
+        file.write_bytes(good)
+    assert all(map(torch.equal, before, model.parameters()))
+    load_sharded_state(tmp_path / "c", [model], [optimizer])
 
 
 def save_in_the_background(folder: str, failing: int | None) -> list[float] | str:
