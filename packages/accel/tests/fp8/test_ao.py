@@ -203,6 +203,10 @@ def gathered_dtypes() -> list[set[torch.dtype]]:
         block.up.register_forward_pre_hook(note)
         model(data())
         found.append(seen)
+        if gathers:
+            with pytest.warns(UserWarning, match="ignored for Net: FSDP2 alone gathers"):
+                evaluated = accelerator.prepare_model(Net(), evaluation_mode=True)
+            assert type(evaluated.blocks[0].up.weight.data) is torch.Tensor
     return found
 
 
@@ -217,6 +221,12 @@ def test_gathering_in_fp8_elsewhere_is_told_to_be_ignored():
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather is ignored"):
         accelerator.prepare(Net())
+
+
+def test_the_recipe_chooses_the_layers():
+    recipe = AORecipeKwargs(module_filter_func=lambda layer, name: name == "head")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    assert in_fp8(accelerator.prepare(Net())) == ["head"]
 
 
 def test_a_model_with_nothing_to_convert_is_told_to_train_in_bf16():

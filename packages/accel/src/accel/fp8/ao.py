@@ -115,7 +115,8 @@ def apply(model: torch.nn.Module, recipe: AORecipeKwargs, gathers: bool) -> None
         return
     if not gathers and recipe.asks_for("enable_fsdp_float8_all_gather"):
         warnings.warn(
-            "enable_fsdp_float8_all_gather is ignored: FSDP2 alone gathers weights. Leave it out, or set "
+            f"enable_fsdp_float8_all_gather is ignored for {type(model).__name__}: FSDP2 alone gathers "
+            "weights, those of models that it trains. Leave it out, or set "
             "FullyShardedDataParallelPlugin(fsdp_version=2).",
             stacklevel=2,
         )
