@@ -56,6 +56,17 @@ def test_whose_batches_count(sizes, known, is_min, expected):
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == expected
 
 
+def test_a_batch_of_every_process_is_that_of_all_groups_under_sequence_parallelism():
+    """transformers' Trainer counts processes, and DeepSpeed groups of them."""
+    plugin = DeepSpeedPlugin({"train_batch_size": 48, "zero_optimization": {"stage": 1}})
+
+    config = complete(plugin, facts(sequence_parallel_size=2))
+
+    assert config["train_batch_size"] == 24
+    with pytest.raises(ValueError, match="train_batch_size=47, and here it is 24"):
+        complete(DeepSpeedPlugin({"train_batch_size": 47}), facts(sequence_parallel_size=2))
+
+
 def test_what_was_filled_in_is_filled_in_anew_for_other_objects():
     plugin = DeepSpeedPlugin(zero_stage=1)
 

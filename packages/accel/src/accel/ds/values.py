@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel.ds.config import AUTO
+from accel.ds.config import AUTO, put
 from accel.ds.dummies import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Facts", "complete"]
 
+_ALL = "train_batch_size"
 _BATCH = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
 _ZERO = "zero_optimization"
@@ -37,6 +38,7 @@ class Facts:
         moves: How often each optimizer step moves a schedule.
         device_type: Type of the device.
         mixed_precision: "bf16", "fp16" or "no".
+        sequence_parallel_size: Processes that work on each sequence together.
     """
 
     model: torch.nn.Module
@@ -49,6 +51,7 @@ class Facts:
     moves: int
     device_type: str
     mixed_precision: str
+    sequence_parallel_size: int = 1
 
 
 def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
@@ -67,10 +70,14 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     """
     plugin.forget_filled()
     plugin.set_mixed_precision(facts.mixed_precision)
-    if "train_batch_size" not in plugin.deepspeed_config:
+    if _ALL not in plugin.deepspeed_config:
         plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed needs one of them
     found = _unfit(plugin, facts)
     filled, compared = _values(plugin, facts)
+    size = facts.sequence_parallel_size
+    if size > 1 and plugin.get_value(_ALL) == compared[_ALL] * size:
+        # Of every process, as transformers' Trainer counts; DeepSpeed counts groups.
+        put(plugin.deepspeed_config, _ALL, AUTO)
     for name, value in {**filled, **compared}.items():
         if plugin.is_auto(name):
             plugin.fill_match(name, **{name: value})
@@ -130,7 +137,7 @@ def _values(plugin: DeepSpeedPlugin, facts: Facts) -> tuple[dict[str, Any], dict
     # A loop that marks the windows itself, as transformers' Trainer does, says 1 here.
     _set(filled, compared, _STEPS, facts.num_steps, facts.num_steps > 1)
     sizes = [_number(plugin.get_value(name), {**filled, **compared}[name]) for name in (_BATCH, _STEPS)]
-    compared["train_batch_size"] = math.prod(sizes) * facts.num_processes
+    compared[_ALL] = math.prod(sizes) * facts.num_processes
     for name in [name for name in filled if name.startswith(("optimizer.", "scheduler."))]:
         if name in _given(facts):
             compared[name] = filled.pop(name)
