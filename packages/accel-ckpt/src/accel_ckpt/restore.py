@@ -209,18 +209,11 @@ def restore(
                 filled = {} if load_model_func_kwargs else reading.fill(model, layout.model_file(index))
                 _load_model(model, {**state, **filled}, options)
             del state  # what it holds of the file, before the next is opened
-        # Other groups have other rates, and maybe another number of them.
-        idle = {layout.scheduler_file(index) for index in schedules_of(objects.schedulers, left)}
-        findings.core += [
-            f"{name} is not loaded: it sets the rates of an optimizer that is not"
-            for name in sorted(idle & reading.names)
-        ]
+        idle = _schedules_left(reading, objects.schedulers, left, findings)
         for item, name in objects.stateful():
-            if name in idle:
-                continue
             if name in states:
                 item.load_state_dict(states.pop(name))
-            elif name in reading.names and layout.role_of(name) != "optimizer":
+            elif name in reading.names - idle and layout.role_of(name) != "optimizer":
                 item.load_state_dict(reading.load(name))
         for index, loader in enumerate(objects.loaders):
             _load_loader(reading, loader, index)
@@ -252,6 +245,17 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
     """
     file = plain_file(recovery.find(Path(path)), layout.custom_file(index))
     obj.load_state_dict(tensors.load(file, map_location="cpu", weights_only=weights_only))
+
+
+def _schedules_left(
+    reading: Reading, schedulers: Sequence[Any], left: Sequence[Any], findings: Findings
+) -> set[str]:
+    """Note the files of schedulers whose optimizers are left: other groups have rates of their own."""
+    names = {layout.scheduler_file(index) for index in schedules_of(schedulers, left)} & reading.names
+    findings.core += [
+        f"{name} is not loaded: it sets the rates of an optimizer that is not" for name in sorted(names)
+    ]
+    return names
 
 
 def _loader_files(loader: Any, index: int) -> list[str]:
