@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
 from accel.configuration import Handlers, tell_unread
+from accel.ds.settings import tell_replicas
 from accel.engines.megatron import MegatronLMEngine
 from accel.engines.xla import XLAEngine
 from accel.parallel.sharding import check_layout, check_sparse
@@ -190,6 +191,15 @@ def test_compiling_under_megatron_is_refused():
     context: Any = SimpleNamespace(megatron=object(), dynamo=TorchDynamoPlugin(backend="inductor"))
     with pytest.raises(ValueError, match=r"dynamo_backend=INDUCTOR under Megatron-LM.*Leave it out"):
         MegatronLMEngine(context)
+
+
+def test_replicas_beside_zero_are_told_to_be_ignored():
+    config = ParallelismConfig(dp_replicate_size=2)
+    with pytest.warns(UserWarning, match="dp_replicate_size=2 .* is ignored: stage 2 .*zero_stage=0"):
+        tell_replicas(config, 2)
+    tell_replicas(config, 0)
+    tell_replicas(ParallelismConfig(dp_replicate_size=2, sp_size=2), 2)
+    tell_replicas(None, 2)
 
 
 def local_steps() -> str:

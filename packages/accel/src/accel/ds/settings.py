@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from accel.plugins.ignored import tell_ignored
@@ -9,8 +10,9 @@ from accel_state import env
 
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
+    from accel_state.parallelism import ParallelismConfig
 
-__all__ = ["precision_under", "resolve_deepspeed", "steps_under", "tell_unused"]
+__all__ = ["precision_under", "resolve_deepspeed", "steps_under", "tell_replicas", "tell_unused"]
 
 
 def resolve_deepspeed(plugin: Any, plugins: Any) -> Any:
@@ -54,6 +56,21 @@ def precision_under(plugins: Any, mixed_precision: Any) -> Any:
 def _first(plugins: Any) -> DeepSpeedPlugin | None:
     first: DeepSpeedPlugin | None = next(iter(plugins.values())) if isinstance(plugins, dict) else plugins
     return first
+
+
+def tell_replicas(config: ParallelismConfig | None, stage: int | None) -> None:
+    """Warn of replicas that ZeRO does not make: it shares out over all processes.
+
+    Args:
+        config: The sizes of the mesh; beside sp_size the replicas only make up the number of processes.
+        stage: ZeRO's stage.
+    """
+    if config is not None and config.dp_replicate_enabled and not config.sp_enabled and stage:
+        warnings.warn(
+            f"dp_replicate_size={config.dp_replicate_size} in parallelism_config is ignored: stage {stage} "
+            "of DeepSpeed's ZeRO shares out over all processes. Leave it out, or set zero_stage=0.",
+            stacklevel=6,
+        )
 
 
 def tell_unused(plugin: DeepSpeedPlugin) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from accel.ds import checkpoint, gradients, ulysses
 from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.ds.full_state import SharedOutModel, gather_whole, is_shared_out
 from accel.ds.runtime import load, part, started
+from accel.ds.settings import tell_replicas
 from accel.ds.values import Facts, complete
 from accel.ds.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel.engines.base import Engine
@@ -26,7 +26,6 @@ from accel.precision import wrap_forward
 
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
-    from accel_state.parallelism import ParallelismConfig
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -47,7 +46,7 @@ class DeepSpeedEngine(Engine):
         plugin.forget_filled()
         plugin.set_mixed_precision(context.precision.name)
         self.name = f"deepspeed zero {plugin.zero_stage}"
-        _tell_replicas(context.parallelism, plugin.zero_stage)
+        tell_replicas(context.parallelism, plugin.zero_stage)
         load(context.process.device, msamp=bool(plugin.enable_msamp))
         _refuse_precision(context, plugin.zero_stage)
         plugin.selected = True  # one that was given alone is active too
@@ -385,16 +384,6 @@ def _refuse_axes(context: EngineContext) -> None:
                 "engine: beside its own sharding (zero_stage) it takes sp_size alone. Leave deepspeed_plugin "
                 "out for the others."
             )
-
-
-def _tell_replicas(config: ParallelismConfig | None, stage: int | None) -> None:
-    # Beside sp_size the number makes up the product of the axes, and says nothing else.
-    if config is not None and config.dp_replicate_enabled and not config.sp_enabled and stage:
-        warnings.warn(
-            f"dp_replicate_size={config.dp_replicate_size} in parallelism_config is ignored: stage {stage} of "
-            "DeepSpeed's ZeRO shares out over all processes. Leave it out, or set zero_stage=0.",
-            stacklevel=6,
-        )
 
 
 def _refuse_precision(context: EngineContext, stage: int | None) -> None:
