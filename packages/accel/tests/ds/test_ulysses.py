@@ -43,3 +43,27 @@ def test_every_setting_reaches_deepspeed(monkeypatch, is_variable):
         "seq_length": 64,
         "seq_length_is_variable": is_variable,
     }
+
+
+def test_parts_of_sequences_can_be_flattened(monkeypatch):
+    """Models of transformers flatten labels with view(), which takes no slices of longer sequences."""
+
+    class Adapter:
+        def __init__(self, loader: Any, **options: Any) -> None:
+            self.micro_batches: list[Any] = []
+
+        def __iter__(self):
+            yield {"shift_labels": torch.arange(12).view(2, 6)[:, :3], "note": "whole"}
+
+    monkeypatch.setattr(ulysses, "part", lambda name: SimpleNamespace(UlyssesSPDataLoaderAdapter=Adapter))
+    groups = SimpleNamespace(
+        get_sequence_parallel_rank=lambda: 0,
+        get_sequence_parallel_group=lambda: None,
+        get_sequence_parallel_world_size=lambda: 2,
+    )
+    loader = SimpleNamespace(end_of_dataloader=True)
+
+    (batch,) = ulysses.SequenceParallelLoader(loader, groups, torch.device("cpu"))
+
+    assert batch["shift_labels"].view(-1).tolist() == [0, 1, 2, 6, 7, 8]
+    assert batch["note"] == "whole"

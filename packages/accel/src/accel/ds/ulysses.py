@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.ds.runtime import part
 from accel_ops.tree import send_to_device
+from accel_ops.walk import recursively_apply
 from accel_state import rendezvous
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class SequenceParallelLoader:
             # The loader is at its end when it has been read; the window may end with the last of its batches.
             has_ended = has_ended or self.loader.end_of_dataloader
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
-            yield send_to_device(batch, self.device)
+            # Parts are views of whole sequences, which models of transformers cannot flatten.
+            yield send_to_device(recursively_apply(lambda tensor: tensor.contiguous(), batch), self.device)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
