@@ -38,3 +38,14 @@ def test_a_text_has_to_match_whole_names_and_modules_are_the_models_own():
     assert ignored_parameters(model, [model["heads"]]) == set(model["heads"].parameters())
     with pytest.raises(ValueError, match="means no module of ModuleDict"):
         ignored_parameters(model, [torch.nn.Linear(2, 2)])
+
+
+def test_a_policy_that_was_set_since_is_taken_without_a_word():
+    """transformers' Trainer puts peft's policy in the place of the one that the plugin was made with."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    plugin.auto_wrap_policy = lambda module, recurse, **sizes: recurse or isinstance(module, nn.Linear)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    assert choose_groups(model, plugin).modules == (model[0],)  # warnings are errors
