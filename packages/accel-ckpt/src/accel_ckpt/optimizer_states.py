@@ -36,6 +36,8 @@ __all__ = [
     "unchanged_by_failure",
 ]
 
+_SHARES = 16
+
 _FLAT = (
     "fsdp_version=1 lays parameters into one vector, of which all or none have state: set "
     "use_orig_params=True, or fsdp_version=2."
@@ -241,22 +243,36 @@ def _state_to_read(
 
 
 def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state by names that a step with all gradients gives, and undo the step."""
+    """Return the state by names that steps with all gradients give, and undo them.
+
+    A share of the parameters at a time, so that little memory is needed beside the state.
+    """
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
     gradients = [item.grad for item in parameters]
-    values = [item.detach().clone() if item.requires_grad else None for item in parameters]
     put_back = _remember(optimizer)
     try:
         optimizer.state = defaultdict(dict)
         for item in parameters:
-            item.grad = torch.zeros_like(item) if item.requires_grad else None
-        with _without_hooks(optimizer):
-            optimizer.step()
+            item.grad = None
+        trained = [item for item in parameters if item.requires_grad]
+        for index in range(min(_SHARES, len(trained))):
+            _step_and_undo(optimizer, trained[index::_SHARES])
         with quiet():
             return get_optimizer_state_dict(model, optimizer)
     finally:
         put_back()
-        for item, gradient, value in zip(parameters, gradients, values, strict=True):
+        for item, gradient in zip(parameters, gradients, strict=True):
             item.grad = gradient
-            if value is not None:
-                item.detach().copy_(value)
+
+
+def _step_and_undo(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    values = [item.detach().clone() for item in parameters]
+    for item in parameters:
+        item.grad = torch.zeros_like(item)
+    try:
+        with _without_hooks(optimizer):
+            optimizer.step()
+    finally:
+        for item, value in zip(parameters, values, strict=True):
+            item.grad = None
+            item.detach().copy_(value)
