@@ -94,7 +94,9 @@ def started(process: Process, msamp: bool = False) -> Iterator[ModuleType]:
     deepspeed = load(process.device, msamp)
     ensure_group(process)
     _follow_group()
-    with env.patch_environment(LOCAL_RANK=process.local_rank), warnings.catch_warnings():
+    if not env.is_set("LOCAL_RANK"):
+        env.put_here("LOCAL_RANK", process.local_rank)  # it stays: ZeRO-3 reads it in the first steps too
+    with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):  # of torch functions that it uses
             warnings.simplefilter("ignore", kind)
         yield deepspeed
