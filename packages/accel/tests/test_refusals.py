@@ -14,6 +14,7 @@ from accel.accelerator import Accelerator
 from accel.configuration import Handlers, tell_unread
 from accel.ds.settings import tell_replicas
 from accel.engines.megatron import MegatronLMEngine
+from accel.engines.refusals import refuse_missing_weights
 from accel.engines.xla import XLAEngine
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -134,6 +135,39 @@ def test_what_is_ignored_or_frozen_need_not_be_cut():
     check_sparse(model, "fsdp2", {model.table.weight})
     model.table.requires_grad_(False)
     check_sparse(model, "fsdp2")
+
+
+def without_weights(engine: str) -> list[str]:
+    accelerator, messages = make_accelerator(engine), []
+    for bare in ((0, 1), (0,), (1,)):
+        with torch.device("meta" if accelerator.process_index in bare else "cpu"):
+            model = Net()
+        try:
+            accelerator.prepare(model)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
+def test_a_model_without_weights_where_they_count_is_refused_on_all_processes(world, engine):
+    first, second = world.run(without_weights, engine)
+
+    assert len(first) == len(second) == (2 if engine in ("fsdp2", "tp") else 3)
+    for message in (*first, *second):
+        assert "Load them there" in message
+        assert "the meta device on" in message
+    assert first[0].startswith("Net.up.weight (and 5 more) has no weights")
+    assert second[1].startswith("Net has no weights to start from: they are on the meta device on 1 of 2")
+
+
+def test_a_buffer_without_values_is_missing_too():
+    model = Net()
+    model.register_buffer("table", torch.empty(2, device="meta"))
+    process = Accelerator(cpu=True).engine.context.process
+    refuse_missing_weights(model, False, "the first", process)
+    with pytest.raises(ValueError, match=r"Net.table \(and 0 more\) has no weights"):
+        refuse_missing_weights(model, True, "the first", process)
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine
 from accel.engines.context import Prepared
+from accel.engines.refusals import refuse_missing_weights
 from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["DDPEngine", "sync_in_backward"]
@@ -35,8 +36,11 @@ class DDPEngine(Engine):
         return self.context.process.rank, self.context.process.world_size
 
     def check(self, objects: Prepared) -> None:
-        """Refuse also models whose weights are split over processes: they are no replicas."""
+        """Refuse also models without weights, and those whose weights are split: they are no replicas."""
         super().check(objects)
+        for model in objects.models:
+            if not objects.evaluation_mode and _ddp(model) is None and _is_trained(model):
+                refuse_missing_weights(model, True, "all", self.context.process)
         if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
             from accel.parallel.tensor import is_split
 
@@ -47,7 +51,7 @@ class DDPEngine(Engine):
         """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""
         if _ddp(model) is not None:
             return model
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        if not _is_trained(model):
             return model
         options = self.context.ddp.to_kwargs() if self.context.ddp is not None else {}
         device = self.context.process.device
@@ -123,6 +127,10 @@ def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, below torch.compile's."""
     model = getattr(model, "_orig_mod", model)
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _is_trained(model: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _joinable(item: Any) -> Joinable | None:

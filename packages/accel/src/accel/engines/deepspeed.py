@@ -166,6 +166,7 @@ class DeepSpeedEngine(Engine):
             given["lr_scheduler"] = facts.scheduler.lr_scheduler_callable
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
+        gradients.average_over_all(engine)
         self._driver = DeepSpeedEngineWrapper(engine)
         wrapper = DeepSpeedOptimizerWrapper(
             engine.basic_optimizer, self._driver, gradient_state=self.context.gradient_state

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.refusals import refuse_missing_weights
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import flat, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
-from accel.parallel.filling import Filling, check_weights
+from accel.parallel.filling import Filling
 from accel.parallel.flat_state import (
     FlatRecord,
     WholeFlatModel,
@@ -86,7 +87,10 @@ class FSDP1Engine(ShardedEngine):
         upcasts = self.context.precision.is_mixed
         flat.check_flat_groups(model, groups, upcasts, bool(self.plugin.use_orig_params))
         if self.plugin.param_init_fn is None:
-            check_weights(model, self.context.process.is_main, bool(self.plugin.sync_module_states))
+            process, sync = self.context.process, self.plugin.sync_module_states
+            refuse_missing_weights(
+                model, process.is_main or not sync, "the first" if sync else "all", process
+            )
 
     def is_done(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""

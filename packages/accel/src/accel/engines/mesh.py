@@ -21,11 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.refusals import refuse_missing_weights
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.context import ContextParallel
-from accel.parallel.filling import Filling, check_weights, fill_group, fill_rest
+from accel.parallel.filling import Filling, fill_group, fill_rest
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.language_models import check_language_models, tell_part
 from accel.parallel.repoint import Replaced, repoint
@@ -139,7 +140,8 @@ def plan_for(
     mesh = meshes.fsdp
     sync = plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
     filling = _filling(meshes, process.device, sync)
-    check_weights(model, all(dist.get_rank(group) == 0 for group in filling.groups), sync)
+    is_needed = not sync or all(dist.get_rank(group) == 0 for group in filling.groups)
+    refuse_missing_weights(model, is_needed, "the first" if sync else "all", process)
     needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
     tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
     if tensor and ignored:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Filling",
-    "check_weights",
     "ensure_weights_retied",
     "fill_group",
     "fill_rest",
@@ -53,21 +52,6 @@ class Filling:
         axes = [(self.mesh, axis) for axis in range(self.mesh.ndim) if self.sync]
         axes += [(self.tensor, 0)] if self.tensor is not None else []
         return [mesh.get_group(axis) for mesh, axis in axes if mesh.size(axis) > 1]
-
-
-def check_weights(model: torch.nn.Module, is_source: bool, sync: bool) -> None:
-    """Refuse a model without weights where they are needed.
-
-    Raises:
-        ValueError: If parameters are on the meta device of the process whose weights count.
-    """
-    bare = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if bare and (is_source or not sync):
-        raise ValueError(
-            f"{type(model).__name__}.{bare[0]} (and {len(bare) - 1} more) is on the meta device, so that "
-            "there are no weights to shard. Load them on rank 0; other processes may stay on meta with "
-            "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
-        )
 
 
 def fill_rest(
