@@ -197,10 +197,14 @@ def test_values_are_clipped_where_some_weights_are_split(world):
 
 
 def unread(engine: str) -> list[str]:
-    handlers = [DistributedDataParallelKwargs(comm_hook="fp16", static_graph=True)]
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16", static_graph=True)
+    ]
     with pytest.warns(UserWarning, match="ignored") as told:
         make_accelerator(engine, kwargs_handlers=handlers)
     make_accelerator(engine, kwargs_handlers=[DistributedDataParallelKwargs(), GradScalerKwargs()])
+    # As transformers' Trainer has it in every run: no user can leave it out, so that a log line must do.
+    make_accelerator(engine, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     assert told[0].filename == __file__
     return [str(item.message) for item in told]
 
@@ -210,6 +214,7 @@ def test_options_of_ddp_are_told_to_be_ignored_under_engines_without_it(world, e
     for (message,) in world.run(unread, engine):
         assert "DistributedDataParallelKwargs(static_graph=True, comm_hook=" in message
         assert f"is ignored under {engine}: gradients are reduced without" in message
+        assert message.endswith("whose options can be left out.")
 
 
 def test_every_engine_names_the_handlers_that_it_does_not_read():
@@ -219,6 +224,15 @@ def test_every_engine_names_the_handlers_that_it_does_not_read():
     assert ["GradScalerKwargs(init_scale=2.0)" in str(item.message) for item in told] == [True, False]
     assert "AutocastKwargs(enabled=False)" in str(told[1].message)
     tell_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+
+
+def test_what_the_trainer_always_passes_is_logged_and_not_warned_of(caplog):
+    handlers = Handlers(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))
+    Accelerator(cpu=True)
+    with caplog.at_level("INFO", logger="accel.configuration"):
+        tell_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+    (record,) = caplog.records
+    assert "DistributedDataParallelKwargs(find_unused_parameters=True) is ignored under xla" in record.message
 
 
 def test_compiling_under_megatron_is_refused():

@@ -22,6 +22,7 @@ from accel_state.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accel_state.logging import get_logger
 from accel_state.parallelism import ParallelismConfig
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ __all__ = [
     "sort_handlers",
     "tell_unread",
 ]
+
+_logger = get_logger(__name__)
 
 UNSET: Any = object()
 """Marks an argument that was not given, where None and False mean something."""
@@ -93,6 +96,10 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     return Handlers(**found)
 
 
+_ALWAYS_PASSED = {"find_unused_parameters"}
+"""What no user chose: transformers' Trainer passes it in every run, and DDP alone has a use for it."""
+
+
 def tell_unread(handlers: Handlers, engine: Engine) -> None:
     """Warn of handlers that the engine has no use for, and that say something.
 
@@ -103,11 +110,15 @@ def tell_unread(handlers: Handlers, engine: Engine) -> None:
     for field, reason in engine.unread_handlers.items():
         handler = getattr(handlers, field)
         unset = {} if handler is None else vars(type(handler)())
-        given = [f"{name}={vars(handler)[name]!r}" for name in unset if vars(handler)[name] != unset[name]]
+        given = [name for name in unset if vars(handler)[name] != unset[name]]
+        chosen = [name for name in given if name not in _ALWAYS_PASSED]
         if given:
-            said = f"{type(handler).__name__}({', '.join(given)})"
-            message = f"{said} is ignored under {engine.name}: {reason}, or leave it out."
-            warnings.warn(message, stacklevel=3)
+            said = ", ".join(f"{name}={vars(handler)[name]!r}" for name in chosen or given)
+            message = f"{type(handler).__name__}({said}) is ignored under {engine.name}: {reason}."
+            if chosen:
+                warnings.warn(message, stacklevel=3)
+            else:
+                _logger.info("%s", message)
 
 
 def resolve_dataloader_config(

@@ -61,7 +61,7 @@ class DeepSpeedEngine(Engine):
         return self.context.deepspeed()
 
     unread_handlers: ClassVar = {
-        "ddp": "gradients are reduced without DistributedDataParallel",
+        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
         "scaler": "DeepSpeed scales losses by itself. Set the section 'fp16' of its configuration",
     }
 
@@ -166,7 +166,8 @@ class DeepSpeedEngine(Engine):
             given["lr_scheduler"] = facts.scheduler.lr_scheduler_callable
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
-        gradients.average_over_all(engine)
+        if self._groups is not None:
+            gradients.count_parts_once(engine)
         self._driver = DeepSpeedEngineWrapper(engine)
         wrapper = DeepSpeedOptimizerWrapper(
             engine.basic_optimizer, self._driver, gradient_state=self.context.gradient_state

@@ -52,8 +52,8 @@ class MegatronLMEngine(Engine):
     name = "megatron_lm"
 
     unread_handlers: ClassVar = {
-        "ddp": "gradients are reduced without DistributedDataParallel. Set MegatronLMPlugin's options",
-        "scaler": "Megatron-LM scales losses by itself. Set MegatronLMPlugin(other_megatron_args=...)",
+        "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
+        "scaler": "Megatron-LM scales losses by itself. Set other_megatron_args of MegatronLMPlugin",
         "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
     }
 

@@ -130,8 +130,8 @@ def refuse_missing_weights(model: torch.nn.Module, is_needed: bool, whose: str, 
         raise ValueError(
             f"{own} has no weights to start from: they are on the meta device on {number} of "
             f"{process.world_size} processes, and those of {whose} count. Load them there, or give them "
-            "memory with to_empty() and initialise them. Under FSDP the processes after the first may stay on "
-            "meta, with FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
+            "memory with to_empty() and initialise them. Under FSDP all processes but the first may stay on "
+            "meta with FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
         )
 
 

@@ -30,7 +30,9 @@ class ShardedEngine(Engine):
 
     keeps_open_window = False
 
-    unread_handlers: ClassVar = {"ddp": "gradients are reduced without DistributedDataParallel"}
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
+    }
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

@@ -37,7 +37,9 @@ class XLAEngine(Engine):
 
     name = "xla"
 
-    unread_handlers: ClassVar = {"ddp": "gradients are reduced without DistributedDataParallel"}
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
+    }
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
