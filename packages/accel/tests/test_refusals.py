@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.configuration import Handlers, tell_unread
+from accel.configuration import Handlers, resolve_fsdp, tell_unread
 from accel.ds.settings import tell_replicas
 from accel.engines.megatron import MegatronLMEngine
 from accel.engines.refusals import refuse_missing_weights
@@ -248,6 +248,19 @@ def test_replicas_beside_zero_are_told_to_be_ignored():
     tell_replicas(config, 0)
     tell_replicas(ParallelismConfig(dp_replicate_size=2, sp_size=2), 2)
     tell_replicas(None, 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "instead"),
+    [("deepspeed_plugin", "zero_stage"), ("megatron_lm_plugin", "context_parallel_size")],
+)
+def test_shards_of_the_mesh_beside_another_engine_are_refused_by_what_was_given(other, instead):
+    config = ParallelismConfig(dp_shard_size=2, cp_size=3)
+    said = rf"dp_shard_size=2 and cp_size=3, .* beside {other}, .*Leave it out \(.*{instead}"
+    with pytest.raises(ValueError, match=said) as error:
+        resolve_fsdp(None, config, **{other: object()})
+    assert "fsdp_plugin" not in str(error.value)
+    resolve_fsdp(FullyShardedDataParallelPlugin(), None, **{other: object()})  # the state refuses two plugins
 
 
 def local_steps() -> str:

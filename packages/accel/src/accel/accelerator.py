@@ -135,6 +135,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self.rng_types = configuration.resolve_rng_types(rng_types)
         self.handlers = configuration.sort_handlers(kwargs_handlers)
         deepspeed = resolve_deepspeed(deepspeed_plugin, deepspeed_plugins)
+        megatron = configuration.resolve_megatron(megatron_lm_plugin)
         steps = steps_under(deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
         accumulation = configuration.resolve_accumulation(steps, gradient_accumulation_plugin)
         self.device_placement = device_placement
@@ -144,9 +145,11 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             cpu=cpu,
             dynamo_plugin=configuration.resolve_dynamo(dynamo_backend, dynamo_plugin),
             deepspeed_plugin=deepspeed,
-            fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config),
+            fsdp_plugin=configuration.resolve_fsdp(
+                fsdp_plugin, parallelism_config, deepspeed_plugin=deepspeed, megatron_lm_plugin=megatron
+            ),
             torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=configuration.resolve_megatron(megatron_lm_plugin),
+            megatron_lm_plugin=megatron,
             parallelism_config=configuration.resolve_parallelism(parallelism_config, torch_tp_plugin),
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),

@@ -198,19 +198,39 @@ def resolve_parallelism(
     return config
 
 
-def resolve_fsdp(plugin: Any, config: ParallelismConfig | None) -> Any:
+_INSTEAD_OF_SHARDS = {
+    "deepspeed_plugin": "zero_stage says what is shared out over all processes, and sp_size splits sequences",
+    "megatron_lm_plugin": "use_distributed_optimizer and context_parallel_size are its own settings",
+}
+
+
+def resolve_fsdp(plugin: Any, config: ParallelismConfig | None, **others: Any) -> Any:
     """The FSDP options: as given, the environment's, or the defaults where the mesh has shards.
 
     Processes that share sequences (cp) share parameters too: they are shards.
 
+    Args:
+        plugin: The options.
+        config: The sizes of the mesh.
+        **others: The plugins of other engines, by their names; None: not asked for.
+
     Raises:
         TypeError: If they are no FullyShardedDataParallelPlugin.
-        ValueError: If the mesh asks for shards, and the options for version 1, which has no mesh.
+        ValueError: If the mesh asks for shards, and the options for version 1, which has no mesh, or nothing
+            but the mesh for FSDP, and a plugin for another engine.
     """
     config = resolve_parallelism(config)
-    shards = config is not None and bool(config.dp_shard_cp_dim_names)
-    if plugin is None and not shards and not env.get("ACCELERATE_USE_FSDP"):
+    shards = [] if config is None else config.dp_shard_cp_dim_names
+    by_mesh_alone = plugin is None and not env.get("ACCELERATE_USE_FSDP")
+    if by_mesh_alone and not shards:
         return None
+    other = next((name for name, item in others.items() if item is not None), None)
+    if by_mesh_alone and other is not None:
+        sizes = " and ".join(f"{name}_size={getattr(config, f'{name}_size')}" for name in shards)
+        raise ValueError(
+            f"parallelism_config has {sizes}, over which FSDP shards models, beside {other}, which asks for "
+            f"another engine. Leave it out ({_INSTEAD_OF_SHARDS[other]}), or train without {other}."
+        )
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 
     if plugin is None:
