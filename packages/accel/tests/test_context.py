@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from accel.accelerator import Accelerator
 from accel.parallel.ring import balanced_part
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_data.config import DataLoaderConfiguration
 from accel_state.parallelism import ParallelismConfig, TorchContextParallelConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -278,6 +279,22 @@ def test_losses_of_parts_are_gathered_as_those_of_whole_sequences(world):
         assert losses == [1.5, 3.5]
         assert same == [[4], [5]]
         assert "(3,) per sample" in told
+
+
+def uneven_losses_of_parts() -> list[float]:
+    """Three samples for two groups of two; the loss of a sample is its number, +-0.5 in the two parts."""
+    config = ParallelismConfig(cp_size=2, dp_shard_size=2)
+    loaders = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, dataloader_config=loaders)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(3), batch_size=2))
+    found: list[float] = []
+    for batch in loader:
+        found += accelerator.gather_for_metrics(batch + accelerator.context_parallel_rank - 0.5).tolist()
+    return found
+
+
+def test_losses_of_parts_are_whole_also_where_batches_are_uneven(world):
+    assert world.run(uneven_losses_of_parts, size=4) == [[0.0, 1.0, 2.0]] * 4
 
 
 def test_without_context_parallelism_nothing_happens():

@@ -54,7 +54,7 @@ def gather_for_metrics(
             data = _cut_objects(data, counts[shard[0]], rows)
         return gather_object([] if process.rank % copies else data, process=process)
     if process.world_size > 1 and _may_be_uneven(loader):
-        return _gather_uneven(data, process, copies)
+        return _gather_uneven(data, process, copies, shares_sequences)
     gathered = gather(data, process=process)
     if copies > 1:
         gathered = recursively_apply(_one_copy, gathered, process.world_size, copies, shares_sequences)
@@ -103,13 +103,14 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )  # to rounding, in any precision
 
 
-def _gather_uneven(data: Any, process: Process, copies: int) -> Any:
+def _gather_uneven(data: Any, process: Process, copies: int, may_be_parts: bool) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
     own = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
-    sizes = gather(own, process=process).view(process.world_size, len(leaves)).t()
-    sizes = sizes * (torch.arange(process.world_size, device=sizes.device) % copies == 0)
+    sizes = gather(own, process=process).view(process.world_size, len(leaves))[::copies].t()
     gathered, _ = flatten(gather(pad_across_processes(data, process=process), process=process))
+    if copies > 1:
+        gathered = [_one_copy(leaf, process.world_size, copies, may_be_parts) for leaf in gathered]
     return rebuild(
         [_kept_rows(leaf, counts, max(counts)) for leaf, counts in zip(gathered, sizes.tolist(), strict=True)]
     )
