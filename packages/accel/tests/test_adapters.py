@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from accel.accelerator import Accelerator
-from accel.adapters import with_wrappers
+from accel.adapters import under_own_names, with_wrappers
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_ckpt.errors import CheckpointError
 
 
 def names_in_wrappers() -> dict[str, str]:
@@ -39,3 +41,16 @@ def test_names_without_wrappers_stay():
     found = with_wrappers(torch.nn.Sequential(torch.nn.Linear(2, 2)), names)
 
     assert found == dict(zip(names, names, strict=True))
+
+
+def test_a_file_of_other_adapters_is_refused_by_its_names():
+    names = {"up.weight": "up.default.weight", "down.weight": "down.default.weight"}
+
+    assert under_own_names({"down.weight": 1, "up.weight": 2}, names, "file") == {
+        "down.default.weight": 1,
+        "up.default.weight": 2,
+    }
+    with pytest.raises(
+        CheckpointError, match=r"file .* It has side.weight .* lacks up.weight. .*adapter_only"
+    ):
+        under_own_names({"down.weight": 1, "side.weight": 2}, names, "file")

@@ -98,6 +98,11 @@ def saved_as_an_adapter(folder: str) -> list[bool]:
         torch.nn.init.zeros_(model[0].weight)
         load_fsdp_model(*arguments, adapter_only=True)
         whole = accelerator.get_state_dict(model)
+        other = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.PReLU()))
+        with pytest.raises(
+            RuntimeError, match=r"1\.weight"
+        ):  # strictly: it is missing, and 2.weight too many
+            load_fsdp_model(*arguments[:2], other, arguments[3], adapter_only=True)
         same.append(all(torch.equal(whole[name], value) for name, value in expected.items()))
     return same
 

@@ -252,7 +252,7 @@ def test_replicas_beside_zero_are_told_to_be_ignored():
 
 @pytest.mark.parametrize(
     ("other", "instead"),
-    [("deepspeed_plugin", "zero_stage"), ("megatron_lm_plugin", "context_parallel_size")],
+    [("deepspeed", "zero_stage"), ("megatron", "context_parallel_size")],
 )
 def test_shards_of_the_mesh_beside_another_engine_are_refused_by_what_was_given(other, instead):
     config = ParallelismConfig(dp_shard_size=2, cp_size=3)

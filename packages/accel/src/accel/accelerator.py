@@ -145,9 +145,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             cpu=cpu,
             dynamo_plugin=configuration.resolve_dynamo(dynamo_backend, dynamo_plugin),
             deepspeed_plugin=deepspeed,
-            fsdp_plugin=configuration.resolve_fsdp(
-                fsdp_plugin, parallelism_config, deepspeed_plugin=deepspeed, megatron_lm_plugin=megatron
-            ),
+            fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config, deepspeed, megatron),
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron,
             parallelism_config=configuration.resolve_parallelism(parallelism_config, torch_tp_plugin),

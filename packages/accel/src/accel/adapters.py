@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from accel_ckpt.errors import CheckpointError
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.imports import is_peft_available, require
 
-__all__ = ["adapter_names", "is_peft_model", "with_wrappers"]
+__all__ = ["adapter_names", "is_peft_model", "under_own_names", "with_wrappers"]
 
 _WRAPPER = "_fsdp_wrapped_module"
 
@@ -45,6 +46,32 @@ def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
     # peft chooses and renames entries and leaves values as they are: here these are the names themselves.
     found = peft.get_peft_model_state_dict(inner, state_dict=with_wrappers(inner, state))
     return {_without_wrappers(name): own for name, own in found.items()}
+
+
+def under_own_names(state: Mapping[str, Any], names: Mapping[str, str], file: str) -> dict[str, Any]:
+    """Give the entries of an adapter's file the names that the model has for them.
+
+    Args:
+        state: What the file has.
+        names: The model's names, as `adapter_names` returns them.
+        file: What the file is called, for the message.
+
+    Raises:
+        CheckpointError: If the file has other entries than the model's adapters; it names them.
+    """
+    unknown = [name for name in state if name not in names]
+    missing = [name for name in names if name not in state]
+    if unknown or missing:
+        raise CheckpointError(
+            f"{file} does not fit the model's adapters. It has {_some(unknown)} that they have not, and "
+            f"lacks {_some(missing)}. Load it into a model with the adapters that it was saved of, or, if it "
+            "has the whole model, with adapter_only=False."
+        )
+    return {names[name]: value for name, value in state.items()}
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else "nothing"
 
 
 def with_wrappers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:

@@ -204,7 +204,9 @@ _INSTEAD_OF_SHARDS = {
 }
 
 
-def resolve_fsdp(plugin: Any, config: ParallelismConfig | None, **others: Any) -> Any:
+def resolve_fsdp(
+    plugin: Any, config: ParallelismConfig | None, deepspeed: Any = None, megatron: Any = None
+) -> Any:
     """The FSDP options: as given, the environment's, or the defaults where the mesh has shards.
 
     Processes that share sequences (cp) share parameters too: they are shards.
@@ -212,7 +214,8 @@ def resolve_fsdp(plugin: Any, config: ParallelismConfig | None, **others: Any) -
     Args:
         plugin: The options.
         config: The sizes of the mesh.
-        **others: The plugins of other engines, by their names; None: not asked for.
+        deepspeed: The options of DeepSpeed; None: not asked for.
+        megatron: Those of Megatron-LM.
 
     Raises:
         TypeError: If they are no FullyShardedDataParallelPlugin.
@@ -224,8 +227,8 @@ def resolve_fsdp(plugin: Any, config: ParallelismConfig | None, **others: Any) -
     by_mesh_alone = plugin is None and not env.get("ACCELERATE_USE_FSDP")
     if by_mesh_alone and not shards:
         return None
-    other = next((name for name, item in others.items() if item is not None), None)
-    if by_mesh_alone and other is not None:
+    if by_mesh_alone and (deepspeed is not None or megatron is not None):
+        other = "megatron_lm_plugin" if deepspeed is None else "deepspeed_plugin"
         sizes = " and ".join(f"{name}_size={getattr(config, f'{name}_size')}" for name in shards)
         raise ValueError(
             f"parallelism_config has {sizes}, over which FSDP shards models, beside {other}, which asks for "

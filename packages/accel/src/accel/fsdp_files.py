@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import StateDictType
 
-from accel.adapters import adapter_names
+from accel.adapters import adapter_names, is_peft_model, under_own_names
 from accel_ckpt import layout, tensors
 from accel_ckpt.agree import together
 from accel_ckpt.dcp import METADATA
@@ -86,7 +86,7 @@ def load_fsdp_model(
         model: The prepared model.
         input_dir: The folder.
         model_index: The number for the name.
-        adapter_only: As it was for saving.
+        adapter_only: As it was for saving; of a model without adapters all is loaded.
         use_dcp: As it was for saving.
 
     Returns:
@@ -94,21 +94,22 @@ def load_fsdp_model(
 
     Raises:
         FileNotFoundError: If nothing was saved there under this type.
+        RuntimeError: If a name is missing or too many: of the model, or with adapter_only of its adapters.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    engine = accelerator.engine
+    engine, is_part = accelerator.engine, adapter_only and is_peft_model(model)
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator, model, adapter_only)
         place = _parts_at(accelerator, input_dir, layout.sharded_model_folder(model_index))
         read_folder({"model": weights}, place, accelerator.process)
-        options = StateDictOptions(strict=not adapter_only)
+        options = StateDictOptions(strict=not is_part)
         return set_model_state_dict(engine.state_root(model), weights, options=options)
-    whole = _read_whole(accelerator, input_dir, _whole_file(model_index))
+    file = _whole_file(model_index)
+    whole = _read_whole(accelerator, input_dir, file)
     target = engine.model_to_load(model)
-    if adapter_only:
-        own = adapter_names(model, target.state_dict())
-        whole = {own[name]: value for name, value in whole.items()}
-    return target.load_state_dict(whole, strict=not adapter_only)
+    if is_part:
+        whole = under_own_names(whole, adapter_names(model, target.state_dict()), file)
+    return target.load_state_dict(whole, strict=not is_part)
 
 
 def save_fsdp_optimizer(
