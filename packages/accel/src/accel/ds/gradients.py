@@ -16,6 +16,7 @@ import torch
 from accel.ds.runtime import part
 
 __all__ = [
+    "count_parts_once",
     "discard",
     "forget_trial_step",
     "in_parameters",
@@ -30,6 +31,19 @@ __all__ = [
 def in_parameters(engine: Any) -> bool:
     """Whether the gradients are in `parameter.grad`, as they are at stage 0."""
     return not engine.zero_optimization() and not _accumulates_apart(engine)
+
+
+def count_parts_once(engine: Any) -> None:
+    """Average gradients over all processes where groups share sequences, and count each once in norms.
+
+    DeepSpeed (0.19) averages so at stage 3 with `reduce_scatter` alone. Elsewhere it divides by the number of
+    groups, and gradients are as many times too large as a group has processes.
+    """
+    for reducer in (engine, engine.optimizer):
+        if hasattr(reducer, "sequence_parallel_size"):  # read for that divisor alone
+            reducer.sequence_parallel_size = 1
+    if _accumulates_apart(engine):
+        engine.optimizer.mpu = None  # it takes the groups for ones that split parameters, and finds no norm
 
 
 def norm(engine: Any) -> torch.Tensor:
