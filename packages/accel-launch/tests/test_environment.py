@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from accel_launch.config.file import LaunchConfig
 from accel_launch.environment import common_environment, worker_environment
 from accel_launch.parser import launch_command_parser
 from accel_launch.resolve import Settings, resolve
@@ -69,6 +70,18 @@ def test_a_flag_replaces_the_shells_variable() -> None:
 
     assert env.get("ACCELERATE_USE_CPU", environ) is False
     assert env.get("ACCELERATE_DEBUG_MODE", environ) is False
+
+
+def test_which_settings_of_deepspeed_the_config_file_has_is_written() -> None:
+    section = {"zero_stage": 2, "gradient_clipping": 1.0, "offload_param_device": "none"}
+    config = LaunchConfig.from_values({"distributed_type": "DEEPSPEED", "deepspeed_config": section})
+    args = launch_command_parser().parse_args(["--zero_stage", "3", "s.py"])
+
+    environ = common(resolve(args, config, {}))
+
+    fields = env.get("ACCELERATE_CONFIG_DS_FIELDS", environ)
+    assert sorted(fields) == ["gradient_clipping", "offload_param_device"]  # a flag came before the file
+    assert "ACCELERATE_CONFIG_DS_FIELDS" not in common(settle("--use_deepspeed", "--zero_stage", "3"))
 
 
 def test_gpus_and_threads_are_written_as_planned() -> None:

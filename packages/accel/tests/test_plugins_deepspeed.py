@@ -135,6 +135,24 @@ def test_an_error_lists_everything_that_is_given_twice_and_differs():
     ]
 
 
+def test_an_error_says_what_comes_from_the_config_file_of_the_launcher():
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    launched = {
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,gradient_clipping",
+    }
+
+    with patch_environment(**launched), pytest.raises(ValueError, match="differ") as error:
+        DeepSpeedPlugin(config, zero_stage=3)
+
+    assert str(error.value).splitlines()[1:-1] == [
+        "- zero_optimization.stage=2 in DeepSpeed's configuration, zero_stage=3 here",
+        "- gradient_clipping=1.0 in DeepSpeed's configuration, "
+        + "gradient_clipping=0.5 in the config file of accel launch",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -60,6 +60,13 @@ def common_environment(
         written = found.given and found.source != Source.ENVIRONMENT
         if setting.from_environment and written and setting.name not in _PLANNED and settings.active(setting):
             env.put(environ, setting.spec.name, found.value)
+    fields = [
+        setting.name
+        for setting in SETTINGS.values()
+        if setting.section == "deepspeed_config" and settings[setting.name].source == Source.CONFIG
+    ]
+    if fields and settings.value("use_deepspeed"):
+        env.put(environ, "ACCELERATE_CONFIG_DS_FIELDS", fields)
     env.put(environ, "ACCELERATE_MIXED_PRECISION", settings.value("mixed_precision"))
     if gpus is not None:
         env.put(environ, "CUDA_VISIBLE_DEVICES", gpus)

@@ -101,14 +101,16 @@ class DeepSpeedPlugin:
         self._selected = False
         self.dschf: HfDeepSpeedConfig | None = None
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
-        for name, variable in _VARIABLES.items():
-            if name not in given and env.is_set(variable):
-                given[name] = env.get(variable)
+        launched = {
+            name: env.get(variable)
+            for name, variable in _VARIABLES.items()
+            if name not in given and env.is_set(variable)
+        }
         config = env.get(f"{_PREFIX}CONFIG_FILE") if self.hf_ds_config is None else self.hf_ds_config
         is_given = config is not None
         # An object of another class has the same methods: transformers has its own.
         self.hf_ds_config = config if hasattr(config, "get_value") else HfDeepSpeedConfig(config or {})
-        self._merge(given, is_given)
+        self._merge(given | launched, is_given, launched.keys() & {*env.get("ACCELERATE_CONFIG_DS_FIELDS")})
         self._read_back()
         self._set_init(is_given)
         self._set_experts_and_msamp()
@@ -124,8 +126,8 @@ class DeepSpeedPlugin:
     def deepspeed_config(self, config: dict[str, Any]) -> None:
         self.hf_ds_config.config = config
 
-    def _merge(self, given: dict[str, Any], has_config: bool) -> None:
-        """Put what was given into the configuration, or see that it says the same."""
+    def _merge(self, given: dict[str, Any], has_config: bool, from_file: set[str]) -> None:
+        """Put what was given, some of it in the launcher's file, into the configuration, or compare it."""
         stage = given.get("zero_stage", env.VARIABLES[_VARIABLES["zero_stage"]].default)
         if not has_config:
             put(self.deepspeed_config, _KEYS["zero_stage"], stage)
@@ -137,7 +139,10 @@ class DeepSpeedPlugin:
                 if value != "none":
                     put(self.deepspeed_config, key, value)
             elif present != value and value != AUTO:
-                mismatches.append(f"- {key}={present!r} in DeepSpeed's configuration, {name}={value!r} here")
+                place = "in the config file of accel launch" if name in from_file else "here"
+                mismatches.append(
+                    f"- {key}={present!r} in DeepSpeed's configuration, {name}={value!r} {place}"
+                )
         _raise(mismatches)
         defaults = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         for key in defaults:
