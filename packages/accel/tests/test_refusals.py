@@ -14,7 +14,7 @@ from accel.accelerator import Accelerator
 from accel.configuration import Handlers, resolve_fsdp, tell_unread
 from accel.ds.settings import tell_replicas
 from accel.engines.megatron import MegatronLMEngine
-from accel.engines.refusals import refuse_missing_weights
+from accel.engines.refusals import refuse_missing_weights, refuse_whole_tensor_steps
 from accel.engines.xla import XLAEngine
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -91,9 +91,20 @@ def test_optimizers_whose_steps_need_whole_tensors_are_refused_where_there_are_p
     for messages in world.run(refused_optimizers, engine):
         assert list(messages) == names
         for name, message in messages.items():
-            assert f"torch.optim.{name} needs whole" in message
+            assert f"a step of {name} needs whole" in message
             assert f"under {engine} they are in parts" in message
             assert "AdamW" in message
+
+
+class Adafactor(torch.optim.SGD):
+    """Of a library: what transformers' is called, which needs whole matrices too."""
+
+
+def test_an_optimizer_of_a_library_is_known_by_its_name():
+    optimizer = type("Own", (Adafactor,), {})(Net().parameters())
+    with pytest.raises(ValueError, match="Own: a step of Adafactor needs whole matrices"):
+        refuse_whole_tensor_steps(optimizer, ("LBFGS", "Adafactor"), "fsdp1")
+    refuse_whole_tensor_steps(optimizer, (), "ddp")
 
 
 def refused_layouts(engine: str) -> dict[str, str]:

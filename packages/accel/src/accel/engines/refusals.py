@@ -135,22 +135,35 @@ def refuse_missing_weights(model: torch.nn.Module, is_needed: bool, whose: str, 
         )
 
 
+_ELSEWHERE = {"Adafactor"}
+"""Known by their names in any library: transformers' Adafactor factors its state as torch's does."""
+
+
 def refuse_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
     """Refuse an optimizer whose step is not element by element, where parameters are in parts.
 
     Args:
         optimizer: The optimizer.
-        names: Classes of torch.optim; those that the installed torch lacks are passed over.
+        names: Classes of torch.optim, and of `_ELSEWHERE`; those that the installed torch lacks are passed
+            over.
         engine: What the engine is called.
 
     Raises:
         ValueError: If it is of one of the classes.
     """
-    kind = next((name for name in names if isinstance(optimizer, getattr(torch.optim, name, ()))), None)
+    elsewhere = _ELSEWHERE & {known.__name__ for known in type(optimizer).__mro__}
+    kind = next(
+        (
+            name
+            for name in names
+            if name in elsewhere or isinstance(optimizer, getattr(torch.optim, name, ()))
+        ),
+        None,
+    )
     if kind is not None:
         raise ValueError(
-            f"{type(optimizer).__name__}: a step of torch.optim.{kind} needs whole matrices, or all "
-            f"parameters at once, and under {engine} they are in parts, of which it would make other steps. "
+            f"{type(optimizer).__name__}: a step of {kind} needs whole matrices, or all parameters at "
+            f"once, and under {engine} they are in parts, of which it would make other steps. "
             "Use one that steps element by element (AdamW, SGD), or train on whole parameters (DDP, one "
             "process)."
         )
