@@ -146,11 +146,9 @@ def test_an_error_says_what_comes_from_the_config_file_of_the_launcher():
     with patch_environment(**launched), pytest.raises(ValueError, match="differ") as error:
         DeepSpeedPlugin(config, zero_stage=3)
 
-    assert str(error.value).splitlines()[1:-1] == [
-        "- zero_optimization.stage=2 in DeepSpeed's configuration, zero_stage=3 here",
-        "- gradient_clipping=1.0 in DeepSpeed's configuration, "
-        + "gradient_clipping=0.5 in the config file of accel launch",
-    ]
+    stage, clipping = str(error.value).splitlines()[1:-1]
+    assert stage.endswith("zero_stage=3 here")
+    assert clipping.endswith("gradient_clipping=0.5 in the config file of accel launch")
 
 
 @pytest.mark.parametrize(
