@@ -63,6 +63,12 @@ def test_a_batch_of_every_process_is_that_of_all_groups_under_sequence_paralleli
     config = complete(plugin, facts(sequence_parallel_size=2))
 
     assert config["train_batch_size"] == 24
+    assert plugin.deepspeed_config["train_batch_size"] == 48  # the user's number stays
+    plugin.forget_filled()
+    assert plugin.deepspeed_config["train_batch_size"] == 48
+    with pytest.raises(ValueError, match="DummyOptim stands for"):
+        complete(plugin, facts(sequence_parallel_size=2, optimizer=DummyOptim([])))
+    assert plugin.deepspeed_config["train_batch_size"] == 48
     with pytest.raises(ValueError, match="train_batch_size=47, and here it is 24"):
         complete(DeepSpeedPlugin({"train_batch_size": 47}), facts(sequence_parallel_size=2))
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel.ds.config import AUTO, put
+from accel.ds.config import AUTO
 from accel.ds.dummies import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
         plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed needs one of them
     found = _unfit(plugin, facts)
     filled, compared = _values(plugin, facts)
-    size = facts.sequence_parallel_size
-    if size > 1 and plugin.get_value(_ALL) == compared[_ALL] * size:
+    started, size = compared[_ALL], facts.sequence_parallel_size
+    if size > 1 and plugin.get_value(_ALL) == started * size:
         # Of every process, as transformers' Trainer counts; DeepSpeed counts groups.
-        put(plugin.deepspeed_config, _ALL, AUTO)
+        compared[_ALL] = started * size
     for name, value in {**filled, **compared}.items():
         if plugin.is_auto(name):
             plugin.fill_match(name, **{name: value})
@@ -91,7 +91,7 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
             + "\n".join(found)
             + "\nMake them the same, or set them to 'auto' in the configuration."
         )
-    return _for_start(given, facts)
+    return _for_start({**given, _ALL: started} if _ALL in given else given, facts)
 
 
 def _unfit(plugin: DeepSpeedPlugin, facts: Facts) -> list[str]:
