@@ -181,7 +181,7 @@ class GradientControl:
         """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
         if self.scaler is None and self._lomo is None:
             return parameters
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        tensors = self.engine.with_gradients(parameters)
         if self._lomo is not None and holds_any(self._lomo, {id(tensor) for tensor in tensors}):
             lomo.warn_of_clipping(self._lomo)
         if self.scaler is not None and self.scaler.is_enabled():

@@ -93,11 +93,11 @@ class Engine:
         for model in objects.models:
             refuse_offloaded_training(model, objects.evaluation_mode)
             if self.context.scaler is not None and not objects.evaluation_mode:
-                refuse_fp16_parameters(model)
+                refuse_fp16_parameters(model, self.present)
         for optimizer in objects.optimizers:
             has_scaler = self.context.scaler is not None
             if has_scaler:
-                refuse_fp16_parameters_of(optimizer)
+                refuse_fp16_parameters_of(optimizer, self.present)
             refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
             refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
@@ -244,6 +244,14 @@ class Engine:
         for device, gradients in by_device.items():
             own = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
             torch._foreach_mul_(gradients, own)
+
+    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The tensor that is stepped for a parameter: it itself, as a rule."""
+        return parameter
+
+    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that have the gradients of parameters: these themselves, as a rule."""
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     def grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0

@@ -134,7 +134,8 @@ class FSDP1Engine(ShardedEngine):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """As for all sharded engines; no forward pass computes with what was gathered before a step."""
-        optimizer.register_step_pre_hook(lambda *_: flat.free_gathered(self._models))
+        models = self._models  # not the engine, which the optimizer may outlive
+        optimizer.register_step_pre_hook(lambda *_: flat.free_gathered(models))
         return super().prepare_optimizer(optimizer, place)
 
     def repoint(self, optimizer: Any) -> None:

@@ -202,6 +202,7 @@ class MeshEngine(ShardedEngine):
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be made parallel, before anything is changed."""
+        self._note_gathered()
         super().check(objects)
         if self._sequences is not None:
             for model in objects.models:
@@ -249,7 +250,8 @@ class MeshEngine(ShardedEngine):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """As for all sharded engines; no forward pass computes with what was gathered before a step."""
-        optimizer.register_step_pre_hook(lambda *_: held_back.free_gathered(self._parts))
+        parts = self._parts  # not the engine, which the optimizer may outlive
+        optimizer.register_step_pre_hook(lambda *_: held_back.free_gathered(parts))
         return super().prepare_optimizer(optimizer, place)
 
     # Gradients
@@ -286,16 +288,18 @@ class MeshEngine(ShardedEngine):
         for whole, sharded in held_back.gathered(self._models):
             self._replaced.add(whole, sharded)
 
-    def _in_shards(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-        """The parameters that have gradients: a forward pass may have left gathered ones in the model."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The shard of a parameter: a forward pass may have left gathered ones in the model."""
+        return self._replaced.present(parameter)
+
+    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """The shards of parameters that have no gradients themselves."""
+        given = super().with_gradients(parameters)
         if not any(item.requires_grad and item.grad is None for item in given):
             return given
         self._note_gathered()
         return [
-            self._replaced.present(item)
-            if isinstance(item, torch.nn.Parameter) and item.grad is None
-            else item
+            self.present(item) if isinstance(item, torch.nn.Parameter) and item.grad is None else item
             for item in given
         ]
 
@@ -303,21 +307,21 @@ class MeshEngine(ShardedEngine):
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """The total norm of the reduced gradients, over all shards."""
-        gradients = norms.gradients_of(self._in_shards(parameters))
+        gradients = norms.gradients_of(self.with_gradients(parameters))
         return norms.total_norm(gradients, norm_type, self.context.process.device)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm over all shards; returns the norm before clipping."""
-        gradients = norms.gradients_of(self._in_shards(parameters))
+        gradients = norms.gradients_of(self.with_gradients(parameters))
         norm = norms.total_norm(gradients, norm_type, self.context.process.device)
         norms.scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clip each gradient, in shards."""
-        super().clip_grad_value(self._in_shards(parameters), clip_value)
+        super().clip_grad_value(self.with_gradients(parameters), clip_value)
 
     # States
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,8 @@ __all__ = [
     "refuse_offloaded_training",
     "refuse_whole_tensor_steps",
 ]
+
+Present = Callable[[torch.nn.Parameter], torch.nn.Parameter]
 
 _FP16 = (
     "is float16, and fp16 training scales the loss: gradients in float16 cannot be unscaled. Keep the "
@@ -84,26 +86,34 @@ def refuse_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> 
         )
 
 
-def refuse_fp16_parameters(model: torch.nn.Module) -> None:
+def refuse_fp16_parameters(model: torch.nn.Module, present: Present) -> None:
     """Refuse a model with trainable parameters in float16.
+
+    Args:
+        model: The model.
+        present: Gives the tensor that is stepped for a parameter.
 
     Raises:
         ValueError: If it has some.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is torch.float16:
+        if parameter.requires_grad and present(parameter).dtype is torch.float16:
             raise ValueError(f"{type(model).__name__}.{name} {_FP16}")
 
 
-def refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer) -> None:
+def refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer, present: Present) -> None:
     """Refuse an optimizer with trainable parameters in float16.
+
+    Args:
+        optimizer: The optimizer.
+        present: Gives the tensor that is stepped for a parameter.
 
     Raises:
         ValueError: If it has some.
     """
     for group, options in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(options["params"]):
-            if parameter.requires_grad and parameter.dtype is torch.float16:
+            if parameter.requires_grad and present(parameter).dtype is torch.float16:
                 raise ValueError(
                     f"{type(optimizer).__name__}.param_groups[{group}]['params'][{place}] {_FP16}"
                 )

@@ -104,10 +104,12 @@ def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataP
 def free_gathered(models: Iterable[torch.nn.Module]) -> None:
     """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step.
 
-    A forward pass without a backward one leaves them gathered.
+    A forward pass without a backward one leaves them gathered. What no optimizer steps may stay so.
     """
     for module, handle in parts(models):
-        if handle.uses_sharded_strategy and not handle.needs_unshard():
+        flat = handle.flat_param
+        has_run = hasattr(flat, "_full_param_padded")  # made by the first forward pass
+        if has_run and flat.requires_grad and handle.uses_sharded_strategy and not handle.needs_unshard():
             _reshard(module, handle, free_unsharded_flat_param=True)
 
 

@@ -62,9 +62,13 @@ def gathered(models: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Param
 
 
 def free_gathered(parts: Iterable[FSDPModule]) -> None:
-    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step."""
+    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step.
+
+    What no optimizer steps may stay gathered.
+    """
     for part in parts:
-        part.reshard()
+        if any(parameter.sharded_param.requires_grad for parameter in sharded_parameters(part)):
+            part.reshard()
 
 
 def _held(parameter: Any) -> torch.Tensor | None:
