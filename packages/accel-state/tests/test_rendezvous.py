@@ -169,6 +169,7 @@ def _drops_its_group_in_a_cycle(held_at_the_end: bool) -> list[Any]:
     gc.disable()
     try:
         state = PartialState()
+        dist.barrier()  # a process that leaves early takes the connections of the others along
         cycle: list[Any] = [dist.group.WORLD]
         cycle.append(cycle)
         if held_at_the_end:
