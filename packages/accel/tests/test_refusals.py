@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from accel.accelerator import Accelerator
 from accel.configuration import Handlers, resolve_fsdp, tell_unread
 from accel.ds.settings import tell_replicas
 from accel.engines.megatron import MegatronLMEngine
-from accel.engines.refusals import refuse_missing_weights, refuse_whole_tensor_steps
+from accel.engines.missing_weights import refusing_together
+from accel.engines.refusals import refuse_whole_tensor_steps
 from accel.engines.xla import XLAEngine
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_ops import collectives
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_optim.local_sgd import LocalSGD
 from accel_state.handlers import TorchDynamoPlugin
@@ -92,7 +95,7 @@ def test_optimizers_whose_steps_need_whole_tensors_are_refused_where_there_are_p
         assert list(messages) == names
         for name, message in messages.items():
             assert f"a step of {name} needs whole" in message
-            assert f"under {engine} they are in parts" in message
+            assert f"under {engine} they are in parts: it would make other steps of them, or fail" in message
             assert "AdamW" in message
 
 
@@ -128,7 +131,7 @@ def refused_layouts(engine: str) -> dict[str, str]:
 )
 def test_parameters_that_cannot_be_cut_are_refused_by_name(world, engine, names):
     fixes = {
-        "scalar": f"Net.gain cannot be sharded by {engine}: it has no dimension.*a vector of one element",
+        "scalar": f"Net.gain cannot be prepared under {engine}: it has no dimension.*a vector of one element",
         "strided": r"Net.down.weight .*strides \(1, 4\).*contiguous",
         "sparse": "table of Net has sparse=True.*freeze it",
     }
@@ -146,6 +149,15 @@ def test_what_is_ignored_or_frozen_need_not_be_cut():
     check_sparse(model, "fsdp2", {model.table.weight})
     model.table.requires_grad_(False)
     check_sparse(model, "fsdp2")
+
+
+def test_only_embeddings_make_sparse_gradients():
+    model = Net()
+    model.up.sparse = True  # a layer of the user's may mean anything by it
+    check_sparse(model, "fsdp2")
+    model.bag = torch.nn.EmbeddingBag(4, 4, sparse=True)
+    with pytest.raises(ValueError, match="bag of Net has sparse=True"):
+        check_sparse(model, "fsdp2")
 
 
 def without_weights(engine: str) -> list[str]:
@@ -166,19 +178,64 @@ def test_a_model_without_weights_where_they_count_is_refused_on_all_processes(wo
 
     assert len(first) == len(second) == (2 if engine in ("fsdp2", "tp") else 3)
     for message in (*first, *second):
-        assert "Load them there" in message
+        assert message.startswith("Net has parameters or buffers")
         assert "the meta device on" in message
-    assert first[0].startswith("Net.up.weight (and 5 more) has no weights")
-    assert second[1].startswith("Net has no weights to start from: they are on the meta device on 1 of 2")
+        assert "Load them there" in message
+    assert "buffers (up.weight and 5 more) without values" in first[0]
+    assert "buffers without values to start from: they are on the meta device on 1 of 2" in second[1]
 
 
-def test_a_buffer_without_values_is_missing_too():
+@pytest.mark.parametrize(
+    ("is_persistent", "fix"), [(True, "Load them there"), (False, "compute them again there")]
+)
+def test_a_buffer_without_values_is_missing_too(is_persistent, fix):
     model = Net()
-    model.register_buffer("table", torch.empty(2, device="meta"))
+    model.register_buffer("table", torch.empty(2, device="meta"), persistent=is_persistent)
     process = Accelerator(cpu=True).engine.context.process
-    refuse_missing_weights(model, False, "the first", process)
-    with pytest.raises(ValueError, match=r"Net.table \(and 0 more\) has no weights"):
-        refuse_missing_weights(model, True, "the first", process)
+    with refusing_together([(model, False)], "the first", process):
+        pass
+    with (
+        pytest.raises(ValueError, match=rf"buffers \(table\) without values .*{fix}"),
+        refusing_together([(model, True)], "the first", process),
+    ):
+        pass
+
+
+def refused_on_one(engine: str) -> tuple[str, int]:
+    """What the processes say when one refuses by itself; and the reductions of a call that goes well."""
+    accelerator = make_accelerator(engine)
+    model = Net()
+    if accelerator.is_main_process:
+        model.hf_device_map = {"up": 0, "down": "cpu"}
+    with pytest.raises(ValueError) as error:
+        accelerator.prepare(model)
+    with mock.patch.object(collectives, "reduce", wraps=collectives.reduce) as counted:
+        accelerator.prepare(Net(), Net())
+    return str(error.value), counted.call_count
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
+def test_what_one_process_refuses_all_refuse_in_one_reduction(world, engine):
+    (first, reductions), (second, _) = world.run(refused_on_one, engine, timeout_s=40)
+
+    assert "hf_device_map" in first
+    assert "refused on 1 of 2 processes, and not on this one" in second
+    assert reductions == 1
+
+
+def trained_on_one() -> str:
+    accelerator = make_accelerator("ddp")
+    with torch.device("cpu" if accelerator.is_main_process else "meta"):
+        model = Net()
+    model.requires_grad_(not accelerator.is_main_process)
+    with pytest.raises(ValueError) as error:
+        accelerator.prepare(model)
+    return str(error.value)
+
+
+def test_a_model_that_one_process_trains_is_checked_on_all(world):
+    for message in world.run(trained_on_one, timeout_s=40):
+        assert "the meta device on 1 of 2 processes" in message
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:

@@ -125,7 +125,7 @@ def prepare_models_and_optimizers(
         evaluation_mode=evaluation_mode,
         **_around(accelerator, beside),
     )
-    accelerator.engine.check(request)
+    accelerator.engine.check_together(request)
     done = accelerator.engine.prepare(request)
     accelerator._models.extend(done.models)
     accelerator._optimizers.extend(done.optimizers)

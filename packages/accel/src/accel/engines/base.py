@@ -101,6 +101,10 @@ class Engine:
             refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
             refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
+    def check_together(self, objects: Prepared) -> None:
+        """Check before `prepare`; engines whose processes go on together refuse on all what one refuses."""
+        self.check(objects)
+
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
         if self.context.fp8 is not None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine
 from accel.engines.context import Prepared
-from accel.engines.refusals import refuse_missing_weights
+from accel.engines.missing_weights import refusing_together
 from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["DDPEngine", "sync_in_backward"]
@@ -36,16 +36,21 @@ class DDPEngine(Engine):
         return self.context.process.rank, self.context.process.world_size
 
     def check(self, objects: Prepared) -> None:
-        """Refuse also models without weights, and those whose weights are split: they are no replicas."""
+        """Refuse also models whose weights are split: they are no replicas."""
         super().check(objects)
-        for model in objects.models:
-            if not objects.evaluation_mode and _ddp(model) is None and _is_trained(model):
-                refuse_missing_weights(model, True, "all", self.context.process)
         if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
             from accel.parallel.tensor import is_split
 
             for model in objects.models:
                 is_split(model, 1)
+
+    def check_together(self, objects: Prepared) -> None:
+        """Refuse what one process refuses on all, and models without weights on any of them."""
+        models = () if objects.evaluation_mode else objects.models
+        # What is trained may differ between processes, and all have to take part.
+        fresh = [(model, _is_trained(model)) for model in models if _ddp(model) is None]
+        with refusing_together(fresh, "all", self.context.process):
+            self.check(objects)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""

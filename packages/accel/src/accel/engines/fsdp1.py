@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.context import EngineContext, Prepared
-from accel.engines.refusals import refuse_missing_weights
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import flat, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
@@ -86,11 +85,16 @@ class FSDP1Engine(ShardedEngine):
         check_ignored(model, groups.ignored, self._mesh.size())
         upcasts = self.context.precision.is_mixed
         flat.check_flat_groups(model, groups, upcasts, bool(self.plugin.use_orig_params))
-        if self.plugin.param_init_fn is None:
-            process, sync = self.context.process, self.plugin.sync_module_states
-            refuse_missing_weights(
-                model, process.is_main or not sync, "the first" if sync else "all", process
-            )
+
+    @property
+    def sends_weights(self) -> bool:
+        """As the plugin's sync_module_states says."""
+        return bool(self.plugin.sync_module_states)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Where weights come from, unless param_init_fn makes them."""
+        return self.plugin.param_init_fn is None and (self.context.process.is_main or not self.sends_weights)
 
     def is_done(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""

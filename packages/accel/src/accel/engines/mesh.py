@@ -21,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.engines.context import EngineContext, Prepared
-from accel.engines.refusals import refuse_missing_weights
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import held_back, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
@@ -138,10 +137,7 @@ def plan_for(
     groups, ignored = chosen.modules, chosen.ignored
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp
-    sync = plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
-    filling = _filling(meshes, process.device, sync)
-    is_needed = not sync or all(dist.get_rank(group) == 0 for group in filling.groups)
-    refuse_missing_weights(model, is_needed, "the first" if sync else "all", process)
+    filling = _filling(meshes, process.device, _sends_weights(plugin))
     needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
     tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
     if tensor and ignored:
@@ -207,6 +203,18 @@ class MeshEngine(ShardedEngine):
         if self._sequences is not None:
             for model in objects.models:
                 check_language_models(model)
+
+    @property
+    def sends_weights(self) -> bool:
+        """As the plugin's sync_module_states says."""
+        return _sends_weights(self.plugin)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Where weights come from: on the first process of each group that gets them from one."""
+        sync = self.sends_weights
+        groups = _filling(self._meshes, self.context.process.device, sync).groups
+        return not sync or all(dist.get_rank(group) == 0 for group in groups)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that does not fit the settings; nothing is changed."""
@@ -390,6 +398,10 @@ def _find_meshes(context: EngineContext) -> Meshes:
             "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
         )
     return Meshes(None, tensor)
+
+
+def _sends_weights(plugin: FullyShardedDataParallelPlugin) -> bool:
+    return plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
 
 
 def _filling(meshes: Meshes, device: torch.device, sync: bool) -> Filling:

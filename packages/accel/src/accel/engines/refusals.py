@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import torch
 
 from accel_ckpt import layout
 from accel_ckpt.errors import CheckpointError
-from accel_ops import collectives
-
-if TYPE_CHECKING:
-    from accel_state.process import Process
 
 __all__ = [
     "refuse_foreign",
     "refuse_fp16_parameters",
     "refuse_fp16_parameters_of",
-    "refuse_missing_weights",
     "refuse_offloaded_training",
     "refuse_whole_tensor_steps",
 ]
@@ -119,32 +113,6 @@ def refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer, present: Present
                 )
 
 
-def refuse_missing_weights(model: torch.nn.Module, is_needed: bool, whose: str, process: Process) -> None:
-    """Refuse, on all processes, a model without weights where they are needed; every process calls it.
-
-    Args:
-        model: The model.
-        is_needed: Whether this process's weights count.
-        whose: Which processes' count, for the message.
-        process: This process.
-
-    Raises:
-        ValueError: If parameters or buffers are on the meta device of a process whose weights count.
-    """
-    held = (*model.named_parameters(), *model.named_buffers())
-    bare = [name for name, tensor in held if tensor.is_meta]
-    is_bare = torch.tensor(float(is_needed and bool(bare)), device=process.device)
-    number = int(collectives.reduce(is_bare, "sum", process=process))
-    if number:
-        own = f"{type(model).__name__}.{bare[0]} (and {len(bare) - 1} more)" if bare else type(model).__name__
-        raise ValueError(
-            f"{own} has no weights to start from: they are on the meta device on {number} of "
-            f"{process.world_size} processes, and those of {whose} count. Load them there, or give them "
-            "memory with to_empty() and initialise them. Under FSDP all processes but the first may stay on "
-            "meta with FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
-        )
-
-
 _ELSEWHERE = {"Adafactor"}
 """Known by their names in any library: transformers' Adafactor factors its state as torch's does."""
 
@@ -173,7 +141,7 @@ def refuse_whole_tensor_steps(optimizer: object, names: Collection[str], engine:
     if kind is not None:
         raise ValueError(
             f"{type(optimizer).__name__}: a step of {kind} needs whole matrices, or all parameters at "
-            f"once, and under {engine} they are in parts, of which it would make other steps. "
-            "Use one that steps element by element (AdamW, SGD), or train on whole parameters (DDP, one "
-            "process)."
+            f"once, and under {engine} they are in parts: it would make other steps of them, or fail inside "
+            "torch. Use one that steps element by element (AdamW, SGD), or train on whole parameters (DDP, "
+            "one process)."
         )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.missing_weights import refusing_together
 from accel.parallel.alone import ensure_group
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.parallel.wrapping import choose_groups
@@ -68,6 +69,24 @@ class ShardedEngine(Engine):
                     ignored = choose_groups(model, self.plugin).ignored
                     check_layout(model, self.name, ignored, strided=self.version == 1)
                     check_sparse(model, self.name, ignored)
+
+    def check_together(self, objects: Prepared) -> None:
+        """Refuse what one process refuses on all, and models without weights where these count."""
+        models = () if objects.evaluation_mode else objects.models
+        fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
+        whose = "the first" if self.sends_weights else "all"
+        with refusing_together(fresh, whose, self.context.process):
+            self.check(objects)
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the first process's weights count, and not each one's own."""
+        raise NotImplementedError
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether models have to have weights on this process."""
+        raise NotImplementedError
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be sharded; nothing is changed.

@@ -71,7 +71,9 @@ def check_ignored(model: torch.nn.Module, ignored: set[torch.nn.Parameter], size
 def check_layout(
     model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = (), strided: bool = False
 ) -> None:
-    """Refuse parameters that cannot be cut into parts; torch and DeepSpeed fail on them half-way.
+    """Refuse parameters that cannot be cut into parts, or sent as bytes: DeepSpeed does that at stage 0 too.
+
+    Torch and DeepSpeed fail on them half-way.
 
     Args:
         model: The model.
@@ -88,11 +90,11 @@ def check_layout(
             continue
         fix = ""
         if parameter.dim() == 0:
-            fix = "has no dimension to cut. Make it a vector of one element"
+            fix = "has no dimension. Make it a vector of one element"
         elif not strided and not parameter.is_contiguous():
             fix = f"has strides {parameter.stride()}. Make it contiguous: parameter.data.contiguous()"
         if fix:
-            raise ValueError(f"{type(model).__name__}.{name} cannot be sharded by {engine}: it {fix}.")
+            raise ValueError(f"{type(model).__name__}.{name} cannot be prepared under {engine}: it {fix}.")
 
 
 def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = ()) -> None:
@@ -104,13 +106,13 @@ def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.
         ignored: Parameters that stay whole.
 
     Raises:
-        ValueError: If a trainable module makes some; the message names it, and the fix.
+        ValueError: If a trainable embedding makes some; the message names it, and the fix.
     """
     left = {id(item) for item in ignored}
     for name, module in model.named_modules():
-        if getattr(module, "sparse", None) is True and any(
-            item.requires_grad and id(item) not in left for item in module.parameters(recurse=False)
-        ):
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.sparse:
+            continue
+        if module.weight.requires_grad and id(module.weight) not in left:
             raise ValueError(
                 f"{name} of {type(model).__name__} has sparse=True, and {engine} cannot cut sparse gradients "
                 "into parts. Set sparse=False, or freeze it."

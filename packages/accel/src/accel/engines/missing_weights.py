@@ -1,0 +1,89 @@
+"""Refusing on all processes what one of them refuses, and models that have no weights to start from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel_ops import collectives
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["refusing_together"]
+
+
+@contextlib.contextmanager
+def refusing_together(
+    models: Sequence[tuple[torch.nn.Module, bool]], whose: str, process: Process
+) -> Iterator[None]:
+    """A context for checks that each process makes alone; at its end all know how these went.
+
+    Every process enters it, with as many models. It costs one small reduction, without models nothing.
+
+    Args:
+        models: The models that are to be trained, each with whether its weights here count.
+        whose: Which processes' weights count, for the message.
+        process: This process.
+
+    Raises:
+        Exception: What was raised inside, on the processes where it was.
+        ValueError: On all others then; and on all processes, if parameters or buffers of a model are on the
+            meta device where they count.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    refused, missing = 0, [0] * len(models)
+    if models:
+        bare = [is_needed and any(True for _ in _bare(model)) for model, is_needed in models]
+        here = torch.tensor([error is not None, *bare], dtype=torch.float32, device=process.device)
+        refused, *missing = map(int, collectives.reduce(here, "sum", process=process).tolist())
+    if error is not None:
+        raise error
+    if refused:
+        raise ValueError(
+            f"prepare was refused on {refused} of {process.world_size} processes, and not on this one: the "
+            "errors there say why. Prepare the same objects on all processes."
+        )
+    for (model, _), number in zip(models, missing, strict=True):
+        if number:
+            _raise_missing(model, number, whose, process)
+
+
+def _bare(model: torch.nn.Module) -> Iterator[str]:
+    """The names of parameters and buffers without values.
+
+    Those of buffers that are not persistent are among them: to put one on a device fails in torch, and to
+    give it memory leaves it with what lies there.
+    """
+    held = (*model.named_parameters(), *model.named_buffers())
+    return (name for name, tensor in held if tensor.is_meta)
+
+
+def _raise_missing(model: torch.nn.Module, number: int, whose: str, process: Process) -> None:
+    names = list(_bare(model))
+    listed = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
+    fix = "Load them there, or give them memory with to_empty() and initialise them"
+    if names and _derived(model).issuperset(names):
+        fix = "No checkpoint has them, as they are not persistent: compute them again there"
+    raise ValueError(
+        f"{type(model).__name__} has parameters or buffers{listed} without values to start from: they are on "
+        f"the meta device on {number} of {process.world_size} processes, and those of {whose} count. {fix}. "
+        "Under FSDP all processes but the first may stay on meta with "
+        "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)."
+    )
+
+
+def _derived(model: torch.nn.Module) -> set[str]:
+    """The names of buffers that are not persistent."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
