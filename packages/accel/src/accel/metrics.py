@@ -41,7 +41,8 @@ def gather_for_metrics(
         shard: (rank, size) of this process among the data-parallel ones.
         use_gather_object: Gather by pickling although all leaves are tensors.
         shares_sequences: Whether processes with the same samples may have computed on parts of them: of
-            floating numbers, one per sample, the mean is taken, which is the loss of whole sequences.
+            floating numbers, one per sample, the mean is taken. Of losses that are means over the tokens of
+            each part it is the loss of whole sequences where all parts count equally many tokens.
 
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
