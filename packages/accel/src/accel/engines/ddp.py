@@ -47,8 +47,8 @@ class DDPEngine(Engine):
     def check_together(self, objects: Prepared) -> None:
         """Refuse what one process refuses on all, and models without weights on any of them."""
         models = () if objects.evaluation_mode else objects.models
-        # What is trained may differ between processes, and all have to take part.
-        fresh = [(model, _is_trained(model)) for model in models if _ddp(model) is None]
+        # A frozen model may be prepared on some processes alone: there is nothing that they would share.
+        fresh = [(model, True) for model in models if _ddp(model) is None and _is_trained(model)]
         with refusing_together(fresh, "all", self.context.process):
             self.check(objects)
 
