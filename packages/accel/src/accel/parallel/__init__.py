@@ -1,1 +1,1 @@
-"""The steps that make a model parallel over a device mesh, one file each; `engines/mesh.py` orders them."""
+"""The steps that make a model parallel over a device mesh; `engines/mesh_plan.py` orders them."""
