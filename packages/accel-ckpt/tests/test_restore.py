@@ -457,3 +457,16 @@ def test_links_and_pipes_are_refused_also_without_digests(tmp_path: Path) -> Non
         (folder / "accel_manifest.json").unlink()
         with pytest.raises(CheckpointError, match=r"optimizer\.bin is a (symbolic link|pipe)"):
             Run().load(folder)
+
+
+def test_a_schedule_stays_as_it_is_where_its_optimizer_has_no_file(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    saved, loaded = (torch.optim.lr_scheduler.StepLR(item, 1, 0.1) for item in optimizers)
+    optimizers[0].step()
+    saved.step()
+    save_accelerator_state(tmp_path / "c", [model.state_dict()], optimizers[:1], [saved], [], 0, 0)
+    folder = without(tmp_path / "c", "optimizer.bin")
+    with pytest.warns(UserWarning, match=r"scheduler\.bin is not loaded: it sets the rates"):
+        load_accelerator_state(folder, [model], optimizers[1:], [loaded], [], 0, strict=False)
+    assert loaded.last_epoch == 0

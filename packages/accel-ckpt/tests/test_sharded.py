@@ -343,3 +343,63 @@ def test_optimizers_need_their_models(tmp_path: Path) -> None:
         save_sharded_state(tmp_path / "c", [model], [optimizer] * 2)
     with pytest.raises(ValueError, match="1 optimizers for 0 models"):
         load_sharded_state(tmp_path / "c", [], [optimizer])
+
+
+class Decaying(torch.optim.SGD):
+    """Decays what has no gradient too, counts in a tensor, and makes state in its first step alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first = "begun" not in group
+            group["begun"] = True
+            group["count"] += 1
+            for item in group["params"]:
+                item.mul_(0.9)
+                if first:
+                    self.state[item]["mean"] = torch.zeros_like(item)
+                self.state[item]["mean"] += 1
+
+
+def load_into_decaying(folder: str, failing: int | None) -> str:
+    model, _ = make(0)
+    optimizer, fresh = (
+        Decaying([{"params": list(model.parameters()), "count": torch.zeros(())}]) for _ in range(2)
+    )
+    count = fresh.param_groups[0]["count"]
+    model(torch.ones(2, 6).double())  # gathers what the optimizer has in parts
+    save_sharded_state(folder, [model], [optimizer])
+    before = [item.detach().to_local().clone() for item in model.parameters()]
+    optimizer.step()
+    save_sharded_state(folder + "-begun", [model], [optimizer])
+    weights = [item.detach().to_local().clone() for item in model.parameters()]
+    if process_rank() == failing:
+        Decaying.step = lambda *_: fail()  # type: ignore[method-assign]
+    try:
+        load_sharded_state(folder + "-begun", [model], [fresh])
+    except Exception as error:
+        assert fresh.param_groups[0]["count"] is count
+        assert count.item() == 0
+        return f"{type(error).__name__}: {error}"
+    after = [item.detach().to_local().clone() for item in model.parameters()]
+    assert not all(map(torch.equal, before, weights))
+    assert all(map(torch.equal, weights, after))
+    assert count.item() == 0  # the loaded one is another tensor
+    assert fresh.param_groups[0]["count"].item() == 1
+    assert all(state["mean"].to_local().eq(1).all() for state in fresh.state.values())
+    return "loaded"
+
+
+def test_a_load_leaves_weights_and_counts_of_any_optimizer(world: Any, tmp_path: Path) -> None:
+    assert world.run(load_into_decaying, str(tmp_path / "c"), None, size=2, timeout_s=100) == ["loaded"] * 2
+
+
+def test_when_one_cannot_make_state_all_fail(world: Any, tmp_path: Path) -> None:
+    first, second = world.run(load_into_decaying, str(tmp_path / "c"), 1, size=2, timeout_s=100)
+    assert second == "OSError: [Errno 28] disk full"
+    assert "making the state of an optimizer failed on another process. process 1: OSError" in first
+
+
+def test_an_optimizer_of_nothing_is_saved(tmp_path: Path) -> None:
+    model, _ = make(0)
+    save_sharded_state(tmp_path / "c", [model], [torch.optim.AdamW([{"params": []}])])

@@ -29,12 +29,15 @@ class Crew:
 
     def __init__(self, size: int, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
-            for number in range(size)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(size):
+                thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()  # those that have started would wait for ever
+            raise
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
         """Have a function called.

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.agree import together
 from accel_ckpt.dcp import read_metadata
@@ -51,6 +52,7 @@ def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
         model: The model that has its parameters.
         optimizer: The optimizer, which is left as it is.
     """
+    _reshard(model)
     with quiet(), _without_a_step(optimizer):
         return get_optimizer_state_dict(model, optimizer)
 
@@ -73,6 +75,7 @@ def set_state(
     """
     # Not strict, for torch: a parameter may have no state.
     options = StateDictOptions(full_state_dict=whole, strict=False)
+    _reshard(model)
     with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
         try:
             set_optimizer_state_dict(model, optimizer, state, options=options)
@@ -131,7 +134,8 @@ def load_state_in_parts(
         CheckpointError: If the folder does not have what the optimizer needs.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    saved = read_metadata(folder).state_dict_metadata
+    task = f"reading {folder.name}"
+    saved = together(lambda: read_metadata(folder).state_dict_metadata, process, task)
     state = _state_to_read(model, optimizer, folder, saved, process)
     if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
         return False
@@ -167,28 +171,50 @@ def unchanged_by_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's state and groups back, if their tensors are not written to."""
+    """Return what puts an optimizer's state and groups back, if the state's tensors are not written to."""
     kept, state = optimizer.state, dict(optimizer.state)
-    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    put_groups_back = _remember_groups(optimizer)
 
     def put_back() -> None:
         kept.clear()
         kept.update(state)
-        for group, values in groups:
-            group.clear()
-            group.update(values)
         optimizer.state = kept
-        optimizer.param_groups = [group for group, _ in groups]
+        put_groups_back()
 
     return put_back
+
+
+def _remember_groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what puts an optimizer's groups back; their tensors stay the same, with the values of now."""
+    groups = [
+        (group, dict(group), {key: value.clone() for key, value in group.items() if torch.is_tensor(value)})
+        for group in optimizer.param_groups
+    ]
+
+    def put_back() -> None:
+        for group, values, copies in groups:
+            group.clear()
+            group.update(values)
+            for key, copy in copies.items():
+                group[key].copy_(copy)
+        optimizer.param_groups = [group for group, *_ in groups]
+
+    return put_back
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Put parameters in parts again where a forward pass alone has gathered them: torch reads by those."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextlib.contextmanager
 def _without_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     # torch makes no step where there are gradients.
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
-    held = min(parameters, key=torch.Tensor.numel)
-    if any(item.grad is not None for item in parameters):
+    held = min(parameters, key=torch.Tensor.numel, default=None)
+    if held is None or any(item.grad is not None for item in parameters):
         yield
         return
     held.grad = torch.zeros_like(held)
@@ -223,7 +249,7 @@ def _state_to_read(
     read_folder(named, folder, process)
     known = {name for names in named.values() for name in names}
     there = {key[:end] for key in saved for end, letter in enumerate(f"{key}.") if letter == "."}
-    state = _new_state(model, optimizer)
+    state = _new_state(model, optimizer, process)
     states = {
         name: values
         for name, values in state["state"].items()
@@ -242,21 +268,27 @@ def _state_to_read(
     return {"optimizer": {**state, "state": states, "param_groups": groups}}
 
 
-def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: Process) -> dict[str, Any]:
     """Return the state by names that steps with all gradients give, and undo them.
 
     A share of the parameters at a time, so that little memory is needed beside the state.
     """
+    _reshard(model)
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
     gradients = [item.grad for item in parameters]
-    put_back = _remember(optimizer)
+    trained = [item for item in parameters if item.requires_grad]
+    put_back, put_groups_back = _remember(optimizer), _remember_groups(optimizer)
+
+    def step() -> None:
+        for index in range(min(_SHARES, len(trained))):
+            put_groups_back()  # each is the first step: some optimizers make state in no other
+            _step_and_undo(optimizer, trained[index::_SHARES])
+
     try:
         optimizer.state = defaultdict(dict)
         for item in parameters:
             item.grad = None
-        trained = [item for item in parameters if item.requires_grad]
-        for index in range(min(_SHARES, len(trained))):
-            _step_and_undo(optimizer, trained[index::_SHARES])
+        together(step, process, "making the state of an optimizer")
         with quiet():
             return get_optimizer_state_dict(model, optimizer)
     finally:
@@ -266,13 +298,19 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _step_and_undo(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    values = [item.detach().clone() for item in parameters]
-    for item in parameters:
-        item.grad = torch.zeros_like(item)
+    """Make a step of some parameters, as of an optimizer that has no others."""
+    meant, values = set(parameters), [item.detach().clone() for item in parameters]
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
+        for item in parameters:
+            item.grad = torch.zeros_like(item)
+        for group, items in groups:
+            group["params"] = [item for item in items if item in meant]
         with _without_hooks(optimizer):
-            optimizer.step()
+            type(optimizer).step(optimizer)  # a compiled one would be compiled again for each share
     finally:
+        for group, items in groups:
+            group["params"] = items
         for item, value in zip(parameters, values, strict=True):
             item.grad = None
             item.detach().copy_(value)

@@ -194,6 +194,8 @@ def restore(
                     left.append(optimizer)
                 else:
                     states[name] = state
+            elif not {name, layout.role_of(name)} & {*hooked}:
+                left.append(optimizer)
         scaler = objects.scaler
         if scaler is not None and not scaler.is_enabled() and reading.load(layout.SCALER):
             findings.others.append(f"{layout.SCALER} is not loaded: the loss scaler here is off")

@@ -213,7 +213,7 @@ def load_parts(
             that have no folder, and optimizers of whose state a part is missing.
 
     Returns:
-        The optimizers of whose state a part is missing.
+        The optimizers that are left as they are.
 
     Raises:
         CheckpointError: If the state of an optimizer is another one than it needs.
@@ -223,7 +223,7 @@ def load_parts(
         if strict or _has(names, name):
             weights = get_model_state_dict(model)
             if not strict:
-                saved = read_metadata(folder / name).state_dict_metadata
+                saved = _read_index(folder / name, process)
                 weights = {
                     key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
                 }
@@ -232,7 +232,8 @@ def load_parts(
     left = []
     for index, optimizer in enumerate(parts.optimizers):
         name = layout.sharded_optimizer_folder(index)
-        if (strict or _has(names, name)) and not load_state_in_parts(
+        there = strict or _has(names, name)
+        if not there or not load_state_in_parts(
             parts.owner(index), optimizer, folder / name, process, strict
         ):
             left.append(optimizer)
@@ -241,6 +242,11 @@ def load_parts(
 
 def _has(names: Collection[str], folder: str) -> bool:
     return f"{folder}/{METADATA}" in names
+
+
+def _read_index(folder: Path, process: Process) -> Mapping[str, Any]:
+    task = f"reading {folder.name}"
+    return together(lambda: read_metadata(folder).state_dict_metadata, process, task)
 
 
 def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
