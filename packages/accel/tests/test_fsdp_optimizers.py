@@ -74,7 +74,7 @@ def make_partly(layout: str, kind: str, seed: int) -> Run:
     torch.manual_seed(seed)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = Partly()
-    groups = [{"params": list(model.parameters())[::-1], "count": 0}]
+    groups = [{"params": list(model.parameters())[::-1], "count": torch.tensor(0)}]
     return accelerator, *accelerator.prepare(model, Counting(groups, lr=torch.tensor(0.1)))
 
 
@@ -218,6 +218,29 @@ class Second(torch.nn.Sequential):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         return self[1](data)
+
+
+def load_where_one_fails(folder: str, layout: str, kind: str) -> None:
+    run = make_partly(layout, kind, 1)
+    train(*run)
+    save_by("files", run, folder)
+    accelerator, model, optimizer = make_partly(layout, kind, 2)
+    train(accelerator, model, optimizer)
+    before = account(optimizer)
+    if not accelerator.is_main_process:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError("no memory here")
+
+        optimizer.optimizer.load_state_dict = fail
+    with pytest.raises((CheckpointError, OSError), match="no memory here"):
+        load_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder)
+    assert equal(account(optimizer), before)
+
+
+@pytest.mark.parametrize(("layout", "kind"), EACH)
+def test_where_one_process_fails_all_keep_the_optimizer_as_it_was(world, tmp_path, layout, kind):
+    world.run(load_where_one_fails, str(tmp_path), layout, kind, timeout_s=40)
 
 
 def load_into_one_vector(folder: str, kind: str) -> list[str]:
