@@ -167,6 +167,15 @@ def test_when_one_fails_to_save_in_the_background_all_do(world: Any, tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
+def test_state_of_no_parameter_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    train(model, optimizer, range(1))
+    optimizer.state["total"] = torch.ones(3)  # type: ignore[index]  # torch would pass over it
+    with pytest.raises(ValueError, match=r"AdamW\.state has \['total'\]"):
+        save_sharded_state(tmp_path / "c", [model], [optimizer])
+    assert not (tmp_path / "c").exists()
+
+
 def test_weights_that_differ_are_itemised_and_what_fits_is_restored(tmp_path: Path) -> None:
     save_after_three(str(tmp_path / "c"))
     model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4)).double()

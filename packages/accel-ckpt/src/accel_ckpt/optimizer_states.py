@@ -31,6 +31,7 @@ from accel_state.process import Process
 __all__ = [
     "different_state",
     "load_state_in_parts",
+    "parts_to_save",
     "quiet",
     "set_state",
     "state_to_save",
@@ -55,6 +56,21 @@ def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
     _reshard(model)
     with quiet(), _without_a_step(optimizer):
         return get_optimizer_state_dict(model, optimizer)
+
+
+def parts_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As `state_to_save`, of an optimizer whose state can be read in parts again.
+
+    Raises:
+        ValueError: If it has state that is of no parameter, which torch would pass over.
+    """
+    others = sorted(str(key) for key in optimizer.state if not isinstance(key, torch.Tensor))
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__}.state has {others}, which are of no parameter: state in parts is "
+            "kept by the names of parameters. Keep it in the parameters' state or in param_groups."
+        )
+    return state_to_save(model, optimizer)
 
 
 def set_state(

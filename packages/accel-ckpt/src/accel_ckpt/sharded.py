@@ -31,7 +31,7 @@ from accel_ckpt.dcp import METADATA, read_metadata
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folders import read_folder, write_folder
 from accel_ckpt.memory import Memory
-from accel_ckpt.optimizer_states import different_state, load_state_in_parts, state_to_save
+from accel_ckpt.optimizer_states import different_state, load_state_in_parts, parts_to_save
 from accel_ckpt.reading import open_checkpoint
 from accel_ckpt.staging import Staging, staged
 from accel_ops.walk import recursively_apply
@@ -125,7 +125,7 @@ def save_sharded_state(
             weights = {"model": get_model_state_dict(model)}
             _write(weights, layout.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
-            state = {"optimizer": state_to_save(parts.owner(index), optimizer)}
+            state = {"optimizer": parts_to_save(parts.owner(index), optimizer)}
             _write(state, layout.sharded_optimizer_folder(index), staging, process)
 
 

@@ -23,7 +23,7 @@ from accel_ckpt import layout, tensors
 from accel_ckpt.agree import together
 from accel_ckpt.dcp import METADATA
 from accel_ckpt.folders import read_folder, write_folder
-from accel_ckpt.optimizer_states import load_state_in_parts, state_to_save, unchanged_by_failure
+from accel_ckpt.optimizer_states import load_state_in_parts, parts_to_save, unchanged_by_failure
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -138,7 +138,7 @@ def save_fsdp_optimizer(
     """
     if _in_parts(fsdp_plugin, use_dcp):
         root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
-        state = {"optimizer": state_to_save(root, inner)}
+        state = {"optimizer": parts_to_save(root, inner)}
         _write_parts(accelerator, state, output_dir, layout.sharded_optimizer_folder(optimizer_index))
         return
     whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
