@@ -476,6 +476,7 @@ def collectives_of_windows(counts: list[list[int]]) -> list[int]:
     try:
         accelerator = Accelerator(gradient_accumulation_steps=3)
         model = accelerator.prepare(make_model())
+        calls.clear()  # prepare has its own
         for number, count in Loader(accelerator, counts[accelerator.process_index]):
             with accelerator.accumulate(model):
                 half = items(count, number)
