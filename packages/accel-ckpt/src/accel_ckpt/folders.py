@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_ckpt.agree import together
-from accel_ckpt.dcp import SafePlanner, SafeReader
+from accel_ckpt.dcp import SafePlanner, SafeReader, read_metadata
 from accel_ckpt.errors import CheckpointError
 from accel_state.process import Process
 
-__all__ = ["read_folder", "write_folder"]
+__all__ = ["read_folder", "read_index", "write_folder"]
 
 
 def write_folder(
@@ -63,6 +63,19 @@ def read_folder(state: dict[str, Any], folder: Path, process: Process) -> None:
         load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
 
     _collective(read, process, f"reading {folder.name}")
+
+
+def read_index(folder: Path, process: Process) -> Mapping[str, Any]:
+    """Read what a folder of DCP has, by name. Every process must call it.
+
+    Args:
+        folder: The folder.
+        process: This process.
+
+    Raises:
+        Exception: What went wrong here; a CheckpointError on the other processes.
+    """
+    return together(lambda: read_metadata(folder).state_dict_metadata, process, f"reading {folder.name}")
 
 
 def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:

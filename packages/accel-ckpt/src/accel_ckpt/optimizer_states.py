@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.agree import together
-from accel_ckpt.dcp import read_metadata
-from accel_ckpt.folders import read_folder
+from accel_ckpt.folders import read_folder, read_index
 from accel_state.process import Process
 
 __all__ = [
@@ -150,8 +149,7 @@ def load_state_in_parts(
         CheckpointError: If the folder does not have what the optimizer needs.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    task = f"reading {folder.name}"
-    saved = together(lambda: read_metadata(folder).state_dict_metadata, process, task)
+    saved = read_index(folder, process)
     state = _state_to_read(model, optimizer, folder, saved, process)
     if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
         return False

@@ -29,7 +29,7 @@ from accel_ckpt import layout
 from accel_ckpt.agree import together
 from accel_ckpt.dcp import METADATA, read_metadata
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.folders import read_folder, write_folder
+from accel_ckpt.folders import read_folder, read_index, write_folder
 from accel_ckpt.memory import Memory
 from accel_ckpt.optimizer_states import different_state, load_state_in_parts, parts_to_save
 from accel_ckpt.reading import open_checkpoint
@@ -223,7 +223,7 @@ def load_parts(
         if strict or _has(names, name):
             weights = get_model_state_dict(model)
             if not strict:
-                saved = _read_index(folder / name, process)
+                saved = read_index(folder / name, process)
                 weights = {
                     key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
                 }
@@ -242,11 +242,6 @@ def load_parts(
 
 def _has(names: Collection[str], folder: str) -> bool:
     return f"{folder}/{METADATA}" in names
-
-
-def _read_index(folder: Path, process: Process) -> Mapping[str, Any]:
-    task = f"reading {folder.name}"
-    return together(lambda: read_metadata(folder).state_dict_metadata, process, task)
 
 
 def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
