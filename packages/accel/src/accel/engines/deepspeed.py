@@ -15,7 +15,8 @@ from accel.compilation import compile_regions_deepspeed
 from accel.ds import checkpoint, gradients, ulysses
 from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.ds.full_state import SharedOutModel, gather_whole, is_shared_out
-from accel.ds.runtime import load, part, started
+from accel.ds.refusals import refuse_axes, refuse_precision
+from accel.ds.runtime import load, started
 from accel.ds.settings import tell_replicas
 from accel.ds.values import Facts, complete
 from accel.ds.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
@@ -41,14 +42,14 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        _refuse_axes(context)
+        refuse_axes(context)
         plugin = self.plugin
         plugin.forget_filled()
         plugin.set_mixed_precision(context.precision.name)
         self.name = f"deepspeed zero {plugin.zero_stage}"
         tell_replicas(context.parallelism, plugin.zero_stage)
         load(context.process.device, msamp=bool(plugin.enable_msamp))
-        _refuse_precision(context, plugin.zero_stage)
+        refuse_precision(context, plugin.zero_stage)
         plugin.selected = True  # one that was given alone is active too
         self._driver: DeepSpeedEngineWrapper | None = None
         self._schedules: list[tuple[Any, Any]] = []
@@ -375,33 +376,3 @@ def _schedules(scheduler: Any, optimizer: Any) -> bool:
     scheduler = getattr(scheduler, "scheduler", scheduler)
     own = getattr(scheduler, "optimizer", None)
     return own is optimizer or getattr(own, "optimizer", own) is optimizer
-
-
-def _refuse_axes(context: EngineContext) -> None:
-    config = context.parallelism
-    for axis in config.active_mesh_dims if config is not None else ():
-        if axis in ("tp", "cp"):
-            raise ValueError(
-                f"{axis}_size={getattr(config, f'{axis}_size')} in parallelism_config, and DeepSpeed is the "
-                "engine: beside its own sharding (zero_stage) it takes sp_size alone. Leave deepspeed_plugin "
-                "out for the others."
-            )
-
-
-def _refuse_precision(context: EngineContext, stage: int | None) -> None:
-    is_supported = part("accelerator").get_accelerator().is_fp16_supported()
-    if context.precision.name == "fp16" and not is_supported:
-        raise ValueError(
-            f"mixed_precision='fp16' under DeepSpeed on {context.process.device}: \"Type fp16 is not "
-            "supported on your device.\" Use mixed_precision='bf16'."
-        )
-    if context.precision.name == "fp16" and stage == 0:
-        raise ValueError(
-            "mixed_precision='fp16' with zero_stage=0: DeepSpeed (0.19) divides gradients by a loss scale "
-            "there that it has not multiplied the loss by. Use zero_stage=1, or mixed_precision='bf16'."
-        )
-    if context.precision.name == "fp8":
-        raise ValueError(
-            "mixed_precision='fp8' is not there under DeepSpeed. Use mixed_precision='bf16', or "
-            "fsdp_version=2."
-        )
