@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from accel import tracking
 from accel_state.packages import install_hint
 from repo_checks.declared import extras
 from repo_checks.hints import check_hints, wrong_commands
@@ -26,6 +27,11 @@ def test_what_the_helper_writes_is_complete(package, extra):
     hint = install_hint(extra, package)
     assert f"'./packages/{package}[{extra}]'" in hint
     assert list(wrong_commands(hint, FOUND)) == []
+
+
+def test_every_tracker_has_an_extra_of_its_name():
+    for name in tracking._TRACKERS:
+        assert list(wrong_commands(install_hint(name), FOUND)) == []
 
 
 def test_the_readme_of_accel_has_all_its_extras():
