@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from digits import load_digits
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from digits import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 

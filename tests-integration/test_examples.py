@@ -9,11 +9,14 @@ import difflib
 import json
 import math
 import re
+import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from accel_state.packages import install_hint
 from accel_world.program import run_program
 from accel_world.report import WorldFailure
 
@@ -206,6 +209,22 @@ def test_five_lines_learn_what_the_plain_script_learns(run, way):
     for accuracy, num_images in [plain_result, *changed_results]:
         assert float(accuracy) >= 0.93
         assert int(num_images) == TEST_SIZE
+
+
+@pytest.mark.parametrize("script", [PLAIN, FIVE_LINES, IMAGES, EXAMPLES / "plain_ddp.py"])
+def test_without_scikit_learn_the_command_that_installs_it_is_named(world, tmp_path, script):
+    """In workers that have not imported it: a module in its place says that there is none."""
+    missing = "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')"
+    (tmp_path / "sklearn.py").write_text(missing)
+    with pytest.raises(WorldFailure, match=re.escape(f"with: {install_hint('examples')}")):
+        world.run(run_alone, str(tmp_path), str(script), size=1, init=False, env=ALONE)
+
+
+def run_alone(folder, script):
+    with mock.patch.object(sys, "path", [folder, *sys.path]), mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.split(".")[0] in ("digits", "sklearn")]:
+            del sys.modules[name]
+        run_program(script)
 
 
 @pytest.fixture(scope="module")

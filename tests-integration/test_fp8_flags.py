@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from accel_state.packages import install_hint
+
 # Torch starts in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +35,7 @@ def test_torchao_trains_with_the_settings_of_the_flags(launched):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("te", "pip install 'accel[transformer-engine]'"),
+        ("te", install_hint("transformer-engine")),
         ("msamp", "build it from https://github.com/Azure/MS-AMP"),
     ],
 )

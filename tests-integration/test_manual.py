@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from accel.tracking import filter_trackers
+from accel_ckpt import load_checkpoint_in_model
 from accel_world.program import run_program
 
 pytestmark = pytest.mark.timeout(300)
 
 DOCS = Path(__file__).parents[1] / "docs"
+MISSING = Path(__file__).parents[1] / "tools" / "reference" / "missing.txt"
 GRADIENTS = """
 gradient of                                  window of 4   tail of 2
 all items of the window at once                   2.3000      3.0000
@@ -57,3 +62,33 @@ def test_the_table_of_the_page_on_scale_says_yes_where_all_of_it_fits(capsys):
         own, gathered, total = map(float, row[4:7])
         assert total == pytest.approx(own + gathered, abs=0.11)
         assert row[7:] == ["yes" if total <= device else "-" for device in devices]
+
+
+def look_up(name):
+    """Import the module of a dotted name, as far as there is one, and follow the rest."""
+    module, *attributes = name.split(".")
+    value = import_module(module)
+    while attributes:
+        attribute = attributes.pop(0)
+        is_module = attributes and not hasattr(value, attribute)
+        module = f"{module}.{attribute}"
+        value = import_module(module) if is_module else getattr(value, attribute)
+
+
+def test_what_is_not_built_fails_as_the_front_page_promises():
+    promise = (DOCS / "index.md").read_text().split("\n6. ")[1]
+    promised = set(re.findall(r"`(\w+Error)`", promise))
+    names = [line for line in MISSING.read_text().splitlines() if not line.startswith("#")]
+    for name in names:
+        with pytest.raises((ImportError, AttributeError)) as caught:
+            look_up(name)
+        assert promised & {kind.__name__ for kind in type(caught.value).__mro__}
+        parts = name.split(".")
+        parts += [".".join(parts[:end]) for end in range(2, len(parts) + 1)]
+        assert any(f"'{part}'" in str(caught.value) for part in parts[1:])
+
+    assert "NotImplementedError" in promised
+    with pytest.raises(NotImplementedError, match="wandb"):
+        filter_trackers("wandb")
+    with pytest.raises(NotImplementedError, match="offload_8bit_bnb"):
+        load_checkpoint_in_model(None, "folder", offload_8bit_bnb=True)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="pip install 'accel-launch[ray]'")
+from accel_state.packages import install_hint
+
+pytest.importorskip("ray", reason=install_hint("ray", "accel-launch"))
 
 pytestmark = pytest.mark.timeout(180)
 

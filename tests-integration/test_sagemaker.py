@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sagemaker", reason="pip install 'accel-launch[sagemaker]' 'moto[server]'")
+from accel_state.packages import install_hint
+
+pytest.importorskip("sagemaker", reason=install_hint("sagemaker", "accel-launch"))
 pytest.importorskip("moto", reason="pip install 'moto[server]'")
 
 pytestmark = pytest.mark.timeout(180)

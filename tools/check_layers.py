@@ -1,4 +1,4 @@
-"""Check what the packages import: one-way layers, declared dependencies, torch-free modules, short files.
+"""Check what the packages import and say to install: layers, dependencies, torch-free modules, short files.
 
 Run from anywhere: `python tools/check_layers.py [repository]`. Reads source only and imports none of it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from repo_checks import declared, layers, limits, torch_free
+from repo_checks import declared, hints, layers, limits, torch_free
 from repo_checks.tree import Module, packages
 
 __all__ = ["main", "problems"]
@@ -25,6 +25,8 @@ def problems(root: Path) -> list[str]:
         *layers.check_imports(found),
         *layers.check_ranges(found),
         *declared.check_third_party(found),
+        *declared.check_examples(root, found),
+        *hints.check_hints(root, found),
         *torch_free.check_torch_free(found),
         *limits.check_environment(modules),
         *limits.check_sizes(modules),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from packaging.requirements import Requirement
@@ -11,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from repo_checks.tree import BELOW, Import, Module, Package
 
-__all__ = ["check_third_party", "extras", "requirements"]
+__all__ = ["check_examples", "check_third_party", "extras", "requirements"]
 
 # Where the import name is not the distribution's name, or not the one that must be installed for it.
 DISTRIBUTIONS = {
@@ -56,6 +57,20 @@ def check_third_party(found: Mapping[str, Package]) -> list[str]:
         for module in package.modules
         for item in module.imports
         for problem in _check_import(found, package, module, item)
+    ]
+
+
+def check_examples(root: Path, found: Mapping[str, Package]) -> list[str]:
+    """What the examples import comes with accel and its extra `examples`."""
+    files = sorted((root / "examples").glob("*.py"))
+    here = {path.stem for path in files} | set(BELOW) | sys.stdlib_module_names
+    listed = [each for package in found.values() for each in requirements(package)]
+    declared = _names(listed + extras(found["accel"]).get("examples", []))
+    return [
+        f"{module.at(item.line)}: imports {item.module}, but the extra accel[examples] does not install it"
+        for module in (Module(path.stem, path) for path in files)
+        for item in module.imports
+        if item.top not in here and canonicalize_name(DISTRIBUTIONS.get(item.top, item.top)) not in declared
     ]
 
 

@@ -102,9 +102,7 @@ def _static(owner: Any, entry: Entry) -> Any:
 
 
 def _is_stub(value: Any) -> bool:
-    """Whether it is marked as not there yet, or its body only raises NotImplementedError."""
-    if getattr(value, "__not_yet__", False) is True:
-        return True
+    """Whether its body only raises NotImplementedError."""
     if isinstance(value, property):
         return _is_stub(value.fget)
     if inspect.isclass(value):

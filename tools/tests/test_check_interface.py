@@ -16,9 +16,6 @@ SOURCE = '''
 
     def present(model, cpu=False): ...
 
-    def absent_marked(): ...
-    absent_marked.__not_yet__ = True
-
     def stub(model):
         """Say."""
         raise NotImplementedError("stub is not there yet")
@@ -101,7 +98,6 @@ def test_what_is_there(there):
     "missing",
     [
         entry("nothing"),
-        entry("absent_marked"),
         entry("stub", documented="(model)"),
         entry("Kind.YES", "member", "yes"),
         entry("Thing.other", "method"),

@@ -140,6 +140,17 @@ def test_a_dependency_that_points_upwards(repository):
     assert "accel_state may not depend on accel_ops" in check_layers.problems(repository)[0]
 
 
+def test_what_the_examples_import_comes_with_their_extra(repository):
+    (repository / "examples").mkdir()
+    write(repository / "examples" / "data.py", "import os\nimport torch")
+    write(repository / "examples" / "train.py", "import yaml, data, accel_ops\nfrom sklearn import datasets")
+    (problem,) = check_layers.problems(repository)
+    assert "train.py:2: imports sklearn, but the extra accel[examples] does not install it" in problem
+    project = repository / "packages" / "accel" / "pyproject.toml"
+    project.write_text(project.read_text() + 'examples = ["scikit-learn"]\n')
+    assert check_layers.problems(repository) == []
+
+
 def test_the_command_reports_and_fails(repository, capsys):
     assert check_layers.main([str(repository)]) == 0
     plant(repository, "accel_state.up", "import accel_ops")

@@ -19,5 +19,5 @@ def test_a_seed_is_an_integer(seed):
 
 def test_stateful_loaders_need_torchdata(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(ImportError, match=r"pip install 'accel-data\[stateful\]'"):
+    with pytest.raises(ImportError, match=r"'\./packages/accel-data\[stateful\]'"):
         DataLoaderConfiguration(use_stateful_dataloader=True)

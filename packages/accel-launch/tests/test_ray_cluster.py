@@ -18,7 +18,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     args = launch_command_parser().parse_args(["--launcher", "ray", __file__])
 
-    with pytest.raises(NotAvailableError, match=r"pip install 'accel-launch\[ray\]'"):
+    with pytest.raises(NotAvailableError, match=r"'\./packages/accel-launch\[ray\]'"):
         launch_command(args)
 
 

@@ -12,7 +12,13 @@ import torch
 from packaging.version import Version
 
 from accel_state import packages
-from accel_state.packages import compare_versions, is_package_available, is_torch_version, require
+from accel_state.packages import (
+    compare_versions,
+    install_hint,
+    is_package_available,
+    is_torch_version,
+    require,
+)
 
 
 @pytest.fixture
@@ -77,14 +83,26 @@ def test_require_returns_the_module(site):
     assert require("aa_there", "there").value == 3
 
 
-def test_require_names_the_extra_and_the_package():
-    message = (
-        r"aa_missing is needed here, but is not installed. Install it with: pip install 'accel-ops\[it\]'"
+def test_install_hint_names_what_a_package_needs_of_this_repository():
+    assert install_hint("it", "accel-state") == (
+        "pip install './packages/accel-state[it]' (in a checkout of accel)"
     )
-    with pytest.raises(ImportError, match=message) as caught:
+    assert install_hint("it", "accel-data") == (
+        "pip install ./packages/accel-state ./packages/accel-ops './packages/accel-data[it]' "
+        "(in a checkout of accel)"
+    )
+    assert install_hint("it") == "pip install ./packages/* './packages/accel[it]' (in a checkout of accel)"
+
+
+def test_require_says_what_to_install():
+    with pytest.raises(ImportError) as caught:
         require("aa_missing", "it", "accel-ops")
     assert caught.value.name == "aa_missing"
-    with pytest.raises(ImportError, match=r"pip install 'accel\[it\]'"):
+    assert str(caught.value) == (
+        "aa_missing is needed here, but is not installed. Install it with: "
+        "pip install ./packages/accel-state './packages/accel-ops[it]' (in a checkout of accel)"
+    )
+    with pytest.raises(ImportError, match=r"'\./packages/accel\[it\]'"):
         require("aa_missing.core", "it")
 
 

@@ -54,7 +54,7 @@ def test_every_distributed_type_has_a_row():
 )
 def test_an_engine_whose_library_is_missing_is_refused_by_name(monkeypatch, kind, missing, extra):
     monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
-    with pytest.raises(ImportError, match=rf"{kind} engine.*{missing}.*pip install 'accel\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"{kind} engine.*{missing}.*'\./packages/accel\[{extra}\]'"):
         engine_class(DistributedType(kind))
 
 

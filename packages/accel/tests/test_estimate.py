@@ -177,7 +177,7 @@ def test_a_missing_library_is_one_line(
     assert main() == 2
     error = capsys.readouterr().err
     assert error.startswith("accel: error: transformers is needed here")
-    assert "pip install 'accel[estimate]'" in error
+    assert "'./packages/accel[estimate]'" in error
 
 
 def test_a_damaged_header_is_one_line(tmp_path: Path) -> None:

@@ -171,5 +171,5 @@ def test_what_is_not_there_on_xla_devices_is_refused():
 
 def test_without_torch_xla_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
-    with pytest.raises(ImportError, match=r"torch_xla.*pip install 'accel\[xla\]'"):
+    with pytest.raises(ImportError, match=r"torch_xla.*'\./packages/accel\[xla\]'"):
         engine_class(DistributedType.XLA)

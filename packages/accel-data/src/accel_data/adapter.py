@@ -48,7 +48,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     Args:
         dataset: The dataset.
         use_stateful_dataloader: Read through torchdata's StatefulDataLoader where workers read a stream
-            (extra `accel-data[stateful]`).
+            (the extra `stateful` installs it).
         batch_sampler: The batch sampler.
         **kwargs: Further arguments of `torch.utils.data.DataLoader`.
 

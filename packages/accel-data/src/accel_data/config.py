@@ -22,8 +22,8 @@ class DataLoaderConfiguration:
             order is a function of seed and epoch. (Those that have none are replaced in any case.)
         data_seed: Seed of the shuffled orders; None to draw one from torch's generator on process 0.
         non_blocking: Do not wait for copies from pinned memory to the device.
-        use_stateful_dataloader: Read streams through torchdata's StatefulDataLoader (extra
-            `accel-data[stateful]`).
+        use_stateful_dataloader: Read streams through torchdata's StatefulDataLoader (the
+            extra `stateful` installs it).
         custom_classes: Classes to make in place of `DataLoaderShard` and `DataLoaderDispatcher`, keyed by
             these; each must be a subclass of its key.
 

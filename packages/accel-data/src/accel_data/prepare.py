@@ -92,8 +92,8 @@ def prepare_data_loader(
             order is a function of seed and epoch.
         data_seed: Seed of a shuffled order; by default drawn from torch's generator on process 0.
         non_blocking: Do not wait for copies from pinned memory to the device.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader (extra
-            `accel-data[stateful]`).
+        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader (the
+            extra `stateful` installs it).
         torch_device_mesh: The mesh that the processes form; processes that differ only along its axes tp, cp
             and sp get the same batches.
         gradient_state: The state that is told when iteration begins and ends; by default the newest.

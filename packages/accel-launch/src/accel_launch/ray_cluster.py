@@ -26,6 +26,7 @@ from accel_launch.supervisor import Member, Run
 from accel_launch.torchrun import rendezvous_timeout
 from accel_state import env
 from accel_state.env import VARIABLES, CPUInformation
+from accel_state.packages import install_hint
 
 if TYPE_CHECKING:
     from accel_launch.plan import Plan
@@ -108,7 +109,7 @@ def _import_ray() -> Any:
         return import_module("ray")
     except ImportError as error:
         raise NotAvailableError(
-            f"--launcher ray needs Ray: {error}. Install it with: pip install 'accel-launch[ray]'."
+            f"--launcher ray needs Ray: {error}. Install it with: {install_hint('ray', 'accel-launch')}."
         ) from None
 
 

@@ -100,4 +100,4 @@ def test_a_missing_torch_xla_is_named(start: Start) -> None:
 
     assert code == 2
     assert "--tpu needs torch_xla" in error
-    assert "pip install 'accel-launch[tpu]'" in error
+    assert "pip install ./packages/accel-state './packages/accel-launch[tpu]'" in error

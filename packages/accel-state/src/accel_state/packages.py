@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from packaging.version import Version
 
-__all__ = ["compare_versions", "is_package_available", "is_torch_version", "require"]
+__all__ = ["compare_versions", "install_hint", "is_package_available", "is_torch_version", "require"]
 
 _OPERATIONS = {
     ">": operator.gt,
@@ -20,6 +20,17 @@ _OPERATIONS = {
     "!=": operator.ne,
     "<=": operator.le,
     "<": operator.lt,
+}
+
+# What a package needs of this repository: pip looks for it on the public index unless it is named too.
+_SIBLINGS = {
+    "accel-state": (),
+    "accel-ops": ("accel-state",),
+    "accel-data": ("accel-state", "accel-ops"),
+    "accel-optim": ("accel-state", "accel-ops"),
+    "accel-ckpt": ("accel-state", "accel-ops"),
+    "accel-launch": ("accel-state",),
+    "accel": ("*",),
 }
 
 
@@ -47,6 +58,22 @@ def is_package_available(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def install_hint(extra: str, package: str = "accel") -> str:
+    """The command that installs an extra, for an error message.
+
+    It works from a checkout: the packages are not on the public index, where `accel` is another project.
+
+    Args:
+        extra: The extra.
+        package: The package of this repository that has it.
+
+    Returns:
+        The command, and where to run it.
+    """
+    siblings = "".join(f"./packages/{name} " for name in _SIBLINGS[package])
+    return f"pip install {siblings}'./packages/{package}[{extra}]' (in a checkout of accel)"
+
+
 def require(module: str, extra: str, package: str = "accel") -> ModuleType:
     """Import an optional dependency.
 
@@ -69,7 +96,7 @@ def require(module: str, extra: str, package: str = "accel") -> ModuleType:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         state = "is not installed" if missing else f"cannot be imported ({error})"
         raise ImportError(
-            f"{module} is needed here, but {state}. Install it with: pip install '{package}[{extra}]'",
+            f"{module} is needed here, but {state}. Install it with: {install_hint(extra, package)}",
             name=module,
         ) from error
 

@@ -96,7 +96,8 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     Raises:
         ValueError: If a value is unknown, or two arguments contradict each other.
-        NotImplementedError: If a documented engine is asked for that is not there yet.
+        ImportError: If what the engine or the precision needs is not installed.
+        NotImplementedError: If `log_with` names a documented tracker that is not there yet.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.tensorboard import TensorBoardTracker
 from accel_state.enums import LoggerType
+from accel_state.packages import install_hint
 
 __all__ = [
     "GeneralTracker",
@@ -79,7 +80,7 @@ def filter_trackers(
         if name not in get_available_trackers():
             warnings.warn(
                 f"log_with asks for {name!r}, whose library is not installed: nothing is logged there. "
-                f"Install it with: pip install {_TRACKERS[name][1]}",
+                f"Install it with: {install_hint(name)}",
                 stacklevel=3,
             )
         elif name not in chosen:

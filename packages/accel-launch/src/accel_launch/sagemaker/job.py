@@ -12,6 +12,7 @@ from accel_launch.errors import LaunchError
 from accel_launch.masking import mask_values
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_state.env import patch_environment
+from accel_state.packages import install_hint
 
 __all__ = ["job_text", "run_job"]
 
@@ -53,8 +54,8 @@ def _huggingface() -> Any:
         return import_module("sagemaker.huggingface").HuggingFace
     except ImportError as error:
         raise LaunchError(
-            f"Amazon SageMaker needs its SDK, version 2: {error}. Install it with "
-            "`pip install 'accel-launch[sagemaker]'`."
+            f"Amazon SageMaker needs its SDK, version 2: {error}. Install it with: "
+            f"{install_hint('sagemaker', 'accel-launch')}."
         ) from None
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 
 from accel_launch.errors import LaunchError
 from accel_launch.schema import nearest
+from accel_state.packages import install_hint
 
 __all__ = ["Call", "main"]
 
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> int:
     except ImportError as error:
         print(
             f"accel launch: error: --tpu needs torch_xla: {error}. Install the one for your torch: "
-            "pip install 'accel-launch[tpu]'.",
+            f"{install_hint('tpu', 'accel-launch')}.",
             file=sys.stderr,
         )
         return 2

@@ -15,7 +15,7 @@ from accel.engines.context import EngineContext, Prepared
 from accel_state import env
 from accel_state.enums import DistributedType
 from accel_state.logging import get_logger
-from accel_state.packages import is_package_available
+from accel_state.packages import install_hint, is_package_available
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,15 +55,11 @@ _SINGLE = EngineRow("accel.engines.single:SingleEngine", "pip install torch")
 _DDP = EngineRow("accel.engines.ddp:DDPEngine", "pip install torch, built with torch.distributed")
 _MESH = EngineRow("accel.engines.mesh:MeshEngine", "torch 2.6 or newer, built with torch.distributed")
 _FSDP1 = EngineRow("accel.engines.fsdp1:FSDP1Engine", "torch 2.6 or newer, built with torch.distributed")
-_DEEPSPEED = EngineRow(
-    "accel.engines.deepspeed:DeepSpeedEngine", "pip install 'accel[deepspeed]'", ("deepspeed",)
-)
-_MEGATRON = EngineRow(
-    "accel.engines.megatron:MegatronLMEngine", "pip install 'accel[megatron]'", ("megatron.core",)
-)
+_DEEPSPEED = EngineRow("accel.engines.deepspeed:DeepSpeedEngine", install_hint("deepspeed"), ("deepspeed",))
+_MEGATRON = EngineRow("accel.engines.megatron:MegatronLMEngine", install_hint("megatron"), ("megatron.core",))
 _XLA = EngineRow(
     "accel.engines.xla:XLAEngine",
-    "pip install 'accel[xla]', in the version that belongs to the installed torch",
+    f"{install_hint('xla')}, in the version that belongs to the installed torch",
     ("torch_xla",),
 )
 

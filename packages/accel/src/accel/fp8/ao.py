@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from accel_state.imports import is_torchao_available
-from accel_state.packages import require
+from accel_state.packages import install_hint, require
 
 if TYPE_CHECKING:
     from accel.fp8.recipes import AORecipeKwargs
@@ -35,7 +35,7 @@ def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if not is_torchao_available():
             raise ImportError(
-                f"{func.__name__} needs torchao (0.6.1 or newer). Install it with: pip install 'accel[fp8]'"
+                f"{func.__name__} needs torchao (0.6.1 or newer). Install it with: {install_hint('fp8')}"
             )
         return func(*args, **kwargs)
 

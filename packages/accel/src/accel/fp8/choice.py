@@ -10,6 +10,7 @@ from accel.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs
 from accel_state import env
 from accel_state.capabilities import is_cuda_available
 from accel_state.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
+from accel_state.packages import install_hint
 
 if TYPE_CHECKING:
     import torch
@@ -119,8 +120,8 @@ def _check_installed(backend: str) -> None:
     if backend == "AO" and not is_torchao_available():
         raise ImportError(
             "mixed_precision='fp8' needs a library that computes in fp8, and there is none that runs here. "
-            "Install torchao (0.6.1 or newer) with: pip install 'accel[fp8]'. On NVIDIA GPUs Transformer "
-            "Engine does it too: pip install 'accel[transformer-engine]'."
+            f"Install torchao (0.6.1 or newer) with: {install_hint('fp8')}. On NVIDIA GPUs Transformer "
+            f"Engine does it too: {install_hint('transformer-engine')}."
         )
     if backend == "TE":
         from accel.fp8 import te

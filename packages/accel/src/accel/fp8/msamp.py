@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from accel_state.packages import install_hint
+
 __all__ = ["initialize", "library"]
 
 
@@ -23,7 +25,7 @@ def library() -> Any:
         raise ImportError(
             f"MS-AMP cannot be imported ({error}). It is not on the package index: build it from "
             "https://github.com/Azure/MS-AMP (NVIDIA GPUs), or train with torchao: "
-            "kwargs_handlers=[AORecipeKwargs()] and pip install 'accel[fp8]'."
+            f"kwargs_handlers=[AORecipeKwargs()] and {install_hint('fp8')}."
         ) from error
 
 

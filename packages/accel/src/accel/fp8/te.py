@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.packages import install_hint
+
 if TYPE_CHECKING:
     from accel.fp8.recipes import TERecipeKwargs
 
@@ -38,8 +40,8 @@ def library() -> Any:
     except Exception as error:  # the package without its compiled parts raises RuntimeError
         raise ImportError(
             f"transformer_engine.pytorch cannot be imported ({type(error).__name__}: {error}). Install it "
-            "with: pip install 'accel[transformer-engine]' (NVIDIA GPUs), or train with torchao: "
-            "kwargs_handlers=[AORecipeKwargs()] and pip install 'accel[fp8]'."
+            f"on NVIDIA GPUs with: {install_hint('transformer-engine')}, or train with torchao: "
+            f"kwargs_handlers=[AORecipeKwargs()] and {install_hint('fp8')}."
         ) from error
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from accel.plugins.ignored import tell_ignored
-from accel_state.packages import is_package_available
+from accel_state.packages import install_hint, is_package_available
 
 if TYPE_CHECKING:
     from accel.plugins.megatron import MegatronLMPlugin
@@ -83,8 +83,8 @@ def refuse_without_transformer_engine(plugin: MegatronLMPlugin) -> None:
         asked = ", ".join(f"{name}={getattr(plugin, name)!r}" for name in names)
         raise ImportError(
             f"MegatronLMPlugin({asked}) needs Transformer Engine, which is not installed: megatron-core's "
-            "own layers and optimizers cannot do it. Install it with: pip install "
-            "'accel[transformer-engine]', or leave it out."
+            "own layers and optimizers cannot do it. Install it with: "
+            f"{install_hint('transformer-engine')}, or leave it out."
         )
 
 
