@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from accel_data.iterable import IterableDatasetShard
 from accel_ops.objects import gather_object
-from accel_state.process import current_process
 
 __all__ = ["Split", "find_split", "split_everywhere"]
 
@@ -83,7 +81,9 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     return None
 
 
-def split_everywhere(dataloader: DataLoader[Any], rank: int, size: int, compare: bool) -> Split | None:
+def split_everywhere(
+    dataloader: DataLoader[Any], rank: int, size: int, compare: bool, together: bool
+) -> Split | None:
     """Find what shares the data out already, and make sure that it does so for the processes that run.
 
     Where several processes run they compare what they have been given, so that all of them raise.
@@ -93,6 +93,7 @@ def split_everywhere(dataloader: DataLoader[Any], rank: int, size: int, compare:
         rank: Index of this process among those that share the data out.
         size: Their number.
         compare: Whether all of them read, and so must have the same data.
+        together: Whether all processes of the run do this, so that they can compare what they have.
 
     Returns:
         What shares the data out; None if nothing does.
@@ -101,14 +102,14 @@ def split_everywhere(dataloader: DataLoader[Any], rank: int, size: int, compare:
         ValueError: If it does so for other processes, or the processes have different data.
     """
     split = find_split(dataloader)
-    if size == 1 or not dist.is_initialized() or current_process().world_size != size:
+    if not together:
         _check_places([_facts(dataloader, split, (rank, size), compare=False)])
         return split
     everyone: list[_Facts] = gather_object([_facts(dataloader, split, (rank, size), compare)])
     _check_places(everyone)
     if split is None:
         split = _found_by_comparing(dataloader, (rank, size), everyone)
-    lengths = tuple(facts.length for facts in sorted(everyone, key=_by_place) if facts.length is not None)
+    lengths = tuple(facts.length for facts in _one_of_each(everyone) if facts.length is not None)
     if split is None or not split.of_dataset or len(lengths) < size:
         return split
     return split._replace(lengths=lengths)
@@ -135,8 +136,10 @@ def _place_of(part: Any) -> tuple[int, int] | None:
     return None
 
 
-def _by_place(facts: _Facts) -> tuple[int, int]:
-    return facts.place
+def _one_of_each(everyone: Sequence[_Facts]) -> list[_Facts]:
+    """Return one of the processes that get the same batches, of each such group, in the order of shares."""
+    found = {facts.place: facts for facts in everyone}
+    return [found[place] for place in sorted(found)]
 
 
 def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, int], compare: bool) -> _Facts:
@@ -156,8 +159,8 @@ def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, i
 
 def _check_places(everyone: Sequence[_Facts]) -> None:
     """Raise if something shares data out for other processes than these, or only on some of them."""
-    found = [facts for facts in everyone if facts.split is not None]
-    for facts in found:
+    found = {rank: facts for rank, facts in enumerate(everyone) if facts.split is not None}
+    for facts in found.values():
         assert facts.split is not None
         rank, size, name, of_dataset = facts.split
         if (rank, size) != facts.place:
@@ -169,9 +172,9 @@ def _check_places(everyone: Sequence[_Facts]) -> None:
                 f"itself. Or make the {name} for this process (num_replicas={here[1]}, rank={here[0]})."
             )
     if found and len(found) < len(everyone):
-        without = [facts.place[0] for facts in everyone if facts.split is None]
+        without = [rank for rank in range(len(everyone)) if rank not in found]
         raise ValueError(
-            f"The loader of process {found[0].place[0]} shares its data out already, but those of the "
+            f"The loader of process {min(found)} shares its data out already, but those of the "
             f"processes {without} do not. {_SAME}"
         )
 
@@ -202,24 +205,27 @@ _SAME = "Make the same loader on every process."
 
 
 def _each(everyone: Sequence[_Facts], name: str) -> str:
-    return ", ".join(f"{getattr(facts, name)} on process {facts.place[0]}" for facts in everyone)
+    return ", ".join(f"{getattr(facts, name)} on process {rank}" for rank, facts in enumerate(everyone))
 
 
 def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
     """Whether the datasets of the processes are what split_dataset_by_node makes of one; all must ask.
 
-    Their lengths must be those of its shares, and of many rows none may be on two processes. (Rows that are
-    twice on one process tell nothing.)
+    Their lengths must be those of its shares, and of many rows none may be in two shares. (Rows that are
+    twice in one share tell nothing.) Processes that get the same batches must have the same share.
     """
-    lengths = [facts.length or 0 for facts in sorted(everyone, key=_by_place)]
+    shares = _one_of_each(everyone)
+    lengths = [facts.length or 0 for facts in shares]
     total, count = sum(lengths), len(lengths)
     if lengths != [total // count + (rank < total % count) for rank in range(count)]:
         return False
     length = len(dataset)
     rows = sorted({length * i // _ROWS for i in range(_ROWS)}) if length else []
-    seen: list[list[bytes]] = gather_object([_digests(dataset, rows)])
-    unique = [{row for row, times in Counter(some).items() if times == 1} for some in seen]
-    return any(unique) and sum(map(len, unique)) == len(set().union(*unique))
+    digests: list[tuple[bytes, ...]] = gather_object([tuple(_digests(dataset, rows))])
+    seen = {(facts.place, some) for facts, some in zip(everyone, digests, strict=True)}
+    unique = [{row for row, times in Counter(some).items() if times == 1} for _, some in seen]
+    alike = len(seen) == count
+    return alike and any(unique) and sum(map(len, unique)) == len(set().union(*unique))
 
 
 def _is_hugging_face(dataset: Any) -> bool:

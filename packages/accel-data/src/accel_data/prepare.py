@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, loader_class, settings
@@ -17,7 +18,7 @@ from accel_data.checks import check_loader, check_place, check_rng_types, check_
 from accel_data.detect import Split, split_everywhere
 from accel_data.dispatch import DataLoaderDispatcher
 from accel_data.iterable import IterableDatasetShard, PresplitStream
-from accel_data.mesh import data_ranks
+from accel_data.mesh import find_data_ranks
 from accel_data.order import sampler_generator
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.shard import DataLoaderShard, SkipDataLoader
@@ -33,12 +34,28 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
+class Place(NamedTuple):
+    """Where this process stands among those that the data is divided over.
+
+    Args:
+        size: Their number.
+        rank: Index of this one.
+        together: Whether all processes of the run prepare this loader, more than one of them. They read it
+            in one order, also those that get the same batches.
+    """
+
+    size: int
+    rank: int
+    together: bool
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a loader is shared out."""
 
     num_processes: int
     process_index: int
+    several: bool  # processes that read in one order, among them those that get the same batches
     split_batches: bool
     even_batches: bool
     seeding: Seeding
@@ -61,6 +78,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: DeviceMesh | None = None,
     *,
+    data_ranks: Sequence[int] | None = None,
     gradient_state: GradientState | None = None,
     custom_classes: Mapping[type, type] | None = None,
 ) -> DataLoader[Any]:
@@ -96,6 +114,8 @@ def prepare_data_loader(
             `accel-data[stateful]`).
         torch_device_mesh: The mesh that the processes form; processes that differ only along its axes tp, cp
             and sp get the same batches.
+        data_ranks: For each process of the run, which share of the data it gets, where no mesh says it:
+            [0, 0, 1, 1] for two groups of two that work on the same batches.
         gradient_state: The state that is told when iteration begins and ends; by default the newest.
         custom_classes: See `DataLoaderConfiguration`.
 
@@ -113,10 +133,11 @@ def prepare_data_loader(
     check_loader(dataloader)
     check_seed(data_seed)
     types = check_rng_types(rng_types)
-    size, rank = _place(num_processes, process_index, torch_device_mesh)
-    seeding = Seeding(use_seedable_sampler, data_seed, size > 1, gradient_state)
-    plan = Plan(size, rank, split_batches, even_batches, seeding)
-    split = split_everywhere(dataloader, rank, size, compare=not dispatch_batches)
+    size, rank, together = _place(num_processes, process_index, torch_device_mesh, data_ranks)
+    several = together or size > 1
+    seeding = Seeding(use_seedable_sampler, data_seed, several, gradient_state)
+    plan = Plan(size, rank, several, split_batches, even_batches, seeding)
+    split = split_everywhere(dataloader, rank, size, compare=not dispatch_batches, together=together)
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
     if split is not None:
@@ -137,11 +158,12 @@ def prepare_data_loader(
     prepared: DataLoaderShard | DataLoaderDispatcher
     if dispatch_batches:
         dispatcher = _class_for(DataLoaderDispatcher, custom_classes)
+        common["data_ranks"] = data_ranks
         prepared = _dispatcher(dispatcher, dataloader, plan, slice_fn_for_dispatch, common)
     else:
         shard = _class_for(DataLoaderShard, custom_classes)
         prepared = _shard(shard, dataloader, plan, split, common)
-    prepared.rng_types = types if size > 1 else None
+    prepared.rng_types = types if several else None
     if prepared._seed is None:
         prepared._progress.sample_seed = seeding.for_samples()
     return prepared
@@ -214,7 +236,7 @@ def _shard(
         else:
             place = plan.num_processes, plan.process_index
             shard = BatchSamplerShard(seeded, *place, plan.split_batches and not single, plan.even_batches)
-            shard.agreed = agreed_order if plan.num_processes > 1 else None
+            shard.agreed = agreed_order if plan.several else None
         shard.seed = seed
     return cls(dataset, **_sampling(dataloader, shard, single), **common)
 
@@ -274,33 +296,39 @@ def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[s
     return {"batch_size": None, "sampler": Unbatched(sampler) if single else sampler}
 
 
-def _place(num_processes: int | None, process_index: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Return the number of data-parallel processes and the index of this one."""
-    if num_processes is not None and process_index is not None and mesh is None:
+def _place(
+    num_processes: int | None,
+    process_index: int | None,
+    mesh: DeviceMesh | None,
+    data_ranks: Sequence[int] | None,
+) -> Place:
+    """Find this process's place among those that the data is divided over."""
+    if num_processes is not None and process_index is not None and mesh is None and data_ranks is None:
         check_place(num_processes, process_index)
-        return num_processes, process_index
+        together = num_processes > 1 and dist.is_initialized() and num_processes == dist.get_world_size()
+        return Place(num_processes, process_index, together)
     process = current_process()
     size, rank = process.world_size, process.rank
     asked = (
         size if num_processes is None else num_processes,
         rank if process_index is None else process_index,
     )
-    if mesh is None:
+    if mesh is None and data_ranks is None:
         check_place(*asked)
-        return asked
-    ranks = data_ranks(mesh)
+        return Place(*asked, asked[0] == size > 1 and dist.is_initialized())
+    ranks = find_data_ranks(size, mesh, data_ranks)
     if rank not in ranks:
         raise ValueError(
             f"Process {rank} is not in torch_device_mesh, which has the processes {sorted(ranks)}."
         )
     place = max(ranks.values()) + 1, ranks[rank]
     if asked not in (place, (size, rank)):
+        given = "torch_device_mesh" if data_ranks is None else "data_ranks"
         raise ValueError(
-            f"num_processes={asked[0]} and process_index={asked[1]} do not fit torch_device_mesh, along "
-            f"which the data is divided into {place[0]} parts, of which this process gets number {place[1]}. "
-            "Leave them out."
+            f"num_processes={asked[0]} and process_index={asked[1]} do not fit {given}, along which the data "
+            f"is divided into {place[0]} parts, of which this process gets number {place[1]}. Leave them out."
         )
-    return place
+    return Place(*place, len(ranks) == size > 1 and dist.is_initialized())
 
 
 def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:

@@ -223,8 +223,9 @@ def prepare_loader(
         use_stateful_dataloader=config.use_stateful_dataloader,
         gradient_state=accelerator.gradient_state,
         custom_classes=config.custom_classes,
-        # Process 0 hands out the same batch to processes that work on it together.
+        # Processes that work on one batch together get the same.
         torch_device_mesh=accelerator.engine.mesh if shares_samples else None,
+        data_ranks=accelerator.engine.data_ranks,
     )
     if not _follows(accelerator, prepared):
         # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.

@@ -28,6 +28,7 @@ from accel.megatron.optimizers import (
 )
 from accel.megatron.options import refuse_without_transformer_engine
 from accel.megatron.t5 import T5TrainStep
+from accel_ops.objects import gather_object
 
 if TYPE_CHECKING:
     from accel.megatron.steps import AbstractTrainStep
@@ -76,6 +77,7 @@ class MegatronLMEngine(Engine):
         check_other_arguments(self.plugin.other_megatron_args or {})
         refuse_without_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
+        self._data_ranks: list[int] = gather_object([self.data_shard[0]], process=context.process)
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
         self._loaders: list[Any] | None = None
@@ -85,6 +87,11 @@ class MegatronLMEngine(Engine):
         """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
         state = runtime.parallel_state()
         return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """The data-parallel rank of each process."""
+        return self._data_ranks
 
     # Preparing
 
