@@ -295,7 +295,8 @@ def _check_fits(state: Mapping[str, Any], kind: Kind) -> None:
             f"The state is that of a loader whose data was {ways[0]} before it was prepared, but here it is "
             f"{ways[1]}, so it is not known which samples have been seen. Go on with as many processes as "
             "before; or give the loader the whole dataset from the beginning of a run, and it will go on on "
-            "any number."
+            "any number. (A stream of `datasets` with as many shards as processes is divided by its shards, "
+            "unless dispatch_batches=True.)"
         )
 
 

@@ -1,14 +1,13 @@
 """What shares data out already, and whether all processes have been given the same loader.
 
 A sampler, batch sampler or dataset that knows a rank and a number of processes gives one process its share. A
-map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows.
+map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows. A
+stream of theirs with one shard for each process is split here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import sys
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from accel_data import hugging_face
 from accel_data.iterable import IterableDatasetShard
 from accel_ops.objects import gather_object
+from accel_state.process import current_process
 
 __all__ = ["Split", "find_split", "split_everywhere"]
 
@@ -28,6 +29,9 @@ _PAIRS = (
     ("dp_rank", "dp_world_size"),
 )
 """Attributes that name the process and the number of processes that something shares data out for."""
+
+_LOOSE = {"world_size", "num_processes"}
+"""Those that a dataset may have for something else, such as messages."""
 
 _SAMPLERS = ("batch_sampler", "sampler")
 _DATASETS = ("dataset", "_data")
@@ -43,14 +47,23 @@ class Split(NamedTuple):
         size: Number of processes.
         holder: The sampler, batch sampler or dataset.
         of_dataset: Whether the dataset is shared out, rather than the order in which it is read.
+        names: The attributes that say so; empty where something else does.
         lengths: Length of the dataset on each process; None where not known.
+        part: The share of a stream that was split here; None where the loader's dataset is the share.
     """
 
     rank: int
     size: int
     holder: Any
     of_dataset: bool
+    names: tuple[str, ...] = ()
     lengths: tuple[int, ...] | None = None
+    part: IterableDataset[Any] | None = None
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether its attributes may mean something else."""
+        return self.of_dataset and not _LOOSE.isdisjoint(self.names)
 
 
 class _Facts(NamedTuple):
@@ -71,13 +84,16 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     """
     samplers = [getattr(dataloader, name, None) for name in _SAMPLERS]
     for part in _inside(samplers, _SAMPLERS):
-        if place := _place_of(part):
-            return Split(*place, part, False)
+        if found := _place_of(part):
+            return Split(*found[0], part, False, found[1])
     for part in _inside([dataloader.dataset], _DATASETS):
+        if isinstance(part, IterableDatasetShard):
+            return Split(part.process_index, part.num_processes, part, True)
+        if (found := _place_of(part)) and found[0][1] > 1:
+            return Split(*found[0], part, True, found[1])
         # Hugging Face's streams have an attribute with the place.
-        place = _place_of(part) or _place_of(getattr(part, "_distributed", None))
-        if place and (place[1] > 1 or isinstance(part, IterableDatasetShard)):
-            return Split(*place, part, True)
+        if (found := _place_of(getattr(part, "_distributed", None))) and found[0][1] > 1:
+            return Split(*found[0], part, True)
     return None
 
 
@@ -86,7 +102,8 @@ def split_everywhere(
 ) -> Split | None:
     """Find what shares the data out already, and make sure that it does so for the processes that run.
 
-    Where several processes run they compare what they have been given, so that all of them raise.
+    Where several processes run they compare what they have been given, so that all of them raise. A stream of
+    Hugging Face with one shard for each process is split here, if all processes have the same.
 
     Args:
         dataloader: A loader that is not prepared.
@@ -102,15 +119,20 @@ def split_everywhere(
         ValueError: If it does so for other processes, or the processes have different data.
     """
     split = find_split(dataloader)
-    if not together:
-        _check_places([_facts(dataloader, split, (rank, size), compare=False)])
-        return split
-    everyone: list[_Facts] = gather_object([_facts(dataloader, split, (rank, size), compare)])
+    everyone = [_facts(dataloader, split, (rank, size), compare)]
+    if together:
+        everyone = gather_object(everyone)
     _check_places(everyone)
-    if split is None:
+    if split is None and together:
         split = _found_by_comparing(dataloader, (rank, size), everyone)
+    if split is None:
+        return _split_by_shards(dataloader.dataset, (rank, size), everyone)
+    if not together:
+        return split
     lengths = tuple(facts.length for facts in _one_of_each(everyone) if facts.length is not None)
-    if split is None or not split.of_dataset or len(lengths) < size:
+    if split.is_loose and len(set(lengths)) < 2:
+        _tell_loose(split)
+    if not split.of_dataset or len(lengths) < size:
         return split
     return split._replace(lengths=lengths)
 
@@ -128,11 +150,12 @@ def _attribute(part: Any, name: str) -> Any:
     return None if callable(inner) or inner is part else inner
 
 
-def _place_of(part: Any) -> tuple[int, int] | None:
+def _place_of(part: Any) -> tuple[tuple[int, int], tuple[str, str]] | None:
+    """Return the process and the number of processes, and the attributes that name them."""
     for names in _PAIRS:
         rank, size = (getattr(part, name, None) for name in names)
         if type(rank) is int and type(size) is int:
-            return rank, size
+            return (rank, size), names
     return None
 
 
@@ -145,14 +168,17 @@ def _one_of_each(everyone: Sequence[_Facts]) -> list[_Facts]:
 def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, int], compare: bool) -> _Facts:
     found = split and (split.rank, split.size, type(split.holder).__name__, split.of_dataset)
     dataset: Any = dataloader.dataset
-    if not compare or isinstance(dataset, IterableDataset):
+    if not compare:
         return _Facts(place, found, None, None, None)
+    if isinstance(dataset, IterableDataset):
+        divides = split is None and hugging_face.has_shards_for(dataset, place[1])
+        return _Facts(place, found, None, None, hugging_face.stream_digest(dataset) if divides else None)
     length = len(dataset) if hasattr(dataset, "__len__") else None
     rows = None
     if isinstance(dataset, Subset):
-        rows = _digest(array("q", map(int, dataset.indices)).tobytes())
-    elif length and _is_hugging_face(dataset):
-        rows = b"".join(_digests(dataset, sorted({0, length // 2, length - 1})))
+        rows = hugging_face.digest(array("q", map(int, dataset.indices)).tobytes())
+    elif length and hugging_face.is_table(dataset):
+        rows = b"".join(hugging_face.row_digests(dataset, sorted({0, length // 2, length - 1})))
     batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
     return _Facts(place, found, length, batch_size, rows)
 
@@ -187,10 +213,10 @@ def _found_by_comparing(
         raise ValueError(
             f"The processes have different batch sizes: {_each(everyone, 'batch_size')}. {_SAME}"
         )
-    if len({(facts.length, facts.rows) for facts in everyone}) == 1:
-        return None
     dataset = dataloader.dataset
-    if _is_hugging_face(dataset) and _are_shares(dataset, everyone):
+    if len({(facts.length, facts.rows) for facts in everyone}) == 1 or isinstance(dataset, IterableDataset):
+        return None
+    if hugging_face.is_table(dataset) and _are_shares(dataset, everyone):
         return Split(*place, dataset, True)
     raise ValueError(
         f"The processes have different data in their {type(dataset).__name__} (lengths: "
@@ -198,6 +224,28 @@ def _found_by_comparing(
         "process the whole dataset, in one order: the prepared loader shares out by itself. Pass a seed to "
         "what shuffles or splits it at random. A part that you made for one process must say so, by "
         "attributes `rank` and `num_replicas` of the sampler or dataset."
+    )
+
+
+def _split_by_shards(dataset: Any, place: tuple[int, int], everyone: Sequence[_Facts]) -> Split | None:
+    """Give each process its shard of a stream, if there is one for each and all processes have the same."""
+    seen = {facts.rows for facts in everyone}
+    if None in seen or len(seen) > 1 or not hugging_face.has_shards_for(dataset, place[1]):
+        return None
+    return Split(*place, dataset, True, part=hugging_face.take_shard(dataset, *place))
+
+
+def _tell_loose(split: Split) -> None:
+    """Warn on process 0 that attributes of a dataset alone say that it is shared out."""
+    if not current_process().is_main:
+        return
+    name, (rank, size) = type(split.holder).__name__, split.names
+    warnings.warn(
+        f"{name} has {rank}={split.rank} and {size}={split.size}, so it passes as one that holds the samples "
+        f"of this process alone, and is not shared out. If it holds the same on all processes, each of them "
+        f"reads all of it: give {rank} and {size} other names. If it does hold its own, name the second one "
+        "num_replicas, and this warning does not come.",
+        stacklevel=4,
     )
 
 
@@ -221,24 +269,8 @@ def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
         return False
     length = len(dataset)
     rows = sorted({length * i // _ROWS for i in range(_ROWS)}) if length else []
-    digests: list[tuple[bytes, ...]] = gather_object([tuple(_digests(dataset, rows))])
+    digests: list[tuple[bytes, ...]] = gather_object([tuple(hugging_face.row_digests(dataset, rows))])
     seen = {(facts.place, some) for facts, some in zip(everyone, digests, strict=True)}
     unique = [{row for row, times in Counter(some).items() if times == 1} for _, some in seen]
     alike = len(seen) == count
     return alike and any(unique) and sum(map(len, unique)) == len(set().union(*unique))
-
-
-def _is_hugging_face(dataset: Any) -> bool:
-    module = sys.modules.get("datasets")
-    return module is not None and isinstance(dataset, module.Dataset)
-
-
-def _digests(dataset: Any, rows: list[int]) -> list[bytes]:
-    """Return a digest for each of some rows as they are stored, before any formatting or transform."""
-    if not rows:
-        return []
-    return [_digest(pickle.dumps(row)) for row in dataset.with_format("arrow")[rows].to_pylist()]
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=8).digest()

@@ -14,7 +14,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, loader_class, settings
 from accel_data.agree import Seeding, agreed_order
-from accel_data.checks import check_loader, check_place, check_rng_types, check_seed, check_single, check_skip
+from accel_data.checks import (
+    check_divides,
+    check_loader,
+    check_place,
+    check_rng_types,
+    check_seed,
+    check_single,
+    check_skip,
+)
 from accel_data.detect import Split, split_everywhere
 from accel_data.dispatch import DataLoaderDispatcher
 from accel_data.iterable import IterableDatasetShard, PresplitStream
@@ -101,7 +109,8 @@ def prepare_data_loader(
             or another device's name, and "generator", the one that the sampler, batch sampler or iterable
             dataset has. Only that one by default.
         dispatch_batches: Read on process 0 alone and hand batches out from there. By default for iterable
-            datasets.
+            datasets, but for those that are divided already, and for streams of Hugging Face `datasets` with
+            as many shards as there are processes: without True each process reads a shard of its own.
         even_batches: Complete an incomplete last step with samples from the start, so that all processes get
             equally many; `real_samples` tells which they are. Without it the last processes may get fewer.
         slice_fn_for_dispatch: Takes the part of one process out of a dispatched batch; see
@@ -249,7 +258,12 @@ def _stream(
         return dataset
     batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
     if split is not None:
-        return PresplitStream(dataset, batch_size or 1, drop_last, (split.rank, split.size))
+        share = batch_size or 1
+        if split.part is not None and plan.split_batches and batch_size is not None:
+            check_divides(batch_size, split.size)
+            share = batch_size // split.size
+        part = dataset if split.part is None else split.part
+        return PresplitStream(part, share, drop_last, (split.rank, split.size))
     even = plan.even_batches and plan.num_processes > 1
     pieces = plan.split_batches and batch_size is not None
     place = plan.num_processes, plan.process_index
@@ -339,7 +353,7 @@ def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
             f"The loader shares its data out already, by its {name}, so with dispatch_batches=True process 0 "
             "would hand out its own share only. Leave it out, or pass dispatch_batches=False."
         )
-    ours = isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
+    ours = split.part is not None or isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
     if plan.split_batches and plan.num_processes > 1 and not ours:
         warnings.warn(
             f"split_batches=True is ignored: the {name} has shared the data out already, and the loader's "

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from accel_data.hugging_face import steps_of
 from accel_data.place import Mark, Part, Place
 
 __all__ = ["Counted", "Reading", "Source", "Stream", "open_stream", "read"]
@@ -304,10 +305,4 @@ def _has_state(dataset: Any) -> bool:
 
 def _forgets(dataset: Any) -> bool:
     """Whether a state of a Hugging Face dataset leaves samples out: those in the buffer of a shuffle."""
-    steps = [getattr(dataset, "_ex_iterable", None)]
-    for step in steps:
-        if type(step).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        inner = [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())]
-        steps += [step for step in inner if step is not None]
-    return False
+    return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in steps_of(dataset))
