@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_data.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
-from accel_data.order import SeedableRandomSampler
+from accel_data.order import SeedableRandomSampler, drawing_from
 from accel_data.place import Mark, Trail
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.seeds import keyed, pass_key
@@ -277,7 +277,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Start torch's own iteration over this loader, or over the one that reads for it."""
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
-        return keyed(loader, lambda: opened(lambda: iterate(loader), started), key)
+        return keyed(loader, lambda: opened(lambda: iterate(loader), started, loader.generator), key)
 
 
 def part_of(shard: Any) -> tuple[int, int] | None:
@@ -314,8 +314,10 @@ def handed_on(
             yield batch, real and tuple(real)  # pinning memory made a list of it
 
 
-def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:
-    """Start torch's own iteration, which draws a seed for the workers from the global generator.
+def opened(
+    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None
+) -> Iterator[Any]:
+    """Start torch's own iteration, which draws a seed for the workers, by default from the global generator.
 
     An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the
     numbers drawn after it are those of the run that was not interrupted.
@@ -323,14 +325,16 @@ def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:
     Args:
         start: Starts the iteration.
         started: The pass.
+        generator: Where the seed comes from; None for the global generator of the CPU.
     """
-    if not started.resumed:
-        return start()
-    state = torch.get_rng_state()
-    try:
-        return start()
-    finally:
-        torch.set_rng_state(state)
+    with drawing_from(generator):
+        if not started.resumed:
+            return start()
+        state = torch.get_rng_state()
+        try:
+            return start()
+        finally:
+            torch.set_rng_state(state)
 
 
 class Unbatched(Sampler[Any]):

@@ -213,7 +213,7 @@ class DataLoaderDispatcher(PreparedLoader):
         number = receiver.begin()
         if self.generator is None and not started.resumed:
             # Process 0 draws a seed for its workers here: the global generators stay alike.
-            torch.empty((), dtype=torch.int64).random_()
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
         return self._received(receiver, number)
 
     def _received(self, receiver: Receiver, number: int) -> Generator[Item, None, None]:
