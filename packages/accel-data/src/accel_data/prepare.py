@@ -186,17 +186,20 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     the next epoch of either.
 
     Args:
-        dataloader: The loader, prepared or not.
+        dataloader: The loader, prepared or not; or an object around one that has a method
+            `skip_first_batches(num_batches)`.
         num_batches: Number of batches to leave out.
 
     Returns:
         The new loader, with all settings of the given one.
 
     Raises:
-        TypeError: If num_batches is not an integer.
+        TypeError: If num_batches is not an integer, or dataloader nothing that batches can be skipped of.
         ValueError: If it is negative, or more than there are.
     """
     check_skip(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        return _skip_around(dataloader, num_batches)
     if isinstance(dataloader, DataLoaderAdapter):
         _check_skip_fits(dataloader, num_batches)
         skipped = copy.copy(dataloader)
@@ -212,6 +215,15 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     else:
         sampling = {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)}
     return loader_class(is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
+
+
+def _skip_around(loader: Any, num_batches: int) -> Any:
+    """Skip batches of what stands around a prepared loader, and alone knows what its batches are."""
+    if not hasattr(loader, "skip_first_batches"):
+        raise TypeError(
+            f"skip_first_batches takes a DataLoader, prepared or not, but got a {type(loader).__name__}."
+        )
+    return loader.skip_first_batches(num_batches)
 
 
 def _shard(

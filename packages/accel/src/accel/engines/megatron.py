@@ -15,7 +15,7 @@ from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
 from accel.megatron import checkpoint, runtime
 from accel.megatron.bert import BertTrainStep
-from accel.megatron.data import MegatronLMDummyDataLoader, with_micro_batches
+from accel.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.megatron.gpt import GPTTrainStep
 from accel.megatron.model import MegatronEngine
@@ -204,10 +204,12 @@ class MegatronLMEngine(Engine):
         assert self.plugin.num_micro_batches is not None, "filled when the plugin was made"
         return with_micro_batches(loader, self.plugin.num_micro_batches)
 
-    own_kinds = (MegatronLMDummyDataLoader,)
+    own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
 
     def prepare_own(self, item: Any) -> Any:
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
+        if isinstance(item, IndexedLoader):
+            return item
         if not self._loaders:
             self._loaders = list(item.build_train_valid_test_data_iterators(self._owner()))
         return self._loaders.pop(0)
