@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.adapter import Unbatched, settings
 from accel_data.ahead import read_ahead
@@ -48,7 +48,8 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: The dataset. Only process 0 reads it.
         split_batches: Give each process a piece of every batch, not every n-th batch.
         skip_batches: Number of batches to leave out at the beginning of every iteration.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader.
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it.
         _drop_last: Whether an incomplete last step is dropped.
         _non_blocking: Do not wait for copies from pinned memory to the device.
         slice_fn: Takes the part of one process out of a batch for all of them; called as `slice_fn(batch,
@@ -137,6 +138,13 @@ class DataLoaderDispatcher(PreparedLoader):
         if self._shard is not None:
             return self._shard.step_size
         return (self.batch_size or 1) * (1 if self._sliced_items else self.num_processes)
+
+    @property
+    def _plain_batch_size(self) -> int:
+        if self._shard is not None:
+            return super()._plain_batch_size
+        pieces = self.split_batches and self.batch_size is not None
+        return (self.batch_size or 1) * (self.num_processes if pieces else 1)
 
     @property
     def _blocks_per_step(self) -> int:
@@ -268,8 +276,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 name = "batch_sampler" if self.batch_sampler is not None else "sampler"
                 sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
-            self._reads = self._base(self.dataset, **sampling, **settings(self))
-        shard.start = started.begin.consumed
+            self._reads = DataLoader(self.dataset, **sampling, **settings(self))
+        shard.start, shard.drawn_from = started.begin.consumed, started.begin.order
         return self._open(self._reads, started)
 
     def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ __all__ = [
     "SeedableRandomSampler",
     "draw",
     "drawing_from",
+    "draws_at_once",
     "global_states",
     "mix_seed",
     "order_of",
@@ -203,6 +204,12 @@ def order_of(
             return list(sampler)
 
     return walk() if agreed is None else agreed(walk)
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether the whole order of a sampler is drawn at once from one generator, as `draw` does it."""
+    drawn = RandomSampler.__iter__, SeedableRandomSampler.__iter__
+    return isinstance(sampler, RandomSampler) and type(sampler).__iter__ in drawn
 
 
 def sampler_generator(sampler: object) -> torch.Generator | None:

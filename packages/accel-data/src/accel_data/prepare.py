@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, loader_class, settings
+from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, settings
 from accel_data.agree import Seeding, agreed_order
 from accel_data.checks import (
     check_divides,
@@ -30,7 +30,7 @@ from accel_data.mesh import find_data_ranks
 from accel_data.order import sampler_generator
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.shard import DataLoaderShard, SkipDataLoader
-from accel_data.stateful import as_plain, is_stateful
+from accel_data.stateful import as_plain, is_stateful, loader_class
 from accel_state.enums import RNGType
 from accel_state.process import current_process
 
@@ -119,8 +119,8 @@ def prepare_data_loader(
             order is a function of seed and epoch.
         data_seed: Seed of a shuffled order; by default drawn from torch's generator on process 0.
         non_blocking: Do not wait for copies from pinned memory to the device.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader (extra
-            `accel-data[stateful]`).
+        use_stateful_dataloader: Return an instance of torchdata's StatefulDataLoader, too, which exchanges
+            states with one that is not prepared (extra `accel-data[stateful]`).
         torch_device_mesh: The mesh that the processes form; processes that differ only along its axes tp, cp
             and sp get the same batches.
         data_ranks: For each process of the run, which share of the data it gets, where no mesh says it:
