@@ -326,6 +326,37 @@ def test_groups_that_share_sequences_read_different_ones(world):
     assert torch.equal(groups[1], others)
 
 
+SKIPS = [(), (3,), (1, 2), (4,), (16,), (1, 1, 1, 1, 1)]
+
+
+def skipping() -> list[list[tuple[list[int], bool]]]:
+    """What this process gets of the batches of a group of two, and whether the epoch ends with each."""
+    length = DeepSpeedSequenceParallelConfig(sp_seq_length=LENGTH, sp_seq_length_is_variable=True)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(config_of(0), zero3_init_flag=False),
+        parallelism_config=ParallelismConfig(sp_size=2, sp_handler=length),
+    )
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = accelerator.prepare(model, optimizer, DataLoader(Tokens(), batch_size=1))
+    assert accelerator.prepare(loader) is loader  # a warning would be an error here
+    found, state = [], accelerator.gradient_state
+    for skips in SKIPS:
+        rest = loader
+        for skip in skips:
+            rest = accelerator.skip_first_batches(rest, skip)
+        assert isinstance(rest, SequenceParallelLoader)
+        found.append([(batch["input_ids"].view(-1).tolist(), state.end_of_dataloader) for batch in rest])
+        assert len(rest) == len(found[-1])
+    return found
+
+
+def test_batches_that_are_skipped_are_those_of_the_group(world):
+    for whole, *skipped in world.run(skipping, timeout_s=100):
+        assert [(len(part), ends) for part, ends in whole] == [(LENGTH // 2, False)] * 15 + [(LENGTH // 2, True)]
+        assert skipped == [whole[sum(skips) :] for skips in SKIPS[1:]]
+
+
 def without_groups() -> list[str]:
     said = []
     for options, kind in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
@@ -224,3 +224,80 @@ def test_a_part_goes_on_on_as_many_processes_only():
     assert len(rest) == LENGTH - len(order) - 12
     with pytest.raises(ValueError, match="divided over 2 processes"):
         make(0, 4).load_state_dict(state)
+
+
+opened: list[str] = []
+
+
+def rows_of_files(names):
+    for name in names:
+        opened.append(name)
+        first = int(name.removeprefix("file "))
+        yield from ({"i": 10 * first + row} for row in range(5 + first))
+
+
+def files(count: int, seed: int | None = None) -> IterableDataset:
+    names = [f"file {number}" for number in range(count)]
+    data = IterableDataset.from_generator(rows_of_files, gen_kwargs={"names": names})
+    return data if seed is None else data.shuffle(seed=seed, buffer_size=4)
+
+
+def read_files(count: int, seeds: tuple, workers: int = 0, **kwargs) -> tuple[str, list[str], list[list[int]]]:
+    """Return the kind of loader, which files this process opened, and its rows in two epochs."""
+    rank = current_process().rank
+    data = files(count, seeds[rank % len(seeds)])
+    loader = prepare_data_loader(DataLoader(data, 2, num_workers=workers), **kwargs)
+    opened.clear()
+    rows = [[int(i) for batch in loader for i in batch["i"]] for _ in range(2)]
+    return type(loader).__name__, sorted(set(opened)), rows
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"dispatch_batches": False}, {"split_batches": True}], ids=str)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_each_process_opens_a_file_of_its_own(world, seed, kwargs):
+    results = world.run(read_files, 2, (seed,), timeout_s=60, **kwargs)
+    everything = sorted(row["i"] for row in files(2))
+
+    assert [kind for kind, _, _ in results] == ["DataLoaderShard"] * 2
+    if seed is None:  # in each epoch the files of a shuffled stream are dealt out anew
+        assert [names for _, names, _ in results] == [["file 0"], ["file 1"]]
+    for epoch in range(2):
+        assert sorted(i for _, _, rows in results for i in rows[epoch]) == everything
+
+
+def test_a_file_for_each_process_goes_through_workers(world):
+    results = world.run(read_files, 2, (None,), 1, timeout_s=60)
+
+    assert sorted(i for _, _, rows in results for i in rows[0]) == sorted(row["i"] for row in files(2))
+
+
+@pytest.mark.parametrize(
+    ("count", "seeds", "kwargs"), [(2, (1, 2), {}), (4, (None,), {}), (2, (None,), {"dispatch_batches": True})]
+)
+def test_other_streams_are_handed_out_whole(world, count, seeds, kwargs):
+    """Among them one that is shuffled without a seed, so that the processes' files are in different orders."""
+    first, second = world.run(read_files, count, seeds, timeout_s=60, **kwargs)
+
+    assert first[0] == second[0] == "DataLoaderDispatcher"
+    assert (len(first[1]), second[1]) == (count, [])
+
+
+def goes_on() -> tuple[list[int], list[int], tuple[int, int]]:
+    def make():
+        return prepare_data_loader(DataLoader(files(2, 3), 2))
+
+    loader = make()
+    rows = [i for batch in loader for i in batch["i"].tolist()]
+    loader.set_epoch(0)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    again = make()
+    again.load_state_dict(state)
+    return rows, [i for batch in again for i in batch["i"].tolist()], state["part"]
+
+
+def test_a_file_for_each_process_goes_on_where_it_was(world):
+    for rank, (rows, rest, part) in enumerate(world.run(goes_on, timeout_s=60)):
+        assert rest == rows[2:]
+        assert tuple(part) == (rank, 2)

@@ -1,5 +1,7 @@
 """Loaders that are shared out already, by whatever: passed through, or refused on every process."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
@@ -280,3 +282,59 @@ def parts():
 
 def test_the_length_of_all_parts_is_known(world):
     assert world.run(parts, size=2) == [(7, [[0, 2], [4, 6]], 7), (7, [[1, 3], [5]], 7)]
+
+
+class Noting:
+    """A whole dataset that has its process's number for messages."""
+
+    def __init__(self, names):
+        process = current_process()
+        for name, value in zip(names, (process.rank, process.world_size), strict=True):
+            setattr(self, name, value)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+
+class NotingStream(Noting, IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def told_of(kind, *args):
+    """Prepare a loader on two processes; return the warnings."""
+    data = {
+        "dataset": lambda: Noting(args),
+        "stream": lambda: NotingStream(args),
+        "part": lambda: Part(args[0], current_process().rank, 2),
+    }[kind]()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        prepare_data_loader(DataLoader(data, 2))
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+@pytest.mark.parametrize("names", [("rank", "world_size"), ("process_index", "num_processes")])
+def test_a_dataset_that_may_be_whole_is_told_once(world, kind, names):
+    first, second = world.run(told_of, kind, *names)
+
+    (message,) = first
+    assert f"has {names[0]}=0 and {names[1]}=2" in message
+    assert "each of them reads all of it" in message
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("part", (7,)),  # 4 and 3 samples
+        ("dataset", ("rank", "num_replicas")),
+        ("stream", ("dp_rank", "dp_world_size")),
+    ],
+)
+def test_nothing_is_told_of_a_dataset_that_holds_a_part(world, kind, args):
+    assert world.run(told_of, kind, *args) == [[], []]

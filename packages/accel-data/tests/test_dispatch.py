@@ -306,6 +306,29 @@ def test_processes_of_one_data_rank_get_the_same(world):
     assert results[2] == results[3] == ([[2, 3], [6, 0]], [[2, 3], [6, 0]])
 
 
+def in_groups(ranks):
+    """Prepare as engines do whose groups are in no mesh."""
+    process = current_process()
+    kwargs = {
+        "num_processes": max(ranks) + 1,
+        "process_index": ranks[process.rank],
+        "data_ranks": ranks,
+    }
+    torch.manual_seed(process.rank)
+    stream = read(prepare_data_loader(DataLoader(Stream(7), 2), **kwargs))
+    return stream, read(prepare_data_loader(DataLoader(range(7), 2, shuffle=True), **kwargs))
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [0, 1, 0, 1]])
+def test_processes_that_no_mesh_puts_in_groups_get_the_same(world, ranks):
+    results = world.run(in_groups, ranks, size=len(ranks))
+
+    assert results == [results[ranks.index(share)] for share in ranks]
+    seen = [[index for batch, _, _ in stream for index in batch] for stream, _ in results]
+    halves = [[0, 1, 4, 5], [2, 3, 6, 0]]
+    assert seen == [halves[share] if max(ranks) else list(range(7)) for share in ranks]
+
+
 def made_uneven():
     loader = dispatched(DataLoader(range(5), 2))
     loader.batch_sampler.even_batches = False

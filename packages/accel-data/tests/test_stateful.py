@@ -34,13 +34,13 @@ def prepare(loader, **kwargs):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_stream_is_read_through_torchdata(workers, asked):
+def test_a_stream_is_read_by_a_loader_of_torchdata(workers, asked):
     kind = DataLoader if asked else stateful.StatefulDataLoader
     loader = prepare(kind(Stream(23), 4, num_workers=workers), use_stateful_dataloader=asked)
     expected = [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 0]]
     for _ in range(2):
         assert [batch.tolist() for batch in loader] == expected
-    assert isinstance(loader._reads, stateful.StatefulDataLoader)
+    assert isinstance(loader, stateful.StatefulDataLoader)
     loader.load_state_dict({**loader.state_dict(), "consumed": 8, "batches": 1})
 
     assert [batch.tolist() for batch in loader] == expected[1:]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from accel.accelerator import Accelerator
 from accel_data.config import DataLoaderConfiguration
+from accel_ops.random import set_seed
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.parallelism import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -247,3 +249,67 @@ def test_a_schedule_moves_inside_a_window_only_when_told_to(step_with_optimizer,
         scheduler.step()
 
     assert scheduler.scheduler.last_epoch == moves
+
+
+SAMPLINGS = {
+    "shuffled": lambda: {"shuffle": True},
+    "a sampler that draws from the global generator": lambda: {
+        "sampler": WeightedRandomSampler([1.0] * 24, 24)
+    },
+    "a generator of its own": lambda: {"sampler": RandomSampler(range(24), generator=torch.Generator())},
+}
+
+
+def batches_under(sizes: dict[str, int], kind: str) -> list[list[int]]:
+    """What this process reads in two epochs, where each process is seeded by its rank."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes))
+    set_seed(7, device_specific=True)
+    sampling = SAMPLINGS[kind]()
+    if "sampler" in sampling and getattr(sampling["sampler"], "generator", None) is not None:
+        sampling["sampler"].generator.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(24), batch_size=4, **sampling))
+    return [[index for batch in loader for index in batch.tolist()] for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_processes_that_split_a_model_read_the_same_batches(world, kind):
+    first, second = world.run(batches_under, {"tp_size": 2}, kind)
+
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_groups_that_split_a_model_divide_the_data(world):
+    sizes = {"dp_shard_size": 2, "tp_size": 2}
+    first, second, third, fourth = world.run(batches_under, sizes, "shuffled", size=4, timeout_s=60)
+
+    assert (first, third) == (second, fourth)
+    assert sorted(first[0] + third[0]) == list(range(24))
+
+
+class InOrder:
+    """A sampler of a class that the library does not know."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+def unlike_orders() -> str:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+    own_order = torch.randperm(24, generator=torch.Generator().manual_seed(accelerator.process_index))
+    loader = accelerator.prepare(DataLoader(range(24), sampler=InOrder(own_order.tolist())))
+    with pytest.raises(RuntimeError, match="does not give the same order on every process") as error:
+        next(iter(loader))
+    return str(error.value)
+
+
+def test_other_orders_on_processes_that_split_a_model_are_refused_on_all(world):
+    first, second = world.run(unlike_orders)
+
+    assert first == second

@@ -152,6 +152,26 @@ def test_a_prepared_loader_ends_a_step_after_each_batch(monkeypatch):
     assert (len(loader), calls) == (2, ["sync", "sync"])
 
 
+def test_a_loader_that_skips_batches_and_one_prepared_again_still_end_steps(monkeypatch):
+    calls = stand_in(monkeypatch)
+    accelerator = Accelerator(cpu=True)
+    accelerator.engine = XLAEngine(accelerator.engine.context)
+    model = torch.nn.Linear(3, 2).requires_grad_(False)
+    _, loader = accelerator.prepare(model, torch.utils.data.DataLoader(range(8), batch_size=2))
+
+    assert accelerator.prepare(loader) is loader  # a warning would be an error here
+    assert accelerator.prepare(model, loader)[1] is loader
+    other = Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(loader)
+    assert isinstance(other, XLALoader)
+    assert other.gradient_state is not loader.gradient_state
+
+    skipped = accelerator.skip_first_batches(accelerator.skip_first_batches(loader, 1), 1)
+    ends = [(batch.tolist(), accelerator.gradient_state.end_of_dataloader) for batch in skipped]
+    assert (ends, len(skipped)) == ([([4, 5], False), ([6, 7], True)], 2)
+    assert isinstance(skipped, XLALoader)
+    assert calls == ["sync", "sync"]
+
+
 def test_one_process_reduces_nothing(monkeypatch):
     calls = stand_in(monkeypatch)
     accelerator, model, optimizer = make()

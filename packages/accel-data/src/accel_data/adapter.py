@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_data.cursor import Kind, Pass, Progress, from_state, to_state
+from accel_data.exchange import Plain, from_torchdata, is_from_torchdata, to_torchdata
 from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
 from accel_data.order import SeedableRandomSampler
-from accel_data.place import Mark, Trail
+from accel_data.place import Trail
+from accel_data.reading import handed_on, opened
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.seeds import keyed, pass_key
-from accel_state.imports import require
+from accel_data.stateful import stateful_class
 
 __all__ = [
     "DataLoaderAdapter",
     "Unbatched",
     "get_sampler",
-    "handed_on",
     "innermost",
-    "loader_class",
-    "opened",
     "part_of",
     "settings",
 ]
@@ -47,8 +46,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: The dataset.
-        use_stateful_dataloader: Read through torchdata's StatefulDataLoader where workers read a stream
-            (the extra `stateful` installs it).
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it (the extra `stateful` installs it).
         batch_sampler: The batch sampler.
         **kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
@@ -63,12 +62,15 @@ class DataLoaderAdapter(DataLoader[Any]):
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+        if use_stateful_dataloader:
+            self.__class__ = stateful_class(type(self))
+            self.snapshot_every_n_steps = kwargs.pop("snapshot_every_n_steps", 1)
+        # Not super(): torchdata's loader would put samplers of its own in.
+        DataLoader.__init__(self, dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = 0
         self.synchronized_generator: torch.Generator | None = None
         self._progress = Progress()
-        self._base = loader_class(use_stateful_dataloader)
         self._reads: DataLoader[Any] | None = None
         self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
         self._progress.part = part_of(dataset if self._shard is None else self._shard)
@@ -136,7 +138,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         generator = self.synchronized_generator
         state = None if generator is None else generator.get_state()
         cursor = self._progress.cursor(self._step_size, state)
-        return to_state(cursor, self._kind, self._sample_seed)
+        place = to_state(cursor, self._kind, self._sample_seed)
+        if self.use_stateful_dataloader:
+            place |= to_torchdata(cursor, self._plain, pass_key(self._sample_seed, cursor.epoch))
+        return place
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a place: the next iteration has the rest of its epoch, on any number of processes.
@@ -144,15 +149,19 @@ class DataLoaderAdapter(DataLoader[Any]):
         The state of an epoch's last batch is that of its end: the next iteration is the next epoch.
 
         Args:
-            state_dict: What `state_dict` returned, maybe in another run.
+            state_dict: What `state_dict` returned, maybe in another run; or that of torchdata's
+                StatefulDataLoader, whose epoch is taken to be the one of this loader.
 
         Raises:
             ValueError: If it is not the state of a loader like this one over a dataset like this one.
         """
-        cursor = from_state(state_dict, self._kind)
-        if self._seed is not None:
-            self._seed = int(state_dict["seed"])
-        self._progress.sample_seed = int(state_dict["sample_seed"])
+        if is_from_torchdata(state_dict):
+            cursor = from_torchdata(state_dict, self._plain, self._progress.epoch, self._progress.part)
+        else:
+            cursor = from_state(state_dict, self._kind)
+            if self._seed is not None:
+                self._seed = int(state_dict["seed"])
+            self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
         self._tell_epoch(self._progress.epoch)
 
@@ -203,6 +212,29 @@ class DataLoaderAdapter(DataLoader[Any]):
         """What the seeds of single samples are made of: the seed of the order, if it has one."""
         seed = self._seed
         return self._progress.sample_seed if seed is None else seed
+
+    @property
+    def _plain(self) -> Plain:
+        """What is known of the loader that would read on one process what this one reads with others."""
+        shard: Any = self._stream_shard() if self._shard is None else self._shard
+        part, length = getattr(shard, "part", None), self._limit
+        parts = part[1] if part else 1
+        return Plain(
+            dataset=getattr(shard, "dataset", self.dataset),
+            sampler=None if self._shard is None else self._shard.walked,
+            batch_size=self._plain_batch_size,
+            batched=not self._unbatched,
+            num_workers=self.num_workers,
+            generator=self.generator,
+            length=None if length is None else length // parts,
+            drop_last=bool(shard.drop_last),
+            parts=parts,
+        )
+
+    @property
+    def _plain_batch_size(self) -> int:
+        shard = self._stream_shard() if self._shard is None else self._shard
+        return shard.batch_size or 1
 
     @property
     def _blocks_per_step(self) -> int:
@@ -265,7 +297,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             reader = BlockReader(shard, self.num_workers > 0, place)
             shard.counts_rows = self.batch_size is None
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
-            self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
+            self._reads = DataLoader(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
         parts = begin.part[1] if begin.part else 1
         start = begin.consumed // parts
         self._reads.dataset.seek(begin.epoch, start, place is not None)  # type: ignore[attr-defined]
@@ -277,7 +309,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Start torch's own iteration over this loader, or over the one that reads for it."""
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
-        return keyed(loader, lambda: opened(lambda: iterate(loader), started), key)
+        return keyed(loader, lambda: opened(lambda: iterate(loader), started, loader.generator), key)
 
 
 def part_of(shard: Any) -> tuple[int, int] | None:
@@ -288,49 +320,6 @@ def part_of(shard: Any) -> tuple[int, int] | None:
     if isinstance(shard, PresplitStream) or (isinstance(shard, PresplitBatchSampler) and not shard.deals):
         return shard.part
     return None
-
-
-def handed_on(
-    blocks: Iterator[Any], started: Pass, over: int
-) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-    """Hand on what workers have read, and note where they were.
-
-    Args:
-        blocks: (real, batch, mark) of each block.
-        started: The pass.
-        over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
-
-    Yields:
-        (batch, real)
-    """
-    trail = started.trail
-    assert trail is not None
-    for real, batch, mark in blocks:
-        if over and isinstance(mark, Mark):
-            over -= 1
-            trail.pass_over(mark)
-        else:
-            trail.add(mark, started.steps)
-            yield batch, real and tuple(real)  # pinning memory made a list of it
-
-
-def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:
-    """Start torch's own iteration, which draws a seed for the workers from the global generator.
-
-    An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the
-    numbers drawn after it are those of the run that was not interrupted.
-
-    Args:
-        start: Starts the iteration.
-        started: The pass.
-    """
-    if not started.resumed:
-        return start()
-    state = torch.get_rng_state()
-    try:
-        return start()
-    finally:
-        torch.set_rng_state(state)
 
 
 class Unbatched(Sampler[Any]):
@@ -355,16 +344,6 @@ def innermost(batch_sampler: Any) -> Any:
     while isinstance(batch_sampler, (BatchSamplerShard, SkipBatchSampler)):
         batch_sampler = batch_sampler.batch_sampler
     return batch_sampler
-
-
-def loader_class(stateful: bool) -> type[DataLoader[Any]]:
-    """Return torchdata's StatefulDataLoader, or torch's DataLoader."""
-    if not stateful:
-        return DataLoader
-    found: type[DataLoader[Any]] = require(
-        "torchdata.stateful_dataloader", "stateful", "accel-data"
-    ).StatefulDataLoader
-    return found
 
 
 def settings(loader: DataLoader[Any]) -> dict[str, Any]:

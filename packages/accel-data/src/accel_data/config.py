@@ -22,8 +22,8 @@ class DataLoaderConfiguration:
             order is a function of seed and epoch. (Those that have none are replaced in any case.)
         data_seed: Seed of the shuffled orders; None to draw one from torch's generator on process 0.
         non_blocking: Do not wait for copies from pinned memory to the device.
-        use_stateful_dataloader: Read streams through torchdata's StatefulDataLoader (the
-            extra `stateful` installs it).
+        use_stateful_dataloader: Have prepared loaders be instances of torchdata's StatefulDataLoader, too,
+            which exchange states with one that is not prepared (the extra `stateful` installs it).
         custom_classes: Classes to make in place of `DataLoaderShard` and `DataLoaderDispatcher`, keyed by
             these; each must be a subclass of its key.
 
@@ -44,6 +44,6 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         check_seed(self.data_seed)
         if self.use_stateful_dataloader:
-            from accel_data.adapter import loader_class
+            from accel_data.stateful import loader_class
 
             loader_class(stateful=True)

@@ -35,6 +35,8 @@ class Cursor:
         part: (index, number) of the process whose samples these are, where they were divided before they were
             given to the loader, so that another number of processes cannot go on; None where they were not.
         ended: Whether the last batch of the epoch was handed out, so that the next epoch comes next.
+        order: State of the generator that the order of this epoch is drawn from, if a plain loader of
+            torchdata has begun it; None where seed or generator say the order.
     """
 
     epoch: int = 0
@@ -45,6 +47,7 @@ class Cursor:
     stream: Place | None = None
     part: tuple[int, int] | None = None
     ended: bool = False
+    order: torch.Tensor | None = None
 
     def after(self, num_batches: int) -> int:
         """Return how many samples the epoch's first `num_batches` batches hold, counted as that run did."""
@@ -153,7 +156,7 @@ class Progress:
         distance = (consumed - place.consumed) // parts
         stream = place.stream and place.stream.moved(distance, consumed // parts)
         generator, ended = place.generator, place.ended
-        begin = Cursor(self.epoch, consumed, batches, step_size, generator, stream, self.part, ended)
+        begin = Cursor(self.epoch, consumed, batches, step_size, generator, stream, self.part, ended, place.order)
         resumed = loaded is not None and place.batches > 0
         self._latest = Pass(begin, limit, loaded=loaded is not None, resumed=resumed)
         return self._latest
@@ -265,7 +268,8 @@ def from_state(state: Mapping[str, Any], kind: Kind) -> Cursor:
     stream = None if state["stream"] is None else Place.from_state(state["stream"])
     if stream is not None and state["part"] is not None and tuple(state["part"]) != kind.part:
         stream = stream.without_states()  # another process has counted samples of its own
-    cursor = Cursor(**{name: state[name] for name in _PLACE}, stream=stream, part=kind.part)
+    known = {name: state[name] for name in _PLACE}
+    cursor = Cursor(**known, stream=stream, part=kind.part, order=state.get("order"))
     _check_place(cursor, kind.limit)
     return cursor
 
@@ -295,7 +299,8 @@ def _check_fits(state: Mapping[str, Any], kind: Kind) -> None:
             f"The state is that of a loader whose data was {ways[0]} before it was prepared, but here it is "
             f"{ways[1]}, so it is not known which samples have been seen. Go on with as many processes as "
             "before; or give the loader the whole dataset from the beginning of a run, and it will go on on "
-            "any number."
+            "any number. (A stream of `datasets` with as many shards as processes is divided by its shards, "
+            "unless dispatch_batches=True.)"
         )
 
 

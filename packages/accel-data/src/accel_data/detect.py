@@ -1,22 +1,21 @@
 """What shares data out already, and whether all processes have been given the same loader.
 
 A sampler, batch sampler or dataset that knows a rank and a number of processes gives one process its share. A
-map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows.
+map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows. A
+stream of theirs with one shard for each process is split here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import sys
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from accel_data import hugging_face
 from accel_data.iterable import IterableDatasetShard
 from accel_ops.objects import gather_object
 from accel_state.process import current_process
@@ -30,6 +29,9 @@ _PAIRS = (
     ("dp_rank", "dp_world_size"),
 )
 """Attributes that name the process and the number of processes that something shares data out for."""
+
+_LOOSE = {"world_size", "num_processes"}
+"""Those that a dataset may have for something else, such as messages."""
 
 _SAMPLERS = ("batch_sampler", "sampler")
 _DATASETS = ("dataset", "_data")
@@ -45,14 +47,23 @@ class Split(NamedTuple):
         size: Number of processes.
         holder: The sampler, batch sampler or dataset.
         of_dataset: Whether the dataset is shared out, rather than the order in which it is read.
+        names: The attributes that say so; empty where something else does.
         lengths: Length of the dataset on each process; None where not known.
+        part: The share of a stream that was split here; None where the loader's dataset is the share.
     """
 
     rank: int
     size: int
     holder: Any
     of_dataset: bool
+    names: tuple[str, ...] = ()
     lengths: tuple[int, ...] | None = None
+    part: IterableDataset[Any] | None = None
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether its attributes may mean something else."""
+        return self.of_dataset and not _LOOSE.isdisjoint(self.names)
 
 
 class _Facts(NamedTuple):
@@ -73,26 +84,33 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     """
     samplers = [getattr(dataloader, name, None) for name in _SAMPLERS]
     for part in _inside(samplers, _SAMPLERS):
-        if place := _place_of(part):
-            return Split(*place, part, False)
+        if found := _place_of(part):
+            return Split(*found[0], part, False, found[1])
     for part in _inside([dataloader.dataset], _DATASETS):
+        if isinstance(part, IterableDatasetShard):
+            return Split(part.process_index, part.num_processes, part, True)
+        if (found := _place_of(part)) and found[0][1] > 1:
+            return Split(*found[0], part, True, found[1])
         # Hugging Face's streams have an attribute with the place.
-        place = _place_of(part) or _place_of(getattr(part, "_distributed", None))
-        if place and (place[1] > 1 or isinstance(part, IterableDatasetShard)):
-            return Split(*place, part, True)
+        if (found := _place_of(getattr(part, "_distributed", None))) and found[0][1] > 1:
+            return Split(*found[0], part, True)
     return None
 
 
-def split_everywhere(dataloader: DataLoader[Any], rank: int, size: int, compare: bool) -> Split | None:
+def split_everywhere(
+    dataloader: DataLoader[Any], rank: int, size: int, compare: bool, together: bool
+) -> Split | None:
     """Find what shares the data out already, and make sure that it does so for the processes that run.
 
-    Where several processes run they compare what they have been given, so that all of them raise.
+    Where several processes run they compare what they have been given, so that all of them raise. A stream of
+    Hugging Face with one shard for each process is split here, if all processes have the same.
 
     Args:
         dataloader: A loader that is not prepared.
         rank: Index of this process among those that share the data out.
         size: Their number.
         compare: Whether all of them read, and so must have the same data.
+        together: Whether all processes of the run do this, so that they can compare what they have.
 
     Returns:
         What shares the data out; None if nothing does.
@@ -101,15 +119,20 @@ def split_everywhere(dataloader: DataLoader[Any], rank: int, size: int, compare:
         ValueError: If it does so for other processes, or the processes have different data.
     """
     split = find_split(dataloader)
-    if size == 1 or not dist.is_initialized() or current_process().world_size != size:
-        _check_places([_facts(dataloader, split, (rank, size), compare=False)])
-        return split
-    everyone: list[_Facts] = gather_object([_facts(dataloader, split, (rank, size), compare)])
+    everyone = [_facts(dataloader, split, (rank, size), compare)]
+    if together:
+        everyone = gather_object(everyone)
     _check_places(everyone)
-    if split is None:
+    if split is None and together:
         split = _found_by_comparing(dataloader, (rank, size), everyone)
-    lengths = tuple(facts.length for facts in sorted(everyone, key=_by_place) if facts.length is not None)
-    if split is None or not split.of_dataset or len(lengths) < size:
+    if split is None:
+        return _split_by_shards(dataloader.dataset, (rank, size), everyone)
+    if not together:
+        return split
+    lengths = tuple(facts.length for facts in _one_of_each(everyone) if facts.length is not None)
+    if split.is_loose and len(set(lengths)) < 2:
+        _tell_loose(split)
+    if not split.of_dataset or len(lengths) < size:
         return split
     return split._replace(lengths=lengths)
 
@@ -127,37 +150,43 @@ def _attribute(part: Any, name: str) -> Any:
     return None if callable(inner) or inner is part else inner
 
 
-def _place_of(part: Any) -> tuple[int, int] | None:
+def _place_of(part: Any) -> tuple[tuple[int, int], tuple[str, str]] | None:
+    """Return the process and the number of processes, and the attributes that name them."""
     for names in _PAIRS:
         rank, size = (getattr(part, name, None) for name in names)
         if type(rank) is int and type(size) is int:
-            return rank, size
+            return (rank, size), names
     return None
 
 
-def _by_place(facts: _Facts) -> tuple[int, int]:
-    return facts.place
+def _one_of_each(everyone: Sequence[_Facts]) -> list[_Facts]:
+    """Return one of the processes that get the same batches, of each such group, in the order of shares."""
+    found = {facts.place: facts for facts in everyone}
+    return [found[place] for place in sorted(found)]
 
 
 def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, int], compare: bool) -> _Facts:
     found = split and (split.rank, split.size, type(split.holder).__name__, split.of_dataset)
     dataset: Any = dataloader.dataset
-    if not compare or isinstance(dataset, IterableDataset):
+    if not compare:
         return _Facts(place, found, None, None, None)
+    if isinstance(dataset, IterableDataset):
+        divides = split is None and hugging_face.has_shards_for(dataset, place[1])
+        return _Facts(place, found, None, None, hugging_face.stream_digest(dataset) if divides else None)
     length = len(dataset) if hasattr(dataset, "__len__") else None
     rows = None
     if isinstance(dataset, Subset):
-        rows = _digest(array("q", map(int, dataset.indices)).tobytes())
-    elif length and _is_hugging_face(dataset):
-        rows = b"".join(_digests(dataset, sorted({0, length // 2, length - 1})))
+        rows = hugging_face.digest(array("q", map(int, dataset.indices)).tobytes())
+    elif length and hugging_face.is_table(dataset):
+        rows = b"".join(hugging_face.row_digests(dataset, sorted({0, length // 2, length - 1})))
     batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
     return _Facts(place, found, length, batch_size, rows)
 
 
 def _check_places(everyone: Sequence[_Facts]) -> None:
     """Raise if something shares data out for other processes than these, or only on some of them."""
-    found = [facts for facts in everyone if facts.split is not None]
-    for facts in found:
+    found = {rank: facts for rank, facts in enumerate(everyone) if facts.split is not None}
+    for facts in found.values():
         assert facts.split is not None
         rank, size, name, of_dataset = facts.split
         if (rank, size) != facts.place:
@@ -169,9 +198,9 @@ def _check_places(everyone: Sequence[_Facts]) -> None:
                 f"itself. Or make the {name} for this process (num_replicas={here[1]}, rank={here[0]})."
             )
     if found and len(found) < len(everyone):
-        without = [facts.place[0] for facts in everyone if facts.split is None]
+        without = [rank for rank in range(len(everyone)) if rank not in found]
         raise ValueError(
-            f"The loader of process {found[0].place[0]} shares its data out already, but those of the "
+            f"The loader of process {min(found)} shares its data out already, but those of the "
             f"processes {without} do not. {_SAME}"
         )
 
@@ -184,10 +213,10 @@ def _found_by_comparing(
         raise ValueError(
             f"The processes have different batch sizes: {_each(everyone, 'batch_size')}. {_SAME}"
         )
-    if len({(facts.length, facts.rows) for facts in everyone}) == 1:
-        return None
     dataset = dataloader.dataset
-    if _is_hugging_face(dataset) and _are_shares(dataset, everyone):
+    if len({(facts.length, facts.rows) for facts in everyone}) == 1 or isinstance(dataset, IterableDataset):
+        return None
+    if hugging_face.is_table(dataset) and _are_shares(dataset, everyone):
         return Split(*place, dataset, True)
     raise ValueError(
         f"The processes have different data in their {type(dataset).__name__} (lengths: "
@@ -198,41 +227,50 @@ def _found_by_comparing(
     )
 
 
+def _split_by_shards(dataset: Any, place: tuple[int, int], everyone: Sequence[_Facts]) -> Split | None:
+    """Give each process its shard of a stream, if there is one for each and all processes have the same."""
+    seen = {facts.rows for facts in everyone}
+    if None in seen or len(seen) > 1 or not hugging_face.has_shards_for(dataset, place[1]):
+        return None
+    return Split(*place, dataset, True, part=hugging_face.take_shard(dataset, *place))
+
+
+def _tell_loose(split: Split) -> None:
+    """Warn on process 0 that attributes of a dataset alone say that it is shared out."""
+    if not current_process().is_main:
+        return
+    name, (rank, size) = type(split.holder).__name__, split.names
+    warnings.warn(
+        f"{name} has {rank}={split.rank} and {size}={split.size}, so it passes as one that holds the samples "
+        f"of this process alone, and is not shared out. If it holds the same on all processes, each of them "
+        f"reads all of it: give {rank} and {size} other names. If it does hold its own, name the second one "
+        "num_replicas, and this warning does not come.",
+        stacklevel=4,
+    )
+
+
 _SAME = "Make the same loader on every process."
 
 
 def _each(everyone: Sequence[_Facts], name: str) -> str:
-    return ", ".join(f"{getattr(facts, name)} on process {facts.place[0]}" for facts in everyone)
+    return ", ".join(f"{getattr(facts, name)} on process {rank}" for rank, facts in enumerate(everyone))
 
 
 def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
     """Whether the datasets of the processes are what split_dataset_by_node makes of one; all must ask.
 
-    Their lengths must be those of its shares, and of many rows none may be on two processes. (Rows that are
-    twice on one process tell nothing.)
+    Their lengths must be those of its shares, and of many rows none may be in two shares. (Rows that are
+    twice in one share tell nothing.) Processes that get the same batches must have the same share.
     """
-    lengths = [facts.length or 0 for facts in sorted(everyone, key=_by_place)]
+    shares = _one_of_each(everyone)
+    lengths = [facts.length or 0 for facts in shares]
     total, count = sum(lengths), len(lengths)
     if lengths != [total // count + (rank < total % count) for rank in range(count)]:
         return False
     length = len(dataset)
     rows = sorted({length * i // _ROWS for i in range(_ROWS)}) if length else []
-    seen: list[list[bytes]] = gather_object([_digests(dataset, rows)])
-    unique = [{row for row, times in Counter(some).items() if times == 1} for some in seen]
-    return any(unique) and sum(map(len, unique)) == len(set().union(*unique))
-
-
-def _is_hugging_face(dataset: Any) -> bool:
-    module = sys.modules.get("datasets")
-    return module is not None and isinstance(dataset, module.Dataset)
-
-
-def _digests(dataset: Any, rows: list[int]) -> list[bytes]:
-    """Return a digest for each of some rows as they are stored, before any formatting or transform."""
-    if not rows:
-        return []
-    return [_digest(pickle.dumps(row)) for row in dataset.with_format("arrow")[rows].to_pylist()]
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=8).digest()
+    digests: list[tuple[bytes, ...]] = gather_object([tuple(hugging_face.row_digests(dataset, rows))])
+    seen = {(facts.place, some) for facts, some in zip(everyone, digests, strict=True)}
+    unique = [{row for row, times in Counter(some).items() if times == 1} for _, some in seen]
+    alike = len(seen) == count
+    return alike and any(unique) and sum(map(len, unique)) == len(set().union(*unique))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.adapter import Unbatched, settings
 from accel_data.ahead import read_ahead
@@ -20,7 +20,7 @@ from accel_data.iterable import IterableDatasetShard, count_rows
 from accel_data.layout import Layout, Share
 from accel_data.link import Link, Parts, hand_out
 from accel_data.loader import Item, PreparedLoader, look_ahead, noted
-from accel_data.mesh import data_ranks
+from accel_data.mesh import find_data_ranks
 from accel_data.rounds import Read, Round, Rounds
 from accel_data.samplers import AllShards, BatchSamplerShard
 from accel_data.scatter import ABSENT, Message, Receiver, Sender
@@ -48,7 +48,8 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: The dataset. Only process 0 reads it.
         split_batches: Give each process a piece of every batch, not every n-th batch.
         skip_batches: Number of batches to leave out at the beginning of every iteration.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader.
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it.
         _drop_last: Whether an incomplete last step is dropped.
         _non_blocking: Do not wait for copies from pinned memory to the device.
         slice_fn: Takes the part of one process out of a batch for all of them; called as `slice_fn(batch,
@@ -59,8 +60,9 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration: Number of the first epoch.
         device: Where batches are put; None leaves them where they arrive.
         even_batches: Complete an incomplete last step with samples from the start.
-        num_processes: Number of data-parallel processes; those that run by default. With 1, this process
-            reads for itself alone.
+        num_processes: Number of data-parallel processes; those that run by default. With 1, and neither
+            torch_device_mesh nor data_ranks, this process reads for itself alone.
+        data_ranks: The data-parallel rank of each process, where torch_device_mesh does not say it.
         gradient_state: The state that is told when iteration begins and ends; by default the newest.
         **kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
@@ -84,11 +86,12 @@ class DataLoaderDispatcher(PreparedLoader):
         device: torch.device | None = None,
         even_batches: bool = True,
         num_processes: int | None = None,
+        data_ranks: Sequence[int] | None = None,
         gradient_state: GradientState | None = None,
         **kwargs: Any,
     ) -> None:
         self._process = current_process()
-        self._owners = _owners(self._process, torch_device_mesh, num_processes)
+        self._owners = _owners(self._process, torch_device_mesh, num_processes, data_ranks)
         self.num_processes = max(self._owners) + 1
         self.split_batches = split_batches
         self.slice_fn = slice_fn
@@ -135,6 +138,13 @@ class DataLoaderDispatcher(PreparedLoader):
         if self._shard is not None:
             return self._shard.step_size
         return (self.batch_size or 1) * (1 if self._sliced_items else self.num_processes)
+
+    @property
+    def _plain_batch_size(self) -> int:
+        if self._shard is not None:
+            return super()._plain_batch_size
+        pieces = self.split_batches and self.batch_size is not None
+        return (self.batch_size or 1) * (self.num_processes if pieces else 1)
 
     @property
     def _blocks_per_step(self) -> int:
@@ -211,7 +221,7 @@ class DataLoaderDispatcher(PreparedLoader):
         number = receiver.begin()
         if self.generator is None and not started.resumed:
             # Process 0 draws a seed for its workers here: the global generators stay alike.
-            torch.empty((), dtype=torch.int64).random_()
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
         return self._received(receiver, number)
 
     def _received(self, receiver: Receiver, number: int) -> Generator[Item, None, None]:
@@ -266,8 +276,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 name = "batch_sampler" if self.batch_sampler is not None else "sampler"
                 sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
-            self._reads = self._base(self.dataset, **sampling, **settings(self))
-        shard.start = started.begin.consumed
+            self._reads = DataLoader(self.dataset, **sampling, **settings(self))
+        shard.start, shard.drawn_from = started.begin.consumed, started.begin.order
         return self._open(self._reads, started)
 
     def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:
@@ -307,16 +317,19 @@ def _with_last(rounds: Iterable[Round], shard: BatchSamplerShard, share: Any) ->
         yield Round(parts, real), last
 
 
-def _owners(process: Process, mesh: DeviceMesh | None, num_processes: int | None) -> list[int]:
+def _owners(
+    process: Process, mesh: DeviceMesh | None, num_processes: int | None, data_ranks: Sequence[int] | None
+) -> list[int]:
     """Return for each process of the run which data-parallel rank it has; [0] for a process by itself."""
-    if num_processes == 1 and mesh is None:
+    if num_processes == 1 and mesh is None and data_ranks is None:
         return [0]
-    ranks = {rank: rank for rank in range(process.world_size)} if mesh is None else data_ranks(mesh)
+    ranks = find_data_ranks(process.world_size, mesh, data_ranks)
     parts = max(ranks.values()) + 1
     if num_processes not in (None, parts):
         raise ValueError(
             f"Batches cannot be handed out to num_processes={num_processes}: process 0 has {parts} to serve. "
-            "Leave num_processes out, or pass dispatch_batches=False."
+            "Leave num_processes out, say by data_ranks which processes get the same batches, or pass "
+            "dispatch_batches=False."
         )
     if sorted(ranks) != list(range(process.world_size)):
         raise ValueError(

@@ -224,7 +224,7 @@ class BlockReader(IterableDataset[Any]):
     def __init__(self, shard: IterableDatasetShard, shared: bool, place: Place | None = None) -> None:
         self.shard = shard
         self.place = place
-        where = torch.zeros(3, dtype=torch.int64)
+        where = torch.zeros(3, dtype=torch.int64, device="cpu")
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
     def seek(self, epoch: int, start: int, from_place: bool = False) -> None:

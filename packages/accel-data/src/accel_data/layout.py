@@ -121,8 +121,8 @@ def cut(order: Order, layout: Layout, rank: int | None, share: Share) -> Iterato
         starts = _starts(layout, length, rank)
         for first in range(0, len(starts), many):
             some = starts[first : first + many]
-            column = torch.arange(some.start, some.stop, some.step).unsqueeze(1)
-            yield from (column + torch.arange(layout.share)).tolist()
+            column = torch.arange(some.start, some.stop, some.step, device="cpu").unsqueeze(1)
+            yield from (column + torch.arange(layout.share, device="cpu")).tolist()
     else:
         for position in _starts(layout, length, rank):
             yield order[position : position + layout.share]

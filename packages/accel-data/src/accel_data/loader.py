@@ -132,7 +132,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Return the batches of a pass, and what will be known of them."""
         if self._shard is None:
             return noted_ahead(self._stream(started, self._stream_shard()), Share())
-        self._shard.start = started.begin.consumed
+        self._shard.start, self._shard.drawn_from = started.begin.consumed, started.begin.order
         batches = self._open(self, started)
         share = self._shard.share
         if self._shard.has_length:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,8 @@ __all__ = [
     "Order",
     "SeedableRandomSampler",
     "draw",
+    "drawing_from",
+    "draws_at_once",
     "global_states",
     "mix_seed",
     "order_of",
@@ -66,13 +68,28 @@ def draw(sampler: RandomSampler, generator: torch.Generator, same_stream: bool =
     Returns:
         Indices of shape (num_samples,); int32 where the dataset is short enough, to halve the memory.
     """
-    length, wanted = len(sampler.data_source), sampler.num_samples
+    length, wanted, device = len(sampler.data_source), sampler.num_samples, generator.device
     dtype = torch.int32 if length < 2**31 else torch.int64
     if sampler.replacement:
-        return torch.randint(length, (wanted,), generator=generator, dtype=dtype)
+        return torch.randint(length, (wanted,), generator=generator, dtype=dtype, device=device).cpu()
     rounds = wanted // length + (1 if same_stream or wanted % length else 0)
-    drawn = [torch.randperm(length, generator=generator, dtype=dtype) for _ in range(rounds)]
+    drawn = [
+        torch.randperm(length, generator=generator, dtype=dtype, device=device).cpu() for _ in range(rounds)
+    ]
     return drawn[0][:wanted] if wanted <= length else torch.cat(drawn)[:wanted]
+
+
+def drawing_from(generator: torch.Generator | None) -> AbstractContextManager[Any]:
+    """Have torch draw where a generator is, whatever its default device is.
+
+    Args:
+        generator: The generator; None for the global one of the CPU.
+
+    Returns:
+        A context manager.
+    """
+    device = torch.device("cpu") if generator is None else generator.device
+    return nullcontext() if torch.get_default_device().type == device.type else device
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -183,10 +200,16 @@ def order_of(
         return _chunked(sampler, isolated)
 
     def walk() -> list[Any]:
-        with _entered(isolated):
+        with _entered(isolated), drawing_from(sampler_generator(sampler)):
             return list(sampler)
 
     return walk() if agreed is None else agreed(walk)
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether the whole order of a sampler is drawn at once from one generator, as `draw` does it."""
+    drawn = RandomSampler.__iter__, SeedableRandomSampler.__iter__
+    return isinstance(sampler, RandomSampler) and type(sampler).__iter__ in drawn
 
 
 def sampler_generator(sampler: object) -> torch.Generator | None:
@@ -203,7 +226,7 @@ def sampler_generator(sampler: object) -> torch.Generator | None:
 def take(order: range | torch.Tensor | list[Any], positions: Sequence[int]) -> list[Any]:
     """Return the entries of an order at some positions."""
     if isinstance(order, torch.Tensor):
-        taken: list[Any] = order[torch.tensor(positions, dtype=torch.int64)].tolist()
+        taken: list[Any] = order[torch.tensor(positions, dtype=torch.int64, device="cpu")].tolist()
         return taken
     return [order[position] for position in positions]
 
@@ -211,7 +234,7 @@ def take(order: range | torch.Tensor | list[Any], positions: Sequence[int]) -> l
 def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[Any]:
     entries = iter(sampler)
     while True:
-        with _entered(isolated):
+        with _entered(isolated), drawing_from(sampler_generator(sampler)):
             chunk = list(islice(entries, _CHUNK if isolated else 1))
         if not chunk:
             return

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, loader_class, settings
+from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, settings
 from accel_data.agree import Seeding, agreed_order
-from accel_data.checks import check_loader, check_place, check_rng_types, check_seed, check_single, check_skip
+from accel_data.checks import (
+    check_divides,
+    check_loader,
+    check_place,
+    check_rng_types,
+    check_seed,
+    check_single,
+    check_skip,
+)
 from accel_data.detect import Split, split_everywhere
 from accel_data.dispatch import DataLoaderDispatcher
 from accel_data.iterable import IterableDatasetShard, PresplitStream
-from accel_data.mesh import data_ranks
+from accel_data.mesh import find_data_ranks
 from accel_data.order import sampler_generator
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
 from accel_data.shard import DataLoaderShard, SkipDataLoader
-from accel_data.stateful import as_plain, is_stateful
+from accel_data.stateful import as_plain, is_stateful, loader_class
 from accel_state.enums import RNGType
 from accel_state.process import current_process
 
@@ -33,12 +42,28 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
+class Place(NamedTuple):
+    """Where this process stands among those that the data is divided over.
+
+    Args:
+        size: Their number.
+        rank: Index of this one.
+        together: Whether all processes of the run prepare this loader, more than one of them. They read it
+            in one order, also those that get the same batches.
+    """
+
+    size: int
+    rank: int
+    together: bool
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a loader is shared out."""
 
     num_processes: int
     process_index: int
+    several: bool  # processes that read in one order, among them those that get the same batches
     split_batches: bool
     even_batches: bool
     seeding: Seeding
@@ -61,6 +86,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: DeviceMesh | None = None,
     *,
+    data_ranks: Sequence[int] | None = None,
     gradient_state: GradientState | None = None,
     custom_classes: Mapping[type, type] | None = None,
 ) -> DataLoader[Any]:
@@ -83,7 +109,8 @@ def prepare_data_loader(
             or another device's name, and "generator", the one that the sampler, batch sampler or iterable
             dataset has. Only that one by default.
         dispatch_batches: Read on process 0 alone and hand batches out from there. By default for iterable
-            datasets.
+            datasets, but for those that are divided already, and for streams of Hugging Face `datasets` with
+            as many shards as there are processes: without True each process reads a shard of its own.
         even_batches: Complete an incomplete last step with samples from the start, so that all processes get
             equally many; `real_samples` tells which they are. Without it the last processes may get fewer.
         slice_fn_for_dispatch: Takes the part of one process out of a dispatched batch; see
@@ -92,10 +119,12 @@ def prepare_data_loader(
             order is a function of seed and epoch.
         data_seed: Seed of a shuffled order; by default drawn from torch's generator on process 0.
         non_blocking: Do not wait for copies from pinned memory to the device.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader (the
-            extra `stateful` installs it).
+        use_stateful_dataloader: Return an instance of torchdata's StatefulDataLoader, too, which exchanges
+            states with one that is not prepared (the extra `stateful` installs it).
         torch_device_mesh: The mesh that the processes form; processes that differ only along its axes tp, cp
             and sp get the same batches.
+        data_ranks: For each process of the run, which share of the data it gets, where no mesh says it:
+            [0, 0, 1, 1] for two groups of two that work on the same batches.
         gradient_state: The state that is told when iteration begins and ends; by default the newest.
         custom_classes: See `DataLoaderConfiguration`.
 
@@ -113,10 +142,11 @@ def prepare_data_loader(
     check_loader(dataloader)
     check_seed(data_seed)
     types = check_rng_types(rng_types)
-    size, rank = _place(num_processes, process_index, torch_device_mesh)
-    seeding = Seeding(use_seedable_sampler, data_seed, size > 1, gradient_state)
-    plan = Plan(size, rank, split_batches, even_batches, seeding)
-    split = split_everywhere(dataloader, rank, size, compare=not dispatch_batches)
+    size, rank, together = _place(num_processes, process_index, torch_device_mesh, data_ranks)
+    several = together or size > 1
+    seeding = Seeding(use_seedable_sampler, data_seed, several, gradient_state)
+    plan = Plan(size, rank, several, split_batches, even_batches, seeding)
+    split = split_everywhere(dataloader, rank, size, compare=not dispatch_batches, together=together)
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
     if split is not None:
@@ -137,11 +167,12 @@ def prepare_data_loader(
     prepared: DataLoaderShard | DataLoaderDispatcher
     if dispatch_batches:
         dispatcher = _class_for(DataLoaderDispatcher, custom_classes)
+        common["data_ranks"] = data_ranks
         prepared = _dispatcher(dispatcher, dataloader, plan, slice_fn_for_dispatch, common)
     else:
         shard = _class_for(DataLoaderShard, custom_classes)
         prepared = _shard(shard, dataloader, plan, split, common)
-    prepared.rng_types = types if size > 1 else None
+    prepared.rng_types = types if several else None
     if prepared._seed is None:
         prepared._progress.sample_seed = seeding.for_samples()
     return prepared
@@ -155,17 +186,20 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     the next epoch of either.
 
     Args:
-        dataloader: The loader, prepared or not.
+        dataloader: The loader, prepared or not; or an object around one that has a method
+            `skip_first_batches(num_batches)`.
         num_batches: Number of batches to leave out.
 
     Returns:
         The new loader, with all settings of the given one.
 
     Raises:
-        TypeError: If num_batches is not an integer.
+        TypeError: If num_batches is not an integer, or dataloader nothing that batches can be skipped of.
         ValueError: If it is negative, or more than there are.
     """
     check_skip(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        return _skip_around(dataloader, num_batches)
     if isinstance(dataloader, DataLoaderAdapter):
         _check_skip_fits(dataloader, num_batches)
         skipped = copy.copy(dataloader)
@@ -181,6 +215,15 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     else:
         sampling = {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)}
     return loader_class(is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
+
+
+def _skip_around(loader: Any, num_batches: int) -> Any:
+    """Skip batches of what stands around a prepared loader, and alone knows what its batches are."""
+    if not hasattr(loader, "skip_first_batches"):
+        raise TypeError(
+            f"skip_first_batches takes a DataLoader, prepared or not, but got a {type(loader).__name__}."
+        )
+    return loader.skip_first_batches(num_batches)
 
 
 def _shard(
@@ -214,7 +257,7 @@ def _shard(
         else:
             place = plan.num_processes, plan.process_index
             shard = BatchSamplerShard(seeded, *place, plan.split_batches and not single, plan.even_batches)
-            shard.agreed = agreed_order if plan.num_processes > 1 else None
+            shard.agreed = agreed_order if plan.several else None
         shard.seed = seed
     return cls(dataset, **_sampling(dataloader, shard, single), **common)
 
@@ -227,7 +270,12 @@ def _stream(
         return dataset
     batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
     if split is not None:
-        return PresplitStream(dataset, batch_size or 1, drop_last, (split.rank, split.size))
+        share = batch_size or 1
+        if split.part is not None and plan.split_batches and batch_size is not None:
+            check_divides(batch_size, split.size)
+            share = batch_size // split.size
+        part = dataset if split.part is None else split.part
+        return PresplitStream(part, share, drop_last, (split.rank, split.size))
     even = plan.even_batches and plan.num_processes > 1
     pieces = plan.split_batches and batch_size is not None
     place = plan.num_processes, plan.process_index
@@ -274,33 +322,39 @@ def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[s
     return {"batch_size": None, "sampler": Unbatched(sampler) if single else sampler}
 
 
-def _place(num_processes: int | None, process_index: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Return the number of data-parallel processes and the index of this one."""
-    if num_processes is not None and process_index is not None and mesh is None:
+def _place(
+    num_processes: int | None,
+    process_index: int | None,
+    mesh: DeviceMesh | None,
+    data_ranks: Sequence[int] | None,
+) -> Place:
+    """Find this process's place among those that the data is divided over."""
+    if num_processes is not None and process_index is not None and mesh is None and data_ranks is None:
         check_place(num_processes, process_index)
-        return num_processes, process_index
+        together = num_processes > 1 and dist.is_initialized() and num_processes == dist.get_world_size()
+        return Place(num_processes, process_index, together)
     process = current_process()
     size, rank = process.world_size, process.rank
     asked = (
         size if num_processes is None else num_processes,
         rank if process_index is None else process_index,
     )
-    if mesh is None:
+    if mesh is None and data_ranks is None:
         check_place(*asked)
-        return asked
-    ranks = data_ranks(mesh)
+        return Place(*asked, asked[0] == size > 1 and dist.is_initialized())
+    ranks = find_data_ranks(size, mesh, data_ranks)
     if rank not in ranks:
         raise ValueError(
             f"Process {rank} is not in torch_device_mesh, which has the processes {sorted(ranks)}."
         )
     place = max(ranks.values()) + 1, ranks[rank]
     if asked not in (place, (size, rank)):
+        given = "torch_device_mesh" if data_ranks is None else "data_ranks"
         raise ValueError(
-            f"num_processes={asked[0]} and process_index={asked[1]} do not fit torch_device_mesh, along "
-            f"which the data is divided into {place[0]} parts, of which this process gets number {place[1]}. "
-            "Leave them out."
+            f"num_processes={asked[0]} and process_index={asked[1]} do not fit {given}, along which the data "
+            f"is divided into {place[0]} parts, of which this process gets number {place[1]}. Leave them out."
         )
-    return place
+    return Place(*place, len(ranks) == size > 1 and dist.is_initialized())
 
 
 def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
@@ -311,7 +365,7 @@ def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
             f"The loader shares its data out already, by its {name}, so with dispatch_batches=True process 0 "
             "would hand out its own share only. Leave it out, or pass dispatch_batches=False."
         )
-    ours = isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
+    ours = split.part is not None or isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
     if plan.split_batches and plan.num_processes > 1 and not ours:
         warnings.warn(
             f"split_batches=True is ignored: the {name} has shared the data out already, and the loader's "

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.checks import check_divides, check_place, check_skip
 from accel_data.layout import Layout, Share, cut
-from accel_data.order import Order, order_of
+from accel_data.order import Order, draw, order_of
 
 __all__ = ["AllShards", "BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
 
@@ -60,6 +61,7 @@ class BatchSamplerShard(BatchSampler):
         self.seed: int | None = None  # of the generators under which an unknown sampler is walked
         self.epoch = 0
         self.start = 0  # where the next pass starts in the global order, in samples
+        self.drawn_from: torch.Tensor | None = None  # state of the generator that the next pass draws from
         self.agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None
         self.share = Share()  # of the latest pass
         self._check()
@@ -92,7 +94,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def has_length(self) -> bool:
         """Whether the number of batches is known before they are walked."""
-        return hasattr(self._walked, "__len__")
+        return hasattr(self.walked, "__len__")
 
     @property
     def num_samples(self) -> int | None:
@@ -164,7 +166,8 @@ class BatchSamplerShard(BatchSampler):
         return type(self.batch_sampler).__iter__ is BatchSampler.__iter__
 
     @property
-    def _walked(self) -> Any:
+    def walked(self) -> Any:
+        """The sampler that gives the order: of indices, or of whole batches if only the batch sampler knows."""
         return self.sampler if self._flat else self.batch_sampler
 
     def _layout(self, start: int) -> Layout:
@@ -184,7 +187,11 @@ class BatchSamplerShard(BatchSampler):
             yield from self._whole_batches(self._order(), start, share)
 
     def _order(self) -> Any:
-        return order_of(self._walked, self.seed, self.epoch, self.agreed)
+        if self.drawn_from is not None:
+            generator = torch.Generator()
+            generator.set_state(self.drawn_from)
+            return draw(self.walked, generator)
+        return order_of(self.walked, self.seed, self.epoch, self.agreed)
 
     def _flattened(self, batches: Any) -> Order:
         """Turn batches of the declared size into an order of indices."""

@@ -104,7 +104,7 @@ class _Slot:
         size = sum(map(len, pieces))
         buffer = self._buffers.get(part)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[part] = torch.empty(size + size // 4, dtype=torch.uint8)
+            buffer = self._buffers[part] = torch.empty(size + size // 4, dtype=torch.uint8, device="cpu")
         return torch.cat(pieces, out=buffer[:size])
 
     def wait(self) -> None:
@@ -324,7 +324,7 @@ class Receiver:
             raise RuntimeError(_GONE.format(_READER, _first_line(error))) from error
 
     def _resize(self, capacity: int) -> None:
-        self._buffer = torch.empty(capacity, dtype=torch.uint8)
+        self._buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu")
         self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
 

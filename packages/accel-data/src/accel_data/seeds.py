@@ -170,7 +170,7 @@ def _told(loader: DataLoader[Any], key: int) -> Iterator[None]:
         yield
         return
     # New workers get a tensor of their own: those of another iteration may still be reading.
-    shared = torch.tensor([key]).share_memory_()  # type: ignore[no-untyped-call]
+    shared = torch.tensor([key], device="cpu").share_memory_()  # type: ignore[no-untyped-call]
     loader._worker_key = shared
     init = loader.worker_init_fn
     loader.worker_init_fn = TellWorker(shared, init)

@@ -30,7 +30,8 @@ class DataLoaderShard(PreparedLoader):
             or another device's name, "generator".
         synchronized_generator: The one that "generator" means.
         skip_batches: Number of batches to leave out at the beginning of every iteration.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader.
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it.
         _drop_last: Whether an incomplete last step is dropped, so that there is no remainder.
         _non_blocking: Do not wait for copies from pinned memory to the device.
         torch_device_mesh: The mesh that the processes form.
@@ -81,7 +82,8 @@ class SkipDataLoader(DataLoaderShard):
     Args:
         dataset: The dataset.
         skip_batches: Number of batches to leave out.
-        use_stateful_dataloader: Read a stream through torchdata's StatefulDataLoader.
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it.
         **kwargs: Further arguments of `torch.utils.data.DataLoader`.
     """
 

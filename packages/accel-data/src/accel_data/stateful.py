@@ -10,11 +10,56 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_data.order import SeedableRandomSampler
+from accel_state.imports import require
 
-__all__ = ["as_plain", "is_stateful"]
+__all__ = ["as_plain", "is_stateful", "loader_class", "stateful_class"]
 
 _LOADERS = "torchdata.stateful_dataloader"
 _SAMPLERS = "torchdata.stateful_dataloader.sampler"
+
+
+def loader_class(stateful: bool) -> type[DataLoader[Any]]:
+    """Return torchdata's StatefulDataLoader, or torch's DataLoader."""
+    if not stateful:
+        return DataLoader
+    found: type[DataLoader[Any]] = require(
+        "torchdata.stateful_dataloader", "stateful", "accel-data"
+    ).StatefulDataLoader
+    return found
+
+
+_classes: dict[type, type] = {}
+"""Classes that are torchdata's loader too, by those that they were made from."""
+
+
+def stateful_class(kind: type[DataLoader[Any]]) -> type[Any]:
+    """Return the class of a prepared loader that is torchdata's StatefulDataLoader too.
+
+    It reads as before: torchdata's part is that the loader is an instance of its class.
+
+    Args:
+        kind: The class of the loader.
+
+    Raises:
+        ImportError: If torchdata is not installed.
+    """
+    base = loader_class(stateful=True)
+    if kind in _classes or issubclass(kind, base):
+        return _classes.get(kind, kind)
+    content = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__iter__": kind.__iter__,
+        "__reduce__": lambda self: (_empty, (kind,), self.__dict__),  # the class has no name of its own
+        "_get_iterator": DataLoader._get_iterator,
+    }
+    _classes[kind] = type(kind.__name__, (kind, base), content)
+    return _classes[kind]
+
+
+def _empty(kind: type[DataLoader[Any]]) -> Any:
+    return object.__new__(stateful_class(kind))
 
 
 def is_stateful(dataloader: DataLoader[Any]) -> bool:

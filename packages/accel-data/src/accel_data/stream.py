@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from accel_data.hugging_face import steps_of
 from accel_data.place import Mark, Part, Place
 
-__all__ = ["Counted", "Reading", "Source", "Stream", "open_stream", "read"]
+__all__ = ["Counted", "Reading", "Source", "Stream", "has_state", "open_stream", "read"]
 
 
 class Stream(NamedTuple):
@@ -84,7 +85,7 @@ class Source:
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self.dataset = dataset
-        self.has_state = _has_state(dataset)
+        self.has_state = has_state(dataset)
         self._initial: bytes | None = None
 
     def open(self, part: Part | None = None, worker: tuple[int, int] | None = None) -> Stream:
@@ -297,17 +298,12 @@ def _shown(watch: _Watch | None) -> Iterator[None]:
         torch_worker._worker_info = before
 
 
-def _has_state(dataset: Any) -> bool:
+def has_state(dataset: Any) -> bool:
+    """Whether a dataset, or something else that gives samples, has states of its own that can be relied on."""
     names = ("state_dict", "load_state_dict")
     return all(callable(getattr(dataset, name, None)) for name in names) and not _forgets(dataset)
 
 
 def _forgets(dataset: Any) -> bool:
     """Whether a state of a Hugging Face dataset leaves samples out: those in the buffer of a shuffle."""
-    steps = [getattr(dataset, "_ex_iterable", None)]
-    for step in steps:
-        if type(step).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        inner = [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())]
-        steps += [step for step in inner if step is not None]
-    return False
+    return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in steps_of(dataset))

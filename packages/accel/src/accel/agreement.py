@@ -65,7 +65,7 @@ class Agreement:
         return outcome
 
     def _begin(self, yes: bool) -> None:
-        self._answer = torch.tensor([yes], dtype=torch.uint8)
+        self._answer = torch.tensor([yes], dtype=torch.uint8, device="cpu")
         if self._process.world_size > 1:
             group = _group_for()
             self._work = dist.all_reduce(self._answer, dist.ReduceOp.MAX, group, async_op=True)

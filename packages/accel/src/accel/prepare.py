@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.engines.context import Prepared
+from accel.engines.loader import EngineLoader
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.uneven import warn_of_uneven
 from accel_data.prepare import prepare_data_loader
@@ -44,7 +45,7 @@ _KINDS: dict[str, Any] = {
     "model": torch.nn.Module,
     "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
     "optimizer": (torch.optim.Optimizer, DummyOptim),
-    "loader": DataLoader,
+    "loader": (DataLoader, EngineLoader),
 }
 _BESIDE = ("scheduler", "loader", "own")
 
@@ -197,6 +198,9 @@ def prepare_loader(
     accelerator: Accelerator, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
 ) -> Any:
     """Shard a loader over the engine's data-parallel processes; twice is once."""
+    if isinstance(loader, EngineLoader):
+        inner = prepare_loader(accelerator, loader.loader, place, slice_fn_for_dispatch)
+        return loader if inner is loader.loader else loader.around(inner)
     config = accelerator.dataloader_config
     place = accelerator.device_placement if place is None else place
     asked = (place, slice_fn_for_dispatch, list(accelerator.rng_types), *vars(config).values())
@@ -223,8 +227,9 @@ def prepare_loader(
         use_stateful_dataloader=config.use_stateful_dataloader,
         gradient_state=accelerator.gradient_state,
         custom_classes=config.custom_classes,
-        # Process 0 hands out the same batch to processes that work on it together.
+        # Processes that work on one batch together get the same.
         torch_device_mesh=accelerator.engine.mesh if shares_samples else None,
+        data_ranks=accelerator.engine.data_ranks,
     )
     if not _follows(accelerator, prepared):
         # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.

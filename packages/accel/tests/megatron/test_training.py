@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel.accelerator import Accelerator
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.plugins.megatron import MegatronLMPlugin
+from accel_ops.random import set_seed
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.usefixtures("fresh_state"), pytest.mark.filterwarnings("ignore")]
@@ -163,3 +164,35 @@ def test_a_checkpoint_goes_on_in_another_arrangement(world, tmp_path, size, opti
     for steps, told in world.run(go_on, str(tmp_path / "saved"), size=size, timeout_s=90, **options):
         assert_same(steps, expected)
         assert any("dropout begins with new random numbers" in text for text in told) == (size > 1)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(16))
+
+
+def read_in_groups(**options: Any) -> tuple[tuple[int, int], list[int], list[int]]:
+    """What this process reads of a stream and of a shuffled dataset, where each is seeded by its rank."""
+    with shim():
+        plugin = MegatronLMPlugin(other_megatron_args=OTHER, **options)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        set_seed(7, device_specific=True)
+        loaders = accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(16), 2, shuffle=True))
+        stream, shuffled = ([index for batch in loader for index in batch.tolist()] for loader in loaders)
+        place = accelerator.engine.data_shard
+        accelerator.end_training()
+    return place, stream, shuffled
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {"tp_degree": 2}), (4, {"tp_degree": 2}), (4, {"pp_degree": 2})],
+    ids=str,
+)
+def test_processes_that_share_a_model_read_the_same(world, size, options):
+    results = world.run(read_in_groups, size=size, timeout_s=90, **options)
+
+    shares = {place: (stream, shuffled) for place, stream, shuffled in results}
+    assert [(place, *shares[place]) for place, _, _ in results] == results
+    for number in range(2):
+        assert sorted(index for share in shares.values() for index in share[number]) == list(range(16))

@@ -11,12 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel.ds.runtime import part
+from accel.engines.loader import EngineLoader
+from accel_data.checks import check_skip
+from accel_data.prepare import skip_first_batches
 from accel_ops.tree import send_to_device
 from accel_ops.walk import recursively_apply
 from accel_state import rendezvous
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from accel_state.parallelism import ParallelismConfig
 
@@ -74,7 +78,7 @@ def _put_attention_back() -> None:
         import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS[name] = function
 
 
-class SequenceParallelLoader:
+class SequenceParallelLoader(EngineLoader):
     """A prepared loader whose batches the processes of a group share: each gets its part of the sequence.
 
     Batches are dicts with "input_ids", "position_ids" and "labels", of shape (batch, sequence, ...). The
@@ -87,30 +91,38 @@ class SequenceParallelLoader:
     """
 
     def __init__(self, loader: Any, groups: Any, device: torch.device) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self.groups = groups
         self.device = device
+        self.skips = 0  # of the batches that a group makes of its first ones
+
+    @property
+    def _group_size(self) -> int:
+        return int(self.groups.get_sequence_parallel_world_size())
 
     def __len__(self) -> int:
-        return len(self.loader) * int(self.groups.get_sequence_parallel_world_size())
+        return max(len(self.loader) * self._group_size - self.skips, 0)
+
+    def skip_first_batches(self, num_batches: int) -> Self:
+        """Return one like this without its first batches, which need not be whole rounds of a group."""
+        rounds, skips = divmod(self.skips + check_skip(num_batches), self._group_size)
+        other = self.around(skip_first_batches(self.loader, rounds))
+        other.skips = skips
+        return other
 
     def __iter__(self) -> Iterator[Any]:
         shared = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
             self.loader,
             sp_rank=self.groups.get_sequence_parallel_rank(),
             sp_group=self.groups.get_sequence_parallel_group(),
-            sp_world_size=self.groups.get_sequence_parallel_world_size(),
+            sp_world_size=self._group_size,
             device=self.device,
         )
         has_ended = False
-        for batch in shared:
+        for number, batch in enumerate(shared):
             # The loader is at its end when it has been read; the window may end with the last of its batches.
             has_ended = has_ended or self.loader.end_of_dataloader
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
-            # Parts are views of whole sequences, which models of transformers cannot flatten.
-            yield send_to_device(recursively_apply(lambda tensor: tensor.contiguous(), batch), self.device)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+            if number >= self.skips:
+                # Parts are views of whole sequences, which models of transformers cannot flatten.
+                yield send_to_device(recursively_apply(lambda tensor: tensor.contiguous(), batch), self.device)

@@ -80,6 +80,11 @@ class Engine:
         return 0, 1
 
     @property
+    def data_ranks(self) -> list[int] | None:
+        """The rank along that dimension of each process, where it is neither its own nor said by the mesh."""
+        return None
+
+    @property
     def gradient_shards(self) -> int:
         """Processes whose gradients are reduced together: they have data, or parts of it, of their own."""
         return self.data_shard[1]

@@ -15,7 +15,7 @@ from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
 from accel.megatron import checkpoint, runtime
 from accel.megatron.bert import BertTrainStep
-from accel.megatron.data import MegatronLMDummyDataLoader, with_micro_batches
+from accel.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.megatron.gpt import GPTTrainStep
 from accel.megatron.model import MegatronEngine
@@ -28,6 +28,7 @@ from accel.megatron.optimizers import (
 )
 from accel.megatron.options import refuse_without_transformer_engine
 from accel.megatron.t5 import T5TrainStep
+from accel_ops.objects import gather_object
 
 if TYPE_CHECKING:
     from accel.megatron.steps import AbstractTrainStep
@@ -76,6 +77,7 @@ class MegatronLMEngine(Engine):
         check_other_arguments(self.plugin.other_megatron_args or {})
         refuse_without_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
+        self._data_ranks: list[int] = gather_object([self.data_shard[0]], process=context.process)
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
         self._loaders: list[Any] | None = None
@@ -85,6 +87,11 @@ class MegatronLMEngine(Engine):
         """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
         state = runtime.parallel_state()
         return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """The data-parallel rank of each process."""
+        return self._data_ranks
 
     # Preparing
 
@@ -197,10 +204,12 @@ class MegatronLMEngine(Engine):
         assert self.plugin.num_micro_batches is not None, "filled when the plugin was made"
         return with_micro_batches(loader, self.plugin.num_micro_batches)
 
-    own_kinds = (MegatronLMDummyDataLoader,)
+    own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
 
     def prepare_own(self, item: Any) -> Any:
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
+        if isinstance(item, IndexedLoader):
+            return item
         if not self._loaders:
             self._loaders = list(item.build_train_valid_test_data_iterators(self._owner()))
         return self._loaders.pop(0)

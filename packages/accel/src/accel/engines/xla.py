@@ -16,6 +16,7 @@ import torch
 
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext
+from accel.engines.loader import EngineLoader
 from accel.parallel.full_state import WholeOptimizer
 from accel_ops.placement import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -146,7 +147,7 @@ class XLAOptimizer(AcceleratedOptimizer):
         return result
 
 
-class XLALoader:
+class XLALoader(EngineLoader):
     """A prepared loader that marks a step after each batch; everything else is the prepared loader's.
 
     torch_xla's MpDeviceLoader does the same, and reads ahead in a thread. The prepared loader must not be
@@ -156,19 +157,8 @@ class XLALoader:
         loader: The prepared loader, which puts batches on the device.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
     def __iter__(self) -> Iterator[Any]:
         """Go through the batches."""
         for batch in self.loader:
             yield batch
             _end_step()
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while a copy is made
-            raise AttributeError(name)
-        return getattr(self.loader, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -158,6 +159,16 @@ class IndexedLoader:
 
     def __len__(self) -> int:
         return (len(self.dataset) - self.consumed) // self.size
+
+    def skip_first_batches(self, num_batches: int) -> IndexedLoader:
+        """Return one that goes on after as many steps; `accel.skip_first_batches` calls it.
+
+        Args:
+            num_batches: Number of batches to leave out.
+        """
+        other = copy.copy(self)
+        other.consumed += num_batches * self.size
+        return other
 
     def __iter__(self) -> Iterator[Any]:
         """Go on after the samples that were used; a batch is that of a whole step."""

@@ -1,0 +1,68 @@
+"""Datasets of Hugging Face `datasets`: which they are, what tells them apart, and how a stream is split."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+__all__ = ["digest", "has_shards_for", "is_table", "row_digests", "steps_of", "stream_digest", "take_shard"]
+
+
+def is_table(dataset: Any) -> bool:
+    """Whether a dataset is a map-style one of Hugging Face."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.Dataset)
+
+
+def row_digests(dataset: Any, rows: Sequence[int]) -> list[bytes]:
+    """Return a digest for each of some rows as they are stored, before any formatting or transform."""
+    if not rows:
+        return []
+    return [digest(pickle.dumps(row)) for row in dataset.with_format("arrow")[rows].to_pylist()]
+
+
+def has_shards_for(dataset: Any, size: int) -> bool:
+    """Whether a dataset is a stream of Hugging Face with one shard for each of several processes."""
+    module = sys.modules.get("datasets")
+    is_stream = module is not None and isinstance(dataset, module.IterableDataset)
+    return is_stream and dataset.n_shards == size > 1
+
+
+def stream_digest(dataset: Any) -> bytes:
+    """Return what tells a stream from one with other shards, or with the same shards in another order.
+
+    A stream that is shuffled without a seed differs from process to process.
+    """
+    seen = [_random_state(getattr(dataset, "_shuffling", None))]  # where datasets of before 5.0 have it
+    for step in steps_of(dataset):
+        shards = re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(step, "kwargs", None)))
+        seen.append(f"{type(step).__name__} {_random_state(step)} {shards}")
+    return digest("\n".join(seen).encode())
+
+
+def steps_of(dataset: Any) -> Iterator[Any]:
+    """Yield what a stream does with its samples, step by step, from the last step to its sources."""
+    steps = [getattr(dataset, "_ex_iterable", None)]
+    for step in steps:
+        if step is not None:
+            yield step
+            steps += [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())]
+
+
+def take_shard(dataset: Any, rank: int, size: int) -> Any:
+    """Return a stream of the shards of one process, which opens no others."""
+    return import_module("datasets.distributed").split_dataset_by_node(dataset, rank, size)
+
+
+def digest(content: bytes) -> bytes:
+    """Return a short digest."""
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def _random_state(step: Any) -> str:
+    return str(getattr(getattr(getattr(step, "generator", None), "bit_generator", None), "state", None))

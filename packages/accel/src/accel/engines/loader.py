@@ -1,0 +1,50 @@
+"""Prepared loaders whose batches an engine changes on their way to the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel_data.prepare import skip_first_batches
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["EngineLoader"]
+
+
+class EngineLoader:
+    """A prepared loader whose batches an engine changes; everything else is the prepared loader's.
+
+    Args:
+        loader: The prepared loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def around(self, loader: Any) -> Self:
+        """Return one like this around another prepared loader."""
+        other = copy.copy(self)
+        other.loader = loader
+        return other
+
+    def skip_first_batches(self, num_batches: int) -> Self:
+        """Return one like this without its first batches; `accel.skip_first_batches` calls it.
+
+        Args:
+            num_batches: Number of batches to leave out.
+        """
+        return self.around(skip_first_batches(self.loader, num_batches))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
