@@ -1,5 +1,6 @@
 import inspect
 import random
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -114,11 +115,22 @@ def epoch_of(loaders):
             done = False
             batches[rank].append(batch.tolist())
             reals.add(loader.real_samples)
-            assert loader.batch_rows == (len(batch) if loader.real_samples else None)
+            assert loader.batch_rows is None or loader.batch_rows[rank] == len(batch)
+            assert (loader.batch_rows is None) == (loader.real_samples is None)
             real = loader.real_samples[rank] if loader.real_samples else None
             samples += batch.tolist()[:real]
         assert len(reals) <= 1  # the processes agree about the padding
     return samples, batches
+
+
+def check_sizes(batches, share, even, drop_last, split):
+    """Check that all batches are full but for the last step, and that one as far as it can be."""
+    for step, parts in enumerate(zip_longest(*batches, fillvalue=[])):
+        sizes = list(map(len, parts))
+        if step < len(batches[0]) - 1 or drop_last or (even and not split):
+            assert sizes == [share] * len(sizes)
+        assert 0 < sizes[0] <= share
+        assert sizes[0] - sizes[-1] <= (0 if even else 1)
 
 
 def expected_padding(length, group, drop_last):
@@ -166,8 +178,8 @@ def test_processes_together_see_what_one_would(size, kind, split, even, drop_las
         assert [len(loader) for loader in loaders] == [len(some) for some in batches]
         assert [*loaders[0].batch_sampler.batches_of_each] == [len(some) for some in batches]
         assert not loaders[0].batch_sampler.is_even or len({len(some) for some in batches}) == 1
+        check_sizes(batches, group // processes, even and processes > 1, drop_last, split)
         if processes > 1 and (even or drop_last):
-            assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
             assert {len(rank) for rank in batches} == {steps}
 
 
@@ -188,8 +200,8 @@ def test_processes_together_see_a_stream_once(size, split, even, drop_last):
 
         assert samples == list(range(count))
         assert len(batches[0]) == steps
+        check_sizes(batches, group // processes, even and processes > 1, drop_last, split)
         if processes > 1 and (even or drop_last):
-            assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
             assert {len(rank) for rank in batches} == {steps}
 
 
@@ -651,9 +663,9 @@ class NoLength:
         (lambda: DataLoader(NoLength()), {}, ValueError, "NoLength has no __len__"),
         (
             lambda: DataLoader(range(4), batch_sampler=[[0], [1, 2]]),
-            {},
+            {"split_batches": True},
             ValueError,
-            r"list has none.*even_batches=False",
+            "list has none.*split_batches=False",
         ),
         (
             lambda: DataLoader(range(4)),

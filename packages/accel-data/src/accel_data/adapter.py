@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_data.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
+from accel_data.layout import Fill
 from accel_data.order import SeedableRandomSampler
 from accel_data.place import Mark, Trail
 from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
@@ -255,10 +256,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             even_batches=False,
         )
 
-    def _stream(
-        self, started: Pass, shard: IterableDatasetShard
-    ) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-        """Read (batch, real) from an iterable dataset."""
+    def _stream(self, started: Pass, shard: IterableDatasetShard) -> Iterator[tuple[Any, Fill | None]]:
+        """Read (batch, fill) from an iterable dataset."""
         begin = started.begin
         place = begin.stream
         if self._reads is None or place is not None:  # workers that live on do not know a place
@@ -270,7 +269,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         start = begin.consumed // parts
         self._reads.dataset.seek(begin.epoch, start, place is not None)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
-        over = 0 if place else start // (shard.share * shard.num_processes)
+        over = 0 if place else start // shard.chunk
         return handed_on(self._open(self._reads, started), started, over)
 
     def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:
@@ -290,28 +289,26 @@ def part_of(shard: Any) -> tuple[int, int] | None:
     return None
 
 
-def handed_on(
-    blocks: Iterator[Any], started: Pass, over: int
-) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
+def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple[Any, Fill | None]]:
     """Hand on what workers have read, and note where they were.
 
     Args:
-        blocks: (real, batch, mark) of each block.
+        blocks: (fill, batch, mark) of each block.
         started: The pass.
         over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
 
     Yields:
-        (batch, real)
+        (batch, fill)
     """
     trail = started.trail
     assert trail is not None
-    for real, batch, mark in blocks:
+    for fill, batch, mark in blocks:
         if over and isinstance(mark, Mark):
             over -= 1
             trail.pass_over(mark)
         else:
             trail.add(mark, started.steps)
-            yield batch, real and tuple(real)  # pinning memory made a list of it
+            yield batch, fill and Fill(*map(tuple, fill))  # pinning memory made lists of it
 
 
 def opened(start: Callable[[], Iterator[Any]], started: Pass) -> Iterator[Any]:

@@ -84,8 +84,10 @@ def prepare_data_loader(
             dataset has. Only that one by default.
         dispatch_batches: Read on process 0 alone and hand batches out from there. By default for iterable
             datasets.
-        even_batches: Complete an incomplete last step with samples from the start, so that all processes get
-            equally many; `real_samples` tells which they are. Without it the last processes may get fewer.
+        even_batches: Complete an incomplete last step, so that all processes get equally many samples:
+            with samples from the start, or where batches are split with samples of the step itself;
+            `real_samples` tells which they are. Without it that step is shared out as equally as can be,
+            and if it has fewer samples than there are processes, the last ones get no batch.
         slice_fn_for_dispatch: Takes the part of one process out of a dispatched batch; see
             `DataLoaderDispatcher`.
         use_seedable_sampler: Also replace a random sampler that has a generator of the user's by one whose
@@ -213,7 +215,8 @@ def _shard(
             shard = PresplitBatchSampler(seeded, split.holder, (split.rank, split.size), split.lengths)
         else:
             place = plan.num_processes, plan.process_index
-            shard = BatchSamplerShard(seeded, *place, plan.split_batches and not single, plan.even_batches)
+            split_batches = plan.split_batches and not single
+            shard = BatchSamplerShard(seeded, *place, split_batches, plan.even_batches, spread=True)
             shard.agreed = agreed_order if plan.num_processes > 1 else None
         shard.seed = seed
     return cls(dataset, **_sampling(dataloader, shard, single), **common)
@@ -231,7 +234,9 @@ def _stream(
     even = plan.even_batches and plan.num_processes > 1
     pieces = plan.split_batches and batch_size is not None
     place = plan.num_processes, plan.process_index
-    return IterableDatasetShard(dataset, batch_size or 1, drop_last, *place, pieces, even_batches=even)
+    return IterableDatasetShard(
+        dataset, batch_size or 1, drop_last, *place, pieces, even_batches=even, spread=True
+    )
 
 
 def _dispatcher(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.checks import check_divides, check_place, check_skip
-from accel_data.layout import Layout, Share, cut
+from accel_data.layout import Fill, Layout, Share, cut, spread_out
 from accel_data.order import Order, order_of
 
 __all__ = ["AllShards", "BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
@@ -27,7 +27,8 @@ class BatchSamplerShard(BatchSampler):
     Where the indices do not suffice for a batch on every process, the incomplete step is dropped if the batch
     sampler has drop_last, else completed with indices from the start, else (even_batches=False) left uneven.
     The share of a plain `BatchSampler` is computed, not found by walking over the batches of the others. A
-    batch sampler of another class is walked; with even_batches=False its batches are never cut anew.
+    batch sampler of another class is walked. Its batches are never cut anew with even_batches=False or where
+    it has no batch size; even_batches=True then completes the last step with its first batches.
 
     Args:
         batch_sampler: The batch sampler; any iterable of lists of indices.
@@ -35,10 +36,12 @@ class BatchSamplerShard(BatchSampler):
         process_index: Index of this one.
         split_batches: Give each process a piece of every batch, not every n-th batch.
         even_batches: Complete an incomplete last step with indices from the start.
+        spread: Share out an incomplete last step as equally as can be where it is not completed, or where
+            batches are split, and complete it with its own indices; as prepared loaders do.
 
     Raises:
         ValueError: If process_index is no process, if the batch size does not divide by num_processes with
-            split_batches, or if there is no batch size where one is needed.
+            split_batches, or if there is none with split_batches.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class BatchSamplerShard(BatchSampler):
         process_index: int = 0,
         split_batches: bool = False,
         even_batches: bool = True,
+        *,
+        spread: bool = False,
     ) -> None:
         check_place(num_processes, process_index)
         self.batch_sampler = batch_sampler
@@ -55,6 +60,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.spread = spread
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.seed: int | None = None  # of the generators under which an unknown sampler is walked
@@ -119,16 +125,8 @@ class BatchSamplerShard(BatchSampler):
         elif self.split_batches:
             return None
         else:
-            even = self.even_batches and self.batch_size is not None
-            first = self.start // (self.batch_size or 1)
-            layout = Layout(1, self.num_processes, self.drop_last, even, first)
-            total = self.total_length
+            layout, total = self._layout_of_batches(self.start), self.total_length
         return tuple(layout.num_batches(total, rank) for rank in range(self.num_processes))
-
-    def padded_rows(self, real: tuple[int, ...]) -> int:
-        """Return how many indices, padding included, each process has in a padded batch."""
-        assert self.local_batch_size is not None
-        return self.local_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the samplers inside.
@@ -147,9 +145,7 @@ class BatchSamplerShard(BatchSampler):
         total = self.total_length
         if self.split_batches:
             return total
-        even = self.even_batches and self.batch_size is not None
-        layout = Layout(1, self.num_processes, self.drop_last, even)
-        return layout.num_batches(total, self._rank)
+        return self._layout_of_batches(0).num_batches(total, self._rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.share = Share()
@@ -171,14 +167,20 @@ class BatchSamplerShard(BatchSampler):
         share = self.local_batch_size
         assert share is not None
         even = self.even_batches and self.num_processes > 1
-        return Layout(share, self.num_processes, self.drop_last, even, start)
+        spread = self.spread and (self.split_batches or not even)
+        return Layout(share, self.num_processes, self.drop_last, even, start, spread)
+
+    def _layout_of_batches(self, start: int) -> Layout:
+        """How whole batches are dealt out."""
+        first = start // (self.batch_size or 1)
+        return Layout(1, self.num_processes, self.drop_last, self.even_batches, first)
 
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
         # A generator, so that nothing is drawn before the loader has drawn its own seed, as without sharding.
         self._check()
         if self._flat:
             yield from cut(self._order(), self._layout(start), self._rank, share)
-        elif self.even_batches and self.num_processes > 1:
+        elif self.even_batches and self.num_processes > 1 and self.batch_size is not None:
             yield from cut(self._flattened(self._order()), self._layout(start), self._rank, share)
         else:
             yield from self._whole_batches(self._order(), start, share)
@@ -207,25 +209,29 @@ class BatchSamplerShard(BatchSampler):
         return indices() if isinstance(batches, Iterator) else list(indices())
 
     def _whole_batches(self, batches: Any, start: int, share: Share) -> Iterator[list[int]]:
-        first = start // (self.batch_size or 1)
         if self.split_batches and self.num_processes > 1:
-            yield from self._divided(islice(batches, first, None), share)
+            yield from self._divided(islice(batches, start // (self.batch_size or 1), None), share)
             return
-        layout = Layout(1, self.num_processes, self.drop_last, False, first)
-        for piece in cut(batches, layout, self._rank, share):
+        for piece in cut(batches, self._layout_of_batches(start), self._rank, share, count=len):
             yield from piece
 
     def _divided(self, batches: Iterable[list[int]], share: Share) -> Iterator[list[int]]:
-        size = self.local_batch_size
-        assert size is not None
-        ranks = range(self.num_processes) if self._rank is None else (self._rank,)
-        parts = (batch[rank * size : (rank + 1) * size] for batch in batches for rank in ranks)
+        parts = (part for batch in batches for part in self._pieces(batch) if part)
         if self.has_length:
-            known = [part for part in parts if part]
+            known = list(parts)
             share.num_batches = len(known)
             yield from known
         else:
-            yield from filter(None, parts)
+            yield from parts
+
+    def _pieces(self, batch: list[int]) -> list[list[int]]:
+        """Return the piece of a batch that each process gets, of this process alone unless it is for all."""
+        size, count = self.local_batch_size, self.num_processes
+        assert size is not None
+        sizes = spread_out(len(batch), count) if self.spread else (size,) * count
+        ends = list(accumulate(sizes))
+        ranks = range(count) if self._rank is None else (self._rank,)
+        return [batch[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks]
 
     def _check(self) -> None:
         size = self.batch_size
@@ -241,13 +247,6 @@ class BatchSamplerShard(BatchSampler):
             )
         if self.split_batches:
             check_divides(size, self.num_processes)
-        if self.even_batches and size is None:
-            raise ValueError(
-                f"even_batches=True needs a batch size, but {name} has none, so its batches can only be "
-                "shared out as they are. Pass even_batches=False (in an Accelerator: "
-                "dataloader_config=DataLoaderConfiguration(even_batches=False)), or give it an attribute "
-                "`batch_size` if all its batches have one size."
-            )
 
 
 class AllShards(BatchSamplerShard):
@@ -315,18 +314,14 @@ class PresplitBatchSampler(BatchSamplerShard):
         size = self.batch_size
         return tuple(length // size if self.drop_last else -(-length // size) for length in self.lengths)
 
-    def padded_rows(self, real: tuple[int, ...]) -> int:
-        """Return how many indices, padding included, each process has in a padded batch."""
-        return max(real)
-
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
         first = start // self.num_parts
-        real = self._real_in_last(first)
+        last = self._last_fill(first)
         for batch in super()._batches(share, first):
-            share.real = real
+            share.last = last
             yield batch
 
-    def _real_in_last(self, first: int) -> tuple[int, ...] | None:
+    def _last_fill(self, first: int) -> Fill | None:
         # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
         if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
             return None
@@ -337,7 +332,8 @@ class PresplitBatchSampler(BatchSamplerShard):
         unpadded = processes - (self.num_samples - self.num_real)
         if unpadded == processes or (short and self.drop_last):
             return None
-        return tuple((short or self.batch_size) - (rank >= unpadded) for rank in range(processes))
+        rows = short or self.batch_size
+        return Fill(tuple(rows - (rank >= unpadded) for rank in range(processes)), (rows,) * processes)
 
 
 class SkipBatchSampler(BatchSampler):
