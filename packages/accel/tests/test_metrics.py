@@ -312,7 +312,7 @@ def test_processes_of_a_tensor_parallel_group_count_once(world):
 class Padded:
     """What a loader says of a batch of 2 samples on one process, of which one is real."""
 
-    real_samples, batch_rows = (1,), 2
+    real_samples, batch_rows = (1,), (2,)
 
 
 def cut(data, **options):

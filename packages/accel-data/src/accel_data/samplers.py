@@ -216,22 +216,27 @@ class BatchSamplerShard(BatchSampler):
             yield from piece
 
     def _divided(self, batches: Iterable[list[int]], share: Share) -> Iterator[list[int]]:
-        parts = (part for batch in batches for part in self._pieces(batch) if part)
         if self.has_length:
-            known = list(parts)
-            share.num_batches = len(known)
-            yield from known
-        else:
-            yield from parts
+            batches = list(batches)
+            share.num_batches = sum(bool(part) for batch in batches for part in self._pieces(batch))
+            if batches and any(self._pieces(batches[-1])):
+                sizes = self._piece_sizes(batches[-1])
+                share.last = Fill.of(sizes, sizes)
+        for batch in batches:
+            yield from filter(None, self._pieces(batch))
 
     def _pieces(self, batch: list[int]) -> list[list[int]]:
-        """Return the piece of a batch that each process gets, of this process alone unless it is for all."""
-        size, count = self.local_batch_size, self.num_processes
+        """Return the piece of a batch that this process gets, or those of all."""
+        sizes = self._piece_sizes(batch)
+        pieces = [batch[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        return pieces if self._rank is None else [pieces[self._rank]]
+
+    def _piece_sizes(self, batch: list[int]) -> tuple[int, ...]:
+        if self.spread:
+            return spread_out(len(batch), self.num_processes)
+        size = self.local_batch_size
         assert size is not None
-        sizes = spread_out(len(batch), count) if self.spread else (size,) * count
-        ends = list(accumulate(sizes))
-        ranks = range(count) if self._rank is None else (self._rank,)
-        return [batch[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks]
+        return tuple(len(batch[rank * size : (rank + 1) * size]) for rank in range(self.num_processes))
 
     def _check(self) -> None:
         size = self.batch_size
@@ -316,12 +321,23 @@ class PresplitBatchSampler(BatchSamplerShard):
 
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
         first = start // self.num_parts
-        last = self._last_fill(first)
+        last = self._fill_of_lengths() if self.lengths is not None else self._fill_of_dealt(first)
         for batch in super()._batches(share, first):
             share.last = last
             yield batch
 
-    def _last_fill(self, first: int) -> Fill | None:
+    def _fill_of_lengths(self) -> Fill | None:
+        counts, lengths = self.batches_of_each, self.lengths
+        if counts is None or lengths is None:
+            return None
+        steps, size = max(counts), self.batch_size
+        rows = tuple(
+            min(length - (steps - 1) * size, size) if count == steps else 0
+            for length, count in zip(lengths, counts, strict=True)
+        )
+        return Fill.of(rows, rows) if rows[self.part[0]] else None
+
+    def _fill_of_dealt(self, first: int) -> Fill | None:
         # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
         if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
             return None
