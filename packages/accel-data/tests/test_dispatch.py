@@ -59,8 +59,8 @@ def read(loader):
     for batch in loader:
         assert (loader.batch_rows is None) == (loader.real_samples is None)
         if loader.batch_rows:
-            process = current_process()
-            assert loader.batch_rows[process.rank * len(loader.batch_rows) // process.world_size] == len(batch)
+            process, parts = current_process(), len(loader.batch_rows)
+            assert loader.batch_rows[process.rank * parts // process.world_size] == len(batch)
         seen.append((batch.tolist(), loader.real_samples, loader.end_of_dataloader))
     return seen
 
@@ -96,6 +96,33 @@ def like_shards():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_processes_get_what_they_would_read_themselves(world, size):
     world.run(like_shards, size=size)
+
+
+def varying_batches():
+    """Hand out batches of a sampler that has no batch size; compare with a loader that reads by itself."""
+    process = current_process()
+    place = {"num_processes": process.world_size, "process_index": process.rank}
+    batches = [[0], [1, 2, 3], [4, 5], [6], [7, 8, 9]]
+    for count, even in product(range(1, 6), (True, False)):
+
+        def make():
+            return DataLoader(range(10), batch_sampler=batches[:count])  # noqa: B023
+
+        ours = dispatched(make(), even_batches=even)
+        shards = prepare_data_loader(make(), dispatch_batches=False, even_batches=even, **place)
+        for _ in range(2):
+            got, expected = read(ours), read(shards)
+            if not even:  # process 0 alone knows which batch is the last one of another
+                got, expected = ([batch for batch, *_ in seen] for seen in (got, expected))
+            assert got == expected, (count, even)
+        if even:
+            assert len(got) == -(-count // process.world_size)
+            assert len(ours) == len(shards) == len(got)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batches_of_unknown_size_are_handed_out_whole(world, size):
+    world.run(varying_batches, size=size)
 
 
 def with_workers():

@@ -73,7 +73,7 @@ def test_all_processes_together_take_turns(length, layout):
     for kind in (range(length), torch.arange(length), order, iter(order)):
         assert list(cut(kind, layout, None, Share())) == expected
     assert layout.num_batches(length, None) == len(expected)
-    assert layout.num_steps(length) == len(parts[0])
+    assert layout.num_batches(length, 0) == len(parts[0])
 
 
 @given(st.integers(0, 60), layouts)

@@ -16,9 +16,10 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 BATCH = 12  # samples of all processes together
 REMAINDERS = range(BATCH)
+Trained = tuple[list[float], list[float]]
 
 
-def train(remainder: int, even: bool, weighted: bool) -> tuple[list[float], list[float]]:
+def train(remainder: int, even: bool, weighted: bool) -> Trained:
     """Train for two epochs that end with `remainder` samples; return the losses and the parameters."""
     config = DataLoaderConfiguration(split_batches=True, even_batches=even)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
@@ -32,7 +33,8 @@ def train(remainder: int, even: bool, weighted: bool) -> tuple[list[float], list
     for _ in range(2):
         for x, y in loader:
             if weighted:
-                real = len(y) if loader.real_samples is None else loader.real_samples[accelerator.process_index]
+                counts = loader.real_samples
+                real = len(y) if counts is None else counts[accelerator.process_index]
                 loss = F.cross_entropy(model(x)[:real], y[:real], reduction="sum")
                 accelerator.backward(loss, weight=real)
             else:
@@ -44,7 +46,7 @@ def train(remainder: int, even: bool, weighted: bool) -> tuple[list[float], list
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
-def train_with_each(remainders: list[int], even: bool, weighted: bool) -> list[tuple[list[float], list[float]]]:
+def train_with_each(remainders: list[int], even: bool, weighted: bool) -> list[Trained]:
     return [train(remainder, even, weighted) for remainder in remainders]
 
 
@@ -53,7 +55,7 @@ def is_alike(remainder: int, processes: int) -> bool:
     return remainder == 0 or remainder // math.gcd(remainder, processes) <= BATCH // processes
 
 
-def same(found: tuple[list[float], list[float]], expected: tuple[list[float], list[float]]) -> bool:
+def same(found: Trained, expected: Trained) -> bool:
     return all(map(lambda a, b: a == pytest.approx(b, rel=1e-9, abs=1e-12), found, expected))
 
 

@@ -190,6 +190,6 @@ def test_gathering_without_the_others_raises_at_once(world, kind, count, batch_s
         assert steps == full + (rank < left)
         assert bool(error) == (rank < left)
     name = "DataLoaderDispatcher" if "dispatched" in kind else "DataLoaderShard"
-    data = "Numbers" if "stream" in kind else "range"
-    assert f"{name} over {data} (batch_size={batch_size}, even_batches=False), only {left} of" in results[0][2]
-    assert "Use even_batches=True" in results[0][2]
+    data, (_, _, error) = "Numbers" if "stream" in kind else "range", results[0]
+    assert f"{name} over {data} (batch_size={batch_size}, even_batches=False), only {left} of" in error
+    assert "Use even_batches=True" in error

@@ -67,6 +67,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = 0
+        self._tells_epochs = True
         self.synchronized_generator: torch.Generator | None = None
         self._progress = Progress()
         self._base = loader_class(use_stateful_dataloader)
@@ -127,6 +128,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             epoch: Its number, from 0.
         """
         self._progress.set_epoch(epoch)
+        self._tells_epochs = True
         self._tell_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,9 +163,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Do nothing: a state counts what was handed out, never what was read ahead."""
 
     def __len__(self) -> int:
-        return max(super().__len__() - self.skip_batches, 0)
+        return max(self._num_batches() - self.skip_batches, 0)
 
     # What follows is for the loaders of this package.
+
+    def _num_batches(self) -> int:
+        """Number of batches in an epoch, the skipped ones included."""
+        return super().__len__()
 
     @property
     def _step_size(self) -> int:
@@ -240,6 +246,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         return BatchSamplerShard(batch_sampler)
 
     def _tell_epoch(self, epoch: int) -> None:
+        if not self._tells_epochs:
+            return
         inner: Any
         for inner in (self._shard, self.dataset):
             if hasattr(inner, "set_epoch"):
@@ -267,7 +275,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._reads = self._base(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
         parts = begin.part[1] if begin.part else 1
         start = begin.consumed // parts
-        self._reads.dataset.seek(begin.epoch, start, place is not None)  # type: ignore[attr-defined]
+        epoch = begin.epoch if self._tells_epochs else None
+        self._reads.dataset.seek(epoch, start, place is not None)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
         over = 0 if place else start // shard.chunk
         return handed_on(self._open(self._reads, started), started, over)

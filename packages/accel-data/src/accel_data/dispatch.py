@@ -116,14 +116,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 stacklevel=3,
             )
 
-    def __len__(self) -> int:
+    def _num_batches(self) -> int:
         if self._shard is not None:
-            steps = -(-len(self._shard) // self._shard.num_processes)
-        else:
-            count = 1 if self._sliced_items else self.num_processes
-            layout = Layout(self.batch_size or 1, count, self.drop_last, self.even_batches)
-            steps = layout.num_steps(self.total_dataset_length)
-        return max(steps - self.skip_batches, 0)
+            return -(-len(self._shard) // self._shard.num_processes)
+        count = 1 if self._sliced_items else self.num_processes
+        layout = Layout(self.batch_size or 1, count, self.drop_last, self.even_batches)
+        return layout.num_batches(self.total_dataset_length, 0)
 
     @property
     def _sliced_items(self) -> bool:

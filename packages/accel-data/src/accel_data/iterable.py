@@ -292,19 +292,20 @@ class BlockReader(IterableDataset[Any]):
         where = torch.zeros(3, dtype=torch.int64)
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
-    def seek(self, epoch: int, start: int, from_place: bool = False) -> None:
+    def seek(self, epoch: int | None, start: int, from_place: bool = False) -> None:
         """Choose where the next pass starts.
 
         Args:
-            epoch: Number of the epoch.
+            epoch: Number of the epoch; None for the one that the dataset is in.
             start: Number of samples of its stream to pass over.
             from_place: Whether to start at the place instead.
         """
-        self.where[0], self.where[1], self.where[2] = epoch, start, from_place
+        self.where[0] = -1 if epoch is None else epoch
+        self.where[1], self.where[2] = start, from_place
 
     def __iter__(self) -> Iterator[Block]:
         epoch, start, from_place = self.where.tolist()
-        if get_worker_info() is not None:
+        if epoch >= 0 and get_worker_info() is not None:
             self.shard.set_epoch(epoch)
         return self.shard.blocks(start, self.place if from_place else None)
 

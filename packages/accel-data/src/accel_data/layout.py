@@ -91,10 +91,6 @@ class Layout:
         """Positions in the last step if that is not full, else 0."""
         return max(length - self.start, 0) % self.group
 
-    def num_steps(self, length: int) -> int:
-        """Steps that process 0 takes."""
-        return self.num_batches(length, 0)
-
     def num_batches(self, length: int, rank: int | None) -> int:
         """Steps that a process takes; batches of all processes together for None."""
         full = max(length - self.start, 0) // self.group

@@ -108,9 +108,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return counts is None or started.steps == max(counts)
 
     def _check_something(self, started: Pass) -> None:
-        """Warn if no process got anything of the rest of an epoch that a loaded state has begun."""
+        """Warn if no process got anything, as a loaded state or skipping wanted to go on beyond the end."""
         begin = started.begin
-        if started.steps or not started.loaded or not begin.batches:
+        if started.steps or not begin.batches:
+            return
+        if not started.loaded:
+            self._check_skip_fits(begin.epoch)
             return
         others = None if self._shard is None or begin.ended else self._shard.batches_of_each
         if not any(others or ()):
@@ -119,6 +122,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 f"({begin.consumed} samples of all processes), from where the loaded state, or skipping "
                 "after it, wanted to go on. The next pass is the next epoch.",
                 stacklevel=3,
+            )
+
+    def _check_skip_fits(self, epoch: int) -> None:
+        """Warn if more batches are skipped than there are."""
+        try:
+            count: int | None = self._num_batches()
+        except TypeError:  # its length is not known
+            count = None
+        if count is None or self.skip_batches > count:
+            have = f"the loader has {'no more' if count is None else count}"
+            warnings.warn(
+                f"Nothing is left of epoch {epoch} after skipping {self.skip_batches} batches: {have}. This "
+                "pass was empty, and the next pass is the next epoch.",
+                stacklevel=4,
             )
 
     def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None], started: Pass) -> None:

@@ -153,23 +153,24 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """Make a loader without the first batches of another one, which it does not read where it need not.
 
     After `load_state_dict` these are the first batches of the interrupted epoch, not further ones: the loader
-    goes on where the state says. The loaders count epochs together: what comes after the new one's pass is
-    the next epoch of either.
+    goes on where the state says. They are counted in batches of the run that was saved; where that had
+    another number of processes, the number of batches of this run up to the loaded place means it as well.
+    The loaders count epochs together: what comes after the new one's pass is the next epoch of either.
 
     Args:
         dataloader: The loader, prepared or not.
         num_batches: Number of batches to leave out.
 
     Returns:
-        The new loader, with all settings of the given one.
+        The new loader, with all settings of the given one. Where more is skipped than there is, its pass is
+        empty, and a warning says so.
 
     Raises:
         TypeError: If num_batches is not an integer.
-        ValueError: If it is negative, or more than there are.
+        ValueError: If it is negative.
     """
     check_skip(num_batches)
     if isinstance(dataloader, DataLoaderAdapter):
-        _check_skip_fits(dataloader, num_batches)
         skipped = copy.copy(dataloader)
         skipped.skip_batches = dataloader.skip_batches + num_batches
         return skipped
@@ -178,6 +179,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return SkipDataLoader(
             dataloader.dataset, num_batches, is_stateful(dataloader), **sampling, **settings(dataloader)
         )
+    _check_skip_fits(dataloader, num_batches)
     if dataloader.batch_sampler is None:
         sampling = {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
     else:
@@ -335,15 +337,16 @@ def _as_prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
-def _check_skip_fits(loader: DataLoaderAdapter, num_batches: int) -> None:
-    if num_batches == 0 or loader.resumes:
-        return  # after load_state_dict batches are counted as by the run that was saved
+def _check_skip_fits(loader: DataLoader[Any], num_batches: int) -> None:
+    """Warn if more batches are skipped than a loader has that will not notice by itself."""
     try:
         length = len(loader)
     except TypeError:
         return
     if num_batches > length:
-        raise ValueError(f"Cannot skip {num_batches} batches: the loader has only {length}.")
+        warnings.warn(
+            f"Nothing is left after skipping {num_batches} batches: the loader has {length}.", stacklevel=3
+        )
 
 
 def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> type[Any]:

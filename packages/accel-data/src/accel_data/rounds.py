@@ -124,7 +124,8 @@ class Rounds:
 
 def real_in(real: int, rows: Sequence[int]) -> tuple[int, ...]:
     """Divide the first `real` samples of a step over processes that have so many rows of it in turn."""
-    return tuple(min(max(real - end + size, 0), size) for end, size in zip(accumulate(rows), rows, strict=True))
+    starts = accumulate(rows[:-1], initial=0)
+    return tuple(min(max(real - start, 0), size) for start, size in zip(starts, rows, strict=True))
 
 
 def extend(batch: Any, source: Any, count: int) -> Any:

@@ -33,7 +33,7 @@ ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
 
 _BATCH, _GROW, _STOP, _LEAVE, _ERROR = range(5)
-_FIELDS = 6  # of the header, before the fill: pass, kind, value, last, bytes of structure, whether it is known
+_FIELDS = 6  # of the header, before the fill: pass, kind, value, last, bytes of structure, is known
 _PAGE = 4096  # buffers grow to a multiple of this (bytes)
 
 

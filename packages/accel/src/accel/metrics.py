@@ -137,9 +137,7 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )  # to rounding, in any precision
 
 
-def _gather_uneven(
-    data: Any, fill: Fill | None, process: Process, copies: int, may_be_parts: bool
-) -> Any:
+def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, may_be_parts: bool) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
     own = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
