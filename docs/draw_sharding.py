@@ -83,9 +83,8 @@ PICTURES = {
         skip=1,
     ),
     "varying": Picture(
-        "a batch sampler of varying batches, even_batches=False",
+        "a batch sampler of varying batches",
         lambda: DataLoader(range(10), batch_sampler=[[0], [1, 2, 3], [4, 5], [6], [7, 8, 9]]),  # type: ignore[arg-type]
-        options={"even_batches": False},
     ),
     "stream": Picture(
         "a stream of 9 samples, batch_size=2",

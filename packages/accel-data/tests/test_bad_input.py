@@ -96,8 +96,8 @@ CASES = {
         "says batch_size=2, but its batch 1 has 1 indices.*even_batches=False",
     ),
     "unknown batch size": (
-        prepared(lambda: DataLoader(range(LENGTH), batch_sampler=[[0, 1], [2, 3]])),
-        "even_batches=True needs a batch size, but list has none.*even_batches=False",
+        prepared(lambda: DataLoader(range(LENGTH), batch_sampler=[[0, 1], [2, 3]]), split_batches=True),
+        "split_batches=True needs a batch size, but list has none",
     ),
     "unknown batch size, split": (
         prepared(lambda: DataLoader(range(LENGTH), batch_sampler=[[0, 1], [2, 3]]), split_batches=True),
@@ -140,8 +140,8 @@ CASES = {
     "cursor before the start": (loaded({"consumed": -1}), "consumed=-1: it must be an integer from 0 on"),
     "no state": (loaded({"version": 7}, shuffle=True), "version 7"),
     "skip": (
-        lambda: skip_first_batches(prepare_data_loader(DataLoader(range(LENGTH), 2)), 4),
-        "Cannot skip 4 batches: the loader has only 3",
+        lambda: skip_first_batches(prepare_data_loader(DataLoader(range(LENGTH), 2)), -4),
+        "batches to skip must be 0 or more, but it is -4",
     ),
 }
 

@@ -229,6 +229,37 @@ def test_skipping_after_loading_means_the_first_batches_of_the_epoch(processes):
         assert whole_epoch(again) == whole_epoch(loaders_at(1))
 
 
+@given(
+    length=st.integers(1, 60),
+    processes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    stop=st.integers(1, 6),
+    kind=st.sampled_from(["shuffle", "stream"]),
+)
+def test_the_loaded_place_has_a_number_in_both_units_of_batches(length, processes, stop, kind):
+    def make(count):
+        if kind == "stream":
+            return loaders(Stream(length), count)
+        return loaders(range(length), count, kind=kind)
+
+    before, after = processes
+    some = make(before)
+    real_samples([iter(loader) for loader in some], some, stop)
+    state = some[0].state_dict()
+    if state["ended"] or state["batches"] < stop:
+        return
+    again = make(after)
+    for loader in again:
+        loader.load_state_dict(state)
+    rest = whole_epoch(again)
+    numbers = [stop] + ([stop * before // after] if stop * before % after == 0 else [])
+    for number in numbers:
+        again = make(after)
+        for loader in again:
+            loader.load_state_dict(state)
+
+        assert whole_epoch([skip_first_batches(loader, number) for loader in again]) == rest
+
+
 def loaders_at(epoch):
     some = loaders(range(50), 1, kind="shuffle")
     some[0].set_epoch(epoch)
@@ -350,8 +381,9 @@ def test_a_shuffled_place_is_refused_by_a_loader_in_order():
 def test_batches_beyond_a_cursor_are_counted_as_the_run_did():
     cursor = Cursor(epoch=0, consumed=20, batches=5, step_size=4)
 
-    assert [cursor.after(count) for count in (5, 6, 4, 0, 7)] == [20, 24, 16, 0, 28]
-    assert Cursor(consumed=3, batches=5, step_size=4).after(0) == 0
+    assert [cursor.after(count, 4) for count in (5, 6, 4, 0, 7)] == [20, 24, 16, 0, 28]
+    assert [cursor.after(count, 10) for count in (2, 5, 3)] == [20, 20, 12]
+    assert Cursor(consumed=3, batches=5, step_size=4).after(0, 4) == 0
 
 
 def test_an_epoch_begins_once():

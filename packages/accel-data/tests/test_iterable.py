@@ -100,9 +100,9 @@ def test_a_pass_starts_at_any_sample(case, start):
         blocks = list(shard.blocks(start))
         group = shard.share * processes
         for number, block in enumerate(blocks):
-            samples = block.samples[: block.real[rank] if block.real else None]
+            samples = block.samples[: block.fill.real[rank] if block.fill else None]
             seen += [(start + number * group + rank * shard.share + i, s) for i, s in enumerate(samples)]
-            assert block.real is None or number == len(blocks) - 1
+            assert block.fill is None or number == len(blocks) - 1
 
     left = max(length - start, 0)
     assert sorted(seen) == [
@@ -118,7 +118,9 @@ def test_with_workers_each_sample_appears_once(kind, processes, length):
     for rank in range(processes):
         shard = IterableDatasetShard(kind(length), 4, num_processes=processes, process_index=rank)
         seen += [
-            sample for block in read_blocks(shard) for sample in block.samples[: (block.real or [4, 4])[rank]]
+            sample
+            for block in read_blocks(shard)
+            for sample in block.samples[: block.fill.real[rank] if block.fill else 4]
         ]
 
     assert sorted(seen) == list(range(length))
@@ -182,7 +184,7 @@ def test_whole_batches_are_counted_by_rows():
     shard = IterableDatasetShard(list(torch.arange(10).split(2)), 1, num_processes=2, process_index=1)
     shard.counts_rows = True
 
-    assert [block.real for block in shard.blocks()] == [None, None, (2, 0)]
+    assert [block.fill for block in shard.blocks()] == [None, None, ((2, 0), (2, 2))]
     assert [count_rows(item) for item in (torch.ones(3, 4), torch.tensor(1.0), "text")] == [3, 1, 1]
 
 

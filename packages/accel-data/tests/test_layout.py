@@ -1,10 +1,13 @@
+from collections import Counter
 from itertools import cycle, islice
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data.layout import Layout, Share, cut
+from accel_data.layout import Layout, Share, cut, spread_out
 
 layouts = st.builds(
     Layout,
@@ -13,6 +16,7 @@ layouts = st.builds(
     drop_last=st.booleans(),
     even=st.booleans(),
     start=st.integers(0, 30),
+    spread=st.booleans(),
 )
 
 
@@ -23,13 +27,27 @@ def by_hand(order, layout):
         step = order[start : start + layout.group]
         if len(step) < layout.group and layout.drop_last:
             break
-        if layout.even:
-            step = step + list(islice(cycle(order), layout.group - len(step)))
-        for rank in range(layout.num_processes):
-            batch = step[rank * layout.share : (rank + 1) * layout.share]
+        if layout.spread and len(step) < layout.group:
+            parts = spread_by_hand(step, layout)
+        else:
+            if layout.even:
+                step = step + list(islice(cycle(order), layout.group - len(step)))
+            parts = [step[i * layout.share : (i + 1) * layout.share] for i in range(layout.num_processes)]
+        for rank, batch in enumerate(parts):
             if batch:
                 batches[rank].append(batch)
     return batches
+
+
+def spread_by_hand(step, layout):
+    """Return the parts of a step that is not full: the smallest in which all entries are equally often."""
+    count = layout.num_processes
+    if not layout.even:
+        return [part.tolist() for part in np.array_split(np.array(step), count)]
+    equal = [size for size in range(1, layout.share + 1) if size * count % len(step) == 0]
+    size = equal[0] if equal else -(-len(step) // count)
+    entries = list(islice(cycle(step), size * count))
+    return [entries[i * size : (i + 1) * size] for i in range(count)]
 
 
 @given(st.integers(0, 60), layouts)
@@ -55,22 +73,45 @@ def test_all_processes_together_take_turns(length, layout):
     for kind in (range(length), torch.arange(length), order, iter(order)):
         assert list(cut(kind, layout, None, Share())) == expected
     assert layout.num_batches(length, None) == len(expected)
-    assert layout.num_steps(length) == len(parts[0])
+    assert layout.num_batches(length, 0) == len(parts[0])
 
 
 @given(st.integers(0, 60), layouts)
 def test_padding_is_counted_exactly(length, layout):
     share = Share()
-    taken = [list(cut(range(length), layout, rank, share)) for rank in range(layout.num_processes)]
-    last = [batches[-1] if batches else [] for batches in taken]
-    seen = sum(len(batch) for batches in taken for batch in batches)
-    if share.real is None:
-        assert seen <= max(length - layout.start, 0)
+    taken = [list(cut(range(length), layout, rank, Share())) for rank in range(layout.num_processes)]
+    list(cut(range(length), layout, 0, share))
+    steps = max(map(len, taken))
+    last = [batches[-1] if 0 < steps == len(batches) else [] for batches in taken]
+    if share.last is None:
+        kept = [entry for batch in last for entry in batch]
+        assert all(last) or not steps
     else:
-        padding = sum(len(batch) - real for batch, real in zip(last, share.real, strict=True))
-        assert seen - padding == length - layout.start
-        kept = [entry for batch, real in zip(last, share.real, strict=True) for entry in batch[:real]]
-        assert kept == list(range(length - len(kept), length))
+        assert list(map(len, last)) == list(share.last.rows)
+        kept = [entry for batch, real in zip(last, share.last.real, strict=True) for entry in batch[:real]]
+    seen = sorted(entry for batches in taken for batch in batches[: steps - 1] for entry in batch) + kept
+    if steps:
+        assert seen == list(range(layout.start, layout.start + len(seen)))
+    assert len(seen) == max(length - layout.start, 0) - (layout.tail(length) if layout.drop_last else 0)
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.data())
+def test_a_spread_step_has_no_idle_process_if_it_can(share, processes, data):
+    tail = data.draw(st.integers(1, share * processes))
+    even = Layout(share, processes, False, True, spread=True).deal(list(range(tail)), [], None)
+    uneven = Layout(share, processes, False, False, spread=True).deal(list(range(tail)), [], None)
+
+    assert len(uneven) == min(tail, processes)
+    assert len(even) == processes
+    assert len({len(part) for part in even}) == 1
+    assert len(even[0]) <= share
+    often = set(Counter(entry for part in even for entry in part).values())
+    assert len(often) == 1 if tail % processes == 0 or tail <= share else len(often) <= 2
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(0, (0, 0, 0)), (2, (1, 1, 0)), (3, (1, 1, 1)), (5, (2, 2, 1))])
+def test_what_is_left_is_divided_as_equally_as_can_be(count, sizes):
+    assert spread_out(count, 3) == sizes
 
 
 def test_a_share_of_a_range_costs_nothing_else():

@@ -75,9 +75,9 @@ class Noted:
     def __init__(self):
         self.log = []
 
-    def start(self, batch, real):
+    def start(self, batch, fill):
         self.log.append(f"start {batch}")
-        return Copy(batch, None, real)
+        return Copy(batch, None, fill)
 
     def finish(self, copy):
         self.log.append(f"finish {copy.batch}")
@@ -127,8 +127,8 @@ def test_what_is_known_of_a_batch_stays_with_it():
     batches, share = noted(item for item in items)
     seen = [(batch, share.now) for batch in copied_ahead(batches, share, Noted())]
 
-    assert seen == [(batch, real) for batch, real, _ in items]
-    assert (share.num_batches, share.real) == (4, (1, 0))
+    assert seen == [(batch, fill) for batch, fill, _ in items]
+    assert (share.num_batches, share.last) == (4, (1, 0))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 import inspect
 import random
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -114,11 +115,22 @@ def epoch_of(loaders):
             done = False
             batches[rank].append(batch.tolist())
             reals.add(loader.real_samples)
-            assert loader.batch_rows == (len(batch) if loader.real_samples else None)
+            assert loader.batch_rows is None or loader.batch_rows[rank] == len(batch)
+            assert (loader.batch_rows is None) == (loader.real_samples is None)
             real = loader.real_samples[rank] if loader.real_samples else None
             samples += batch.tolist()[:real]
         assert len(reals) <= 1  # the processes agree about the padding
     return samples, batches
+
+
+def check_sizes(batches, share, even, drop_last, split):
+    """Check that all batches are full but for the last step, and that one as far as it can be."""
+    for step, parts in enumerate(zip_longest(*batches, fillvalue=[])):
+        sizes = list(map(len, parts))
+        if step < len(batches[0]) - 1 or drop_last or (even and not split):
+            assert sizes == [share] * len(sizes)
+        assert 0 < sizes[0] <= share
+        assert sizes[0] - sizes[-1] <= (0 if even else 1)
 
 
 def expected_padding(length, group, drop_last):
@@ -166,8 +178,8 @@ def test_processes_together_see_what_one_would(size, kind, split, even, drop_las
         assert [len(loader) for loader in loaders] == [len(some) for some in batches]
         assert [*loaders[0].batch_sampler.batches_of_each] == [len(some) for some in batches]
         assert not loaders[0].batch_sampler.is_even or len({len(some) for some in batches}) == 1
+        check_sizes(batches, group // processes, even and processes > 1, drop_last, split)
         if processes > 1 and (even or drop_last):
-            assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
             assert {len(rank) for rank in batches} == {steps}
 
 
@@ -188,8 +200,8 @@ def test_processes_together_see_a_stream_once(size, split, even, drop_last):
 
         assert samples == list(range(count))
         assert len(batches[0]) == steps
+        check_sizes(batches, group // processes, even and processes > 1, drop_last, split)
         if processes > 1 and (even or drop_last):
-            assert {len(batch) for rank in batches for batch in rank} <= {group // processes}
             assert {len(rank) for rank in batches} == {steps}
 
 
@@ -448,6 +460,91 @@ def test_skipping_with_a_plain_loader(batch_size):
     assert len(skipped) == (1 if batch_size else 8)
 
 
+class Epochs(Stream):
+    """A stream of another hundred in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(100 * self.epoch, 100 * self.epoch + self.length))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_skipping_keeps_the_epoch_of_a_plain_stream(workers):
+    data = Epochs(6)
+    data.set_epoch(3)
+    loader = DataLoader(data, 2, num_workers=workers)
+    skipped = skip_first_batches(loader, 1)
+
+    for _ in range(2):
+        assert torch.cat(list(skipped)).tolist() == torch.cat(list(loader)).tolist()[2:] == [*range(302, 306)]
+    data.set_epoch(4)
+    assert torch.cat(list(skipped)).tolist() == [*range(402, 406)]
+    skipped.set_epoch(6)
+    assert torch.cat(list(skipped)).tolist() == [*range(602, 606)]
+    assert torch.cat(list(skipped)).tolist() == [*range(702, 706)]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("first", ["set_epoch", "skip"])
+def test_skipping_keeps_the_epoch_of_a_prepared_loader(first, dispatch):
+    loader = prepare_data_loader(
+        DataLoader(Epochs(6), 2), num_processes=1, process_index=0, dispatch_batches=dispatch
+    )
+    torch.cat(list(loader))
+    if first == "set_epoch":
+        loader.set_epoch(3)
+        skipped = skip_first_batches(loader, 1)
+    else:
+        skipped = skip_first_batches(loader, 1)
+        loader.set_epoch(3)
+
+    assert torch.cat(list(skipped)).tolist() == [*range(302, 306)]
+    assert torch.cat(list(loader)).tolist() == [*range(400, 406)]
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "has"),
+    [
+        (range(10), {}, "has 3"),
+        (Sized(10), {"dispatch_batches": False}, "has 3"),
+        (Sized(10), {"dispatch_batches": True}, "has 3"),
+        (Stream(10), {"dispatch_batches": False}, "has no more"),
+        (Stream(10), {"dispatch_batches": True}, "has no more"),
+        (Sized(10), None, "has 3"),
+        (Stream(10), None, "has no more"),
+    ],
+)
+def test_skipping_more_than_there_is_gives_an_empty_pass_and_tells(data, options, has):
+    loader = DataLoader(data, 4)
+    if options is not None:
+        loader = prepare_data_loader(loader, num_processes=1, process_index=0, **options)
+    skipped = skip_first_batches(loader, 4)
+
+    for epoch in range(2):
+        message = f"Nothing is left of epoch {epoch} after skipping 4 batches: the loader {has}"
+        with pytest.warns(UserWarning, match=message):
+            assert list(skipped) == []
+    assert len(list(loader)) == 3
+    if has == "has 3":
+        assert list(skip_first_batches(loader, 3)) == []  # it is left out as a whole: nothing to tell
+
+
+def test_skipping_more_than_a_plain_loader_has_is_told():
+    with pytest.warns(UserWarning, match="Nothing is left after skipping 4 batches: the loader has 3"):
+        skipped = skip_first_batches(DataLoader(range(10), 4), 4)
+
+    assert list(skipped) == []
+
+
 def test_skipping_with_a_plain_loader_over_a_stream():
     skipped = skip_first_batches(DataLoader(Stream(10), 4), 2)
 
@@ -651,9 +748,9 @@ class NoLength:
         (lambda: DataLoader(NoLength()), {}, ValueError, "NoLength has no __len__"),
         (
             lambda: DataLoader(range(4), batch_sampler=[[0], [1, 2]]),
-            {},
+            {"split_batches": True},
             ValueError,
-            r"list has none.*even_batches=False",
+            "list has none.*split_batches=False",
         ),
         (
             lambda: DataLoader(range(4)),
@@ -670,11 +767,7 @@ def test_bad_input_is_refused(make, kwargs, error, message):
 
 @pytest.mark.parametrize(
     ("skip", "error", "message"),
-    [
-        (-1, ValueError, "-1"),
-        ("2", TypeError, "'2'"),
-        (4, ValueError, "Cannot skip 4 batches: the loader has only 3"),
-    ],
+    [(-1, ValueError, "-1"), ("2", TypeError, "'2'")],
 )
 def test_bad_skips_are_refused(skip, error, message):
     with pytest.raises(error, match=message):

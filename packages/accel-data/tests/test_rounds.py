@@ -18,7 +18,7 @@ def lists(parts):
 
 def real_rows(found):
     """Return the rows that are no padding, in rank order."""
-    real = found.real or [None] * len(found.parts)
+    real = found.fill.real if found.fill else [None] * len(found.parts)
     return [
         row
         for part, count in zip(found.parts, real, strict=True)
@@ -33,7 +33,7 @@ def test_batches_are_dealt_out_in_turn():
     first, second = rounds(reads, 2, 2, True, False, None)
     assert lists(first.parts) == [[0, 1], [2, 3]]
     assert lists(second.parts) == [[4, 5], [6, 7]]
-    assert first.real is second.real is None
+    assert first.fill is second.fill is None
 
 
 def test_a_missing_batch_is_the_first_one_again():
@@ -45,7 +45,7 @@ def test_a_missing_batch_is_the_first_one_again():
 
     last = rounds(reads, 2, 2, True, False, None)[-1]
     assert lists(last.parts) == [[4, 0], [0, 1]]
-    assert last.real == (1, 0)
+    assert last.fill == ((1, 0), (2, 2))
     assert lists(rounds(reads, 2, 2, False, False, None)[-1].parts) == [[4, 0], None]
     assert len(rounds(reads, 2, 2, True, True, None)) == 1
 
@@ -91,7 +91,7 @@ def test_padding_a_joined_batch_is_known():
     (found,) = rounds([Read(torch.tensor([0, 1, 2, 0]), 3)], 2, 2, True, False, slice_tensors)
 
     assert lists(found.parts) == [[0, 1], [2, 0]]
-    assert found.real == (2, 1)
+    assert found.fill == ((2, 1), (2, 2))
 
 
 def test_what_cannot_be_padded_is_told():

@@ -115,6 +115,40 @@ def test_batches_of_unknown_size_are_shared_out_whole(sizes, processes):
     assert shards == [batches[rank::processes] for rank in range(processes)]
 
 
+@given(st.lists(st.integers(1, 5), max_size=20), st.integers(1, 8), st.integers(0, 20), st.booleans())
+def test_whole_batches_are_made_even_with_the_first_ones(sizes, processes, start, is_sized):
+    batches = [[number] * size for number, size in enumerate(sizes)]
+    steps = -(-len(batches) // processes)
+    dealt = list(islice(cycle(batches), steps * processes)) if batches else []
+    kept = []
+    for rank in range(processes):
+        shard = BatchSamplerShard(Undeclared(batches) if is_sized else iter(batches), processes, rank)
+        if is_sized:
+            assert shard.batches_of_each == (steps,) * processes
+            assert len(shard) == steps
+            shard.start = start // processes * processes
+        got = list(shard)
+
+        assert got == dealt[rank::processes][shard.start // processes :]
+        if got:
+            last = shard.share.last
+            kept.append(got[-1][: None if last is None else last.real[rank]])
+            assert last is None or last.rows[rank] == len(got[-1])
+    if kept:
+        assert list(filter(None, kept)) == batches[(steps - 1) * processes :]
+
+
+def test_a_longer_batch_than_declared_is_split_without_a_loss():
+    class Buckets(Undeclared):
+        batch_size = 2
+
+    def shard(rank):
+        buckets = Buckets([[0, 1], [2, 3, 4, 5, 6], [7, 8]])
+        return list(BatchSamplerShard(buckets, 2, rank, True, even_batches=False, spread=True))
+
+    assert [shard(0), shard(1)] == [[[0], [2, 3, 4], [7]], [[1], [5, 6], [8]]]
+
+
 def test_declared_batches_of_varying_size_are_kept_without_even_batches():
     class Buckets(Undeclared):
         batch_size = 2
@@ -253,8 +287,8 @@ def test_the_padding_of_a_distributed_sampler_is_known(length, size, processes, 
         sampler = DistributedSampler(range(length), processes, rank, shuffle=shuffle)
         shard = PresplitBatchSampler(BatchSampler(sampler, size, drop_last), sampler, (rank, processes))
         batches = list(shard)
-        if shard.share.real is not None:
-            batches[-1] = batches[-1][: shard.share.real[rank]]
+        if shard.share.last is not None:
+            batches[-1] = batches[-1][: shard.share.last.real[rank]]
         kept += [index for batch in batches for index in batch]
         shard.start = steps * shard.step_size
         passed_over.append(list(shard))
@@ -311,16 +345,9 @@ def test_places_and_sizes_that_do_not_fit_are_refused(kwargs, message):
         BatchSamplerShard(BatchSampler(SequentialSampler(range(8)), 4, False), **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({}, "even_batches=True needs a batch size, but list has none.*even_batches=False"),
-        ({"split_batches": True}, "split_batches=True needs a batch size, but list has none"),
-    ],
-)
-def test_a_batch_size_is_needed_for_even_and_split_batches(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        BatchSamplerShard([[0], [1, 2]], 2, 0, **kwargs)
+def test_a_batch_size_is_needed_to_split_batches():
+    with pytest.raises(ValueError, match="split_batches=True needs a batch size, but list has none"):
+        BatchSamplerShard([[0], [1, 2]], 2, 0, split_batches=True)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])

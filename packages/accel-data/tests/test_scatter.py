@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_data.layout import Fill
 from accel_data.scatter import ABSENT, Message, Receiver, Sender, open_line
 from accel_state.process import current_process
 
@@ -73,10 +74,10 @@ def converse(steps, owners=None):
     sender = Sender(open_line(), owners)
     sender.begin()
     structures = []
-    for parts, real, last in steps:
+    for parts, fill, last in steps:
         packets = sender.pack(parts)
         structures.append({part: packet and len(packet.structure) for part, packet in packets.items()})
-        sender.send(packets, real, last)
+        sender.send(packets, fill, last)
     if not last:
         sender.stop()
     sender.leave()
@@ -85,10 +86,10 @@ def converse(steps, owners=None):
 
 def every_kind_arrives():
     rank = current_process().rank
-    received, _ = converse([([every_kind(part) for part in range(3)], (2, 1, 0), True)])
+    received, _ = converse([([every_kind(part) for part in range(3)], Fill((2, 1, 0), (2, 2, 2)), True)])
     if rank:
         (message,) = received
-        assert message.real == (2, 1, 0)
+        assert message.fill == Fill((2, 1, 0), (2, 2, 2))
         assert message.last is True
         assert same(message.batch, every_kind(rank))
         assert type(message.batch["pair"]) is Pair
@@ -104,7 +105,7 @@ def grows_and_shrinks():
     steps = [([torch.arange(size), torch.arange(size) + 1], None, False) for size in sizes]
     received, _ = converse(steps)
 
-    return [(len(message.batch), message.real, message.last) for message in received]
+    return [(len(message.batch), message.fill, message.last) for message in received]
 
 
 def test_batches_of_any_size_arrive(world):
@@ -162,14 +163,16 @@ def test_a_small_tensor_does_not_keep_the_buffer(world):
 
 
 def shares_parts():
-    received, _ = converse([([torch.tensor([0]), torch.tensor([1])], (1, 0), True)], owners=[0, 0, 1, 1])
+    parts = [torch.tensor([0]), torch.tensor([1])]
+    received, _ = converse([(parts, Fill((1, 0), (1, 1)), True)], owners=[0, 0, 1, 1])
     return [Message(message.batch.tolist(), *message[1:]) for message in received]
 
 
 def test_several_processes_may_get_the_same_part(world):
     results = world.run(shares_parts, size=4)
 
-    assert results == [[], [([0], (1, 0), True)], [([1], (1, 0), True)], [([1], (1, 0), True)]]
+    fill = Fill((1, 0), (1, 1))
+    assert results == [[], [([0], fill, True)], [([1], fill, True)], [([1], fill, True)]]
 
 
 def some_have_none():

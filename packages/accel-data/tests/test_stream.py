@@ -105,7 +105,7 @@ def flat(lists):
 
 
 def samples_of(found, rank):
-    return found.samples[: found.real[rank] if found.real else None]
+    return found.samples[: found.fill.real[rank] if found.fill else None]
 
 
 @given(

@@ -138,6 +138,31 @@ def test_uneven_batches_are_gathered_whole(world, kind):
         assert pairs == sorted(2 * list(range(7)))
 
 
+def gathered_from_varying_batches(dispatch: bool) -> list[tuple[list[int], list[int], int]]:
+    """Gather over batch samplers without a batch size, with 1 to 5 batches of several sizes."""
+    batches = [[0], [1, 2, 3], [4, 5], [6], [7, 8, 9]]
+    found = []
+    for count in range(1, 6):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        loader = accelerator.prepare(DataLoader(Numbers(10), batch_sampler=batches[:count]))
+        tensors, objects, steps = [], [], 0
+        for batch in loader:
+            tensors += accelerator.gather_for_metrics({"x": [batch]})["x"][0].tolist()
+            objects += [int(text) for text in accelerator.gather_for_metrics([str(int(i)) for i in batch])]
+            steps += 1
+        found.append((tensors, objects, steps))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_batches_without_a_size_count_once_although_the_last_step_is_filled(world, dispatch, size):
+    for results in world.run(gathered_from_varying_batches, dispatch, size=size):
+        for count, (tensors, objects, steps) in enumerate(results, 1):
+            assert tensors == objects == list(range([1, 4, 6, 7, 10][count - 1]))
+            assert steps == -(-count // size)
+
+
 def collated() -> tuple[list, list, list]:
     def collate(items: list[int]) -> tuple:
         return tuple(str(item) for item in items), np.array(items)
@@ -312,7 +337,7 @@ def test_processes_of_a_tensor_parallel_group_count_once(world):
 class Padded:
     """What a loader says of a batch of 2 samples on one process, of which one is real."""
 
-    real_samples, batch_rows = (1,), 2
+    real_samples, batch_rows = (1,), (2,)
 
 
 def cut(data, **options):

@@ -24,6 +24,13 @@ class Stream(IterableDataset):
         return iter(torch.ones(self.count, 1))
 
 
+class Sized(Stream):
+    """A stream of known length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
 class Part(IterableDataset):
     """A stream of one process, which says so."""
 
@@ -37,7 +44,7 @@ class Part(IterableDataset):
 
 def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> tuple[list[str], int]:
     """Iterate a loader; return what was told, and the number of its batches."""
-    dispatch = False if kind == "stream" else None
+    dispatch = False if kind in ("stream", "sized stream") else None
     config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatch)
     accelerator = Accelerator(dataloader_config=config)
     rank, size = accelerator.process_index, accelerator.num_processes
@@ -45,7 +52,9 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
         "map": torch.ones(count, 1),
         "sampler of batches": torch.ones(count, 1),
         "stream": Stream(count),
+        "sized stream": Sized(count),
         "dispatched stream": Stream(count),
+        "dispatched sized stream": Sized(count),
         "part": Part(count + rank, rank, size),
     }[kind]
     loader = DataLoader(data, batch_size=2, drop_last=drop_last)
@@ -70,6 +79,11 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
         ("sampler of batches", 3, {}, "gives 2 batches to process 0, but only 1 to process 1", [2, 1]),
         ("stream", 5, {}, "may give some processes fewer batches than others", [2, 1]),
         ("stream", 5, {"even": True}, None, [2, 2]),
+        ("map", 6, {}, None, [2, 2]),  # the two samples that are left are shared
+        ("sized stream", 6, {}, None, [2, 2]),
+        ("sized stream", 5, {}, "gives 2 batches to process 0, but only 1 to process 1", [2, 1]),
+        ("dispatched sized stream", 6, {}, None, [2, 2]),
+        ("dispatched sized stream", 5, {}, "gives 2 batches to process 0, but only 1 to process 1", [2, 1]),
         ("dispatched stream", 5, {}, "may give some processes fewer batches than others", [2, 1]),
         ("part", 4, {}, "may give some processes fewer batches than others", [2, 3]),
     ],
@@ -110,3 +124,72 @@ def test_a_join_takes_them(world):
 
     assert (first, second) == (2, 1)
     assert weight == other
+
+
+def make(kind: str, count: int, batch_size: int) -> tuple[Accelerator, DataLoader]:
+    dispatch = kind.startswith("dispatched")
+    config = DataLoaderConfiguration(even_batches=False, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+    data = Numbers(count) if "stream" in kind else range(count)
+    return accelerator, accelerator.prepare(DataLoader(data, batch_size))
+
+
+class Numbers(Sized):
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+KINDS = ["map", "sized stream", "dispatched map", "dispatched sized stream"]
+
+
+def gathered_in_the_loop(kind: str, count: int, batch_size: int) -> tuple[list[int], list[int]]:
+    """Gather in every step, with what all processes must call together."""
+    accelerator, loader = make(kind, count, batch_size)
+    seen, sizes = [], []
+    for batch in loader:
+        sizes.append(len(batch))
+        seen += accelerator.gather_for_metrics(batch).tolist()
+        accelerator.reduce(torch.ones(1))
+    return seen, sizes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("count", "batch_size", "size"), [(10, 4, 2), (27, 8, 3), (29, 8, 3), (34, 2, 2)])
+def test_all_make_as_many_steps_where_a_sample_for_each_is_left(world, kind, count, batch_size, size):
+    results = world.run(gathered_in_the_loop, kind, count, batch_size, size=size, timeout_s=30)
+    full, left = divmod(count, batch_size * size)
+    for rank, (seen, sizes) in enumerate(results):
+        assert seen == list(range(count))
+        assert sizes == [batch_size] * full + [left // size + (rank < left % size)]
+
+
+def raises_in_the_last_step(kind: str, count: int, batch_size: int) -> tuple[list[str], int, str]:
+    accelerator, loader = make(kind, count, batch_size)
+    steps, error = 0, ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            told = len(caught)  # before the first batch
+            try:
+                accelerator.gather_for_metrics(batch)
+            except RuntimeError as raised:
+                error = str(raised)
+            steps += 1
+    assert told == len(caught)
+    return [str(warning.message) for warning in caught], steps, error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("count", "batch_size", "size"), [(25, 8, 3), (33, 2, 2), (26, 8, 3)])
+def test_gathering_without_the_others_raises_at_once(world, kind, count, batch_size, size):
+    results = world.run(raises_in_the_last_step, kind, count, batch_size, size=size, timeout_s=30)
+    full, left = divmod(count, batch_size * size)
+    for rank, (told, steps, error) in enumerate(results):
+        assert len(told) == 1
+        assert f"gives {full + 1} batches to process 0, but only {full} to process {left}" in told[0]
+        assert steps == full + (rank < left)
+        assert bool(error) == (rank < left)
+    name = "DataLoaderDispatcher" if "dispatched" in kind else "DataLoaderShard"
+    data, (_, _, error) = "Numbers" if "stream" in kind else "range", results[0]
+    assert f"{name} over {data} (batch_size={batch_size}, even_batches=False), only {left} of" in error
+    assert "Use even_batches=True" in error

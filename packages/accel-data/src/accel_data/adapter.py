@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from accel_data.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.exchange import Plain, from_torchdata, is_from_torchdata, to_torchdata
 from accel_data.iterable import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
+from accel_data.layout import Fill
 from accel_data.order import SeedableRandomSampler
 from accel_data.place import Trail
 from accel_data.reading import handed_on, opened
@@ -69,6 +70,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         DataLoader.__init__(self, dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = 0
+        self._tells_epochs = True
         self.synchronized_generator: torch.Generator | None = None
         self._progress = Progress()
         self._reads: DataLoader[Any] | None = None
@@ -128,6 +130,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             epoch: Its number, from 0.
         """
         self._progress.set_epoch(epoch)
+        self._tells_epochs = True
         self._tell_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,9 +172,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Do nothing: a state counts what was handed out, never what was read ahead."""
 
     def __len__(self) -> int:
-        return max(super().__len__() - self.skip_batches, 0)
+        return max(self._num_batches() - self.skip_batches, 0)
 
     # What follows is for the loaders of this package.
+
+    def _num_batches(self) -> int:
+        """Number of batches in an epoch, the skipped ones included."""
+        return super().__len__()
 
     @property
     def _step_size(self) -> int:
@@ -271,6 +278,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         return BatchSamplerShard(batch_sampler)
 
     def _tell_epoch(self, epoch: int) -> None:
+        if not self._tells_epochs:
+            return
         inner: Any
         for inner in (self._shard, self.dataset):
             if hasattr(inner, "set_epoch"):
@@ -287,10 +296,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             even_batches=False,
         )
 
-    def _stream(
-        self, started: Pass, shard: IterableDatasetShard
-    ) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-        """Read (batch, real) from an iterable dataset."""
+    def _stream(self, started: Pass, shard: IterableDatasetShard) -> Iterator[tuple[Any, Fill | None]]:
+        """Read (batch, fill) from an iterable dataset."""
         begin = started.begin
         place = begin.stream
         if self._reads is None or place is not None:  # workers that live on do not know a place
@@ -300,9 +307,10 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._reads = DataLoader(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
         parts = begin.part[1] if begin.part else 1
         start = begin.consumed // parts
-        self._reads.dataset.seek(begin.epoch, start, place is not None)  # type: ignore[attr-defined]
+        epoch = begin.epoch if self._tells_epochs else None
+        self._reads.dataset.seek(epoch, start, place is not None)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
-        over = 0 if place else start // (shard.share * shard.num_processes)
+        over = 0 if place else start // shard.chunk
         return handed_on(self._open(self._reads, started), started, over)
 
     def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:

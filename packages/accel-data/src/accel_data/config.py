@@ -17,7 +17,7 @@ class DataLoaderConfiguration:
     Args:
         split_batches: Give each process a piece of every batch, not every n-th batch.
         dispatch_batches: Read on process 0 alone and hand out from there; None for iterable datasets only.
-        even_batches: Complete an incomplete last step with samples from the start.
+        even_batches: Complete an incomplete last step, so that all processes get equally many samples.
         use_seedable_sampler: Also replace random samplers that have a generator of the user's by one whose
             order is a function of seed and epoch. (Those that have none are replaced in any case.)
         data_seed: Seed of the shuffled orders; None to draw one from torch's generator on process 0.

@@ -49,8 +49,15 @@ class Cursor:
     ended: bool = False
     order: torch.Tensor | None = None
 
-    def after(self, num_batches: int) -> int:
-        """Return how many samples the epoch's first `num_batches` batches hold, counted as that run did."""
+    def after(self, num_batches: int, step_size: int) -> int:
+        """Return how many samples the epoch's first `num_batches` batches hold.
+
+        Args:
+            num_batches: Counted as that run did; or as one with steps of `step_size`, if they end here.
+            step_size: Samples of one step, all processes together, in the run that goes on.
+        """
+        if self.consumed == num_batches * step_size:
+            return self.consumed
         return max(self.consumed + (num_batches - self.batches) * self.step_size, 0)
 
 
@@ -151,7 +158,7 @@ class Progress:
             place = Cursor(self.epoch, step_size=place.step_size, generator=place.generator)
         consumed, batches = place.consumed, place.batches
         if skip_batches:
-            consumed, batches = place.after(skip_batches), skip_batches
+            consumed, batches = place.after(skip_batches, step_size), skip_batches
         parts = self.part[1] if self.part else 1
         distance = (consumed - place.consumed) // parts
         stream = place.stream and place.stream.moved(distance, consumed // parts)

@@ -16,12 +16,12 @@ from accel_data.adapter import Unbatched, settings
 from accel_data.ahead import read_ahead
 from accel_data.checks import check_divides
 from accel_data.cursor import Pass
-from accel_data.iterable import IterableDatasetShard, count_rows
-from accel_data.layout import Layout, Share
+from accel_data.iterable import IterableDatasetShard, WholeStream, count_rows
+from accel_data.layout import Fill, Layout, Share
 from accel_data.link import Link, Parts, hand_out
 from accel_data.loader import Item, PreparedLoader, look_ahead, noted
 from accel_data.mesh import find_data_ranks
-from accel_data.rounds import Read, Round, Rounds
+from accel_data.rounds import Read, Round, Rounds, real_in
 from accel_data.samplers import AllShards, BatchSamplerShard
 from accel_data.scatter import ABSENT, Message, Receiver, Sender
 from accel_ops import contract
@@ -119,14 +119,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 stacklevel=3,
             )
 
-    def __len__(self) -> int:
+    def _num_batches(self) -> int:
         if self._shard is not None:
-            steps = -(-len(self._shard) // self._shard.num_processes)
-        else:
-            count = 1 if self._sliced_items else self.num_processes
-            layout = Layout(self.batch_size or 1, count, self.drop_last, self.even_batches)
-            steps = layout.num_steps(self.total_dataset_length)
-        return max(steps - self.skip_batches, 0)
+            return -(-len(self._shard) // self._shard.num_processes)
+        count = 1 if self._sliced_items else self.num_processes
+        layout = Layout(self.batch_size or 1, count, self.drop_last, self.even_batches)
+        return layout.num_batches(self.total_dataset_length, 0)
 
     @property
     def _sliced_items(self) -> bool:
@@ -154,13 +152,18 @@ class DataLoaderDispatcher(PreparedLoader):
     def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
         if self.split_batches and unbatched:
             return AllShards(batch_sampler, even_batches=self.even_batches)
-        return AllShards(batch_sampler, self.num_processes, 0, self.split_batches, self.even_batches)
+        place = self.num_processes, 0
+        return AllShards(batch_sampler, *place, self.split_batches, self.even_batches, spread=True)
 
     def _stream_shard(self) -> IterableDatasetShard:
+        dataset: Any = self.dataset
         size = self.batch_size or 1
-        if self.slice_fn is not None and self.batch_size is not None:
-            size *= self.num_processes
-        return IterableDatasetShard(self.dataset, size, self.drop_last, even_batches=self.even_batches)  # type: ignore[arg-type]
+        if self.num_processes == 1 or self._unbatched:
+            return IterableDatasetShard(dataset, size, self.drop_last, even_batches=self.even_batches)
+        place = self.num_processes, 0
+        size *= self.num_processes if self.split_batches else 1
+        options = {"even_batches": self.even_batches, "spread": True, "joined": self.slice_fn is not None}
+        return WholeStream(dataset, size, self.drop_last, *place, self.split_batches, **options)
 
     def _start_pass(self) -> Pass:
         try:
@@ -176,7 +179,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if len(self._owners) == 1:
             if self.slice_fn is None:
                 return super()._read(started)
-            return noted((parts[0], real, last) for parts, real, last in self._rounds(started))
+            return noted((parts[0], fill, last) for parts, fill, last in self._rounds(started))
         if not dist.is_initialized():
             raise RuntimeError(
                 f"Process 0 cannot hand out batches to {self._process.world_size} processes: there is no "
@@ -250,20 +253,18 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn = self.slice_fn
         if self._unbatched:
             slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
-        even = self.even_batches if self._shard is None else self._shard.even_batches
+        even = self.even_batches if self._shard is None else self._unbatched and self._shard.even_batches
         rounds = Rounds(self.num_processes, size, even, self._drop_last, slice_fn)
         if self._shard is None:
             stream = self._stream(started, self._stream_shard())
-            return look_ahead(
-                iter(rounds.of(Read(batch, real[0] if real else None) for batch, real in stream))
-            )
-        found = rounds.of(Read(batch, None) for batch in self._indexed(started))
+            return look_ahead(_told(rounds.of(_read(batch, own) for batch, own in stream)))
+        found = rounds.of(Read(batch) for batch in self._indexed(started))
         return self._padded(found, self._shard, self._shard.share)
 
     def _padded(self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share) -> Iterator[Parts]:
         for found, last in _with_last(rounds, shard, share):
-            real = self._padding(found, share.real) if last and share.real else found.real
-            yield found.parts, real, last
+            fill = self._padding(found, share.last) if last and share.last else found.fill
+            yield found.parts, fill and Fill.of(*fill), last
 
     def _indexed(self, started: Pass) -> Iterator[Any]:
         """Read a map-style dataset: the batches of all processes in turn, or joined if sliced later."""
@@ -277,14 +278,21 @@ class DataLoaderDispatcher(PreparedLoader):
                 sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
             self._reads = DataLoader(self.dataset, **sampling, **settings(self))
-        shard.start, shard.drawn_from = started.begin.consumed, started.begin.order
         return self._open(self._reads, started)
 
-    def _padding(self, found: Round, real: tuple[int, ...]) -> tuple[int, ...]:
+    @property
+    def _counts_items(self) -> bool:
+        return False
+
+    def _padding(self, found: Round, known: Fill) -> Fill:
+        """Return what the processes have in the last step, from what the sampler knows of it."""
+        if self.slice_fn is not None and found.fill:
+            rows = found.fill.rows
+            return Fill(real_in(sum(known.real), rows), rows)
         if not self._unbatched:
-            return real
-        rows = found.real or [0 if part is ABSENT else count_rows(part) for part in found.parts]
-        return tuple(size if there else 0 for size, there in zip(rows, real, strict=True))
+            return known
+        rows = tuple(0 if part is ABSENT else count_rows(part) for part in found.parts)
+        return Fill(tuple(size if real else 0 for size, real in zip(rows, known.real, strict=True)), rows)
 
 
 class Joined:
@@ -307,14 +315,23 @@ class Joined:
             yield [index for batch in group for index in batch]
 
 
+def _read(batch: Any, own: Fill | None) -> Read:
+    """Return a batch of a stream with what is known of it."""
+    return Read(batch) if own is None else Read(batch, own.real[0], own.rows[0])
+
+
+def _told(rounds: Iterable[Round]) -> Iterator[tuple[list[Any], Fill | None]]:
+    return ((parts, fill and Fill.of(*fill)) for parts, fill in rounds)
+
+
 def _with_last(rounds: Iterable[Round], shard: BatchSamplerShard, share: Any) -> Iterator[tuple[Round, bool]]:
     """Tell which round is the last one: from their number, or where it is not known by reading one ahead."""
     if shard.has_length:
         for number, found in enumerate(rounds, 1):
             yield found, number == -(-share.num_batches // shard.num_processes)
         return
-    for parts, real, last in look_ahead(iter(rounds)):
-        yield Round(parts, real), last
+    for parts, fill, last in look_ahead(iter(rounds)):
+        yield Round(parts, fill), last
 
 
 def _owners(

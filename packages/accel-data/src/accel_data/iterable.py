@@ -8,14 +8,14 @@ divides itself over the workers is left to do so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.checks import check_divides, check_place
-from accel_data.layout import Layout
+from accel_data.layout import Fill, Layout, counted
 from accel_data.place import Mark, Place
 from accel_data.stream import Reading, Source, read
 from accel_ops.tree import ignorant_find_batch_size
@@ -26,6 +26,7 @@ __all__ = [
     "CollateBlock",
     "IterableDatasetShard",
     "PresplitStream",
+    "WholeStream",
     "count_rows",
 ]
 
@@ -35,12 +36,12 @@ class Block(NamedTuple):
 
     Args:
         samples: The samples, padding included; none for a batch that is to be passed over.
-        real: How many samples of each process are real in this step; None if none is padded.
+        fill: What the processes have in this step, where something is padded or a process has no batch.
         mark: Where the stream is after it.
     """
 
     samples: list[Any]
-    real: tuple[int, ...] | None
+    fill: Fill | None
     mark: Place | Mark
 
 
@@ -62,6 +63,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: Index of this one.
         split_batches: Give each process a piece of every batch, not every n-th batch.
         even_batches: Complete an incomplete last step; without it the last processes get fewer samples.
+        spread: Share out an incomplete last step as equally as can be where it is not completed, or where
+            batches are split, and complete it with its own samples; as prepared loaders do.
 
     Raises:
         ValueError: If the batch size is not positive or does not divide by num_processes with split_batches,
@@ -78,6 +81,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
         *,
         even_batches: bool = True,
+        spread: bool = False,
     ) -> None:
         check_place(num_processes, process_index)
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
@@ -91,6 +95,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.spread = spread
         self.epoch = 0
         self._source = Source(dataset)
         self.counts_rows = False  # whether an item is a whole batch, whose rows are counted as samples
@@ -111,9 +116,25 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self.share * self.num_processes
 
     @property
+    def chunk(self) -> int:
+        """Samples of a block of a dataset that divides itself over workers: there each makes its own."""
+        return self.step_size
+
+    @property
     def is_even(self) -> bool:
         """Whether every process gets as many batches, whatever the data."""
         return self.even_batches or self.drop_last
+
+    def batches_of_each(self, start: int) -> tuple[int, ...] | None:
+        """Return the number of batches of each process in a pass; None where the length is not known.
+
+        Args:
+            start: Where the pass starts, in samples.
+        """
+        if not hasattr(self.dataset, "__len__"):
+            return None
+        layout = self._layout(start)
+        return tuple(layout.num_batches(self.total_length, rank) for rank in range(self.num_processes))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the dataset.
@@ -148,37 +169,72 @@ class IterableDatasetShard(IterableDataset[Any]):
             One block per batch.
         """
         layout = self._layout()
-        needs_head = layout.even and not layout.drop_last
-        reading = read(self._source, layout.group, start, place, needs_head)
-        over = _surely_before(start // layout.group, reading) if place is None else 0
-        for number in count():
-            group = reading.take(layout.group)
-            if not group:
-                return
-            mine = reading.divided or number % reading.num_workers == reading.worker
-            if mine and (own := self._own(group, reading.head, layout)):
-                samples, real = own
-                yield Block([] if number < over else samples, real, reading.mark())
+        head = layout.group if layout.even and not layout.drop_last and not layout.spread else 0
+        reading = read(self._source, self.chunk, start, place, head)
+        if reading.divided:
+            layout = self._layout_of_worker()
+        over = _surely_before(start // self.chunk, reading) if place is None else 0
+        number = -1
+        while group := reading.take(layout.group):
+            for samples, fill in self._own(group, reading, layout):
+                number += 1
+                if reading.divided or number % reading.num_workers == reading.worker:
+                    yield Block([] if number < over else samples, fill, reading.mark())
 
     def _own(
-        self, group: list[Any], head: list[Any], layout: Layout
-    ) -> tuple[list[Any], tuple[int, ...] | None] | None:
-        first = self.process_index * layout.share
-        missing = layout.group - len(group)
-        if not missing:
-            return group[first : first + layout.share], None
-        size = layout.tail_sizes(len(group))[self.process_index]
-        if not size:
-            return None
-        real = layout.padded(len(group))
-        if real and self.counts_rows:
-            real = tuple(count_rows(group[rank]) if there else 0 for rank, there in enumerate(real))
-        if real:
-            group = group + [head[i % len(head)] for i in range(missing)]
-        return group[first : first + size], real
+        self, group: list[Any], reading: Reading, layout: Layout
+    ) -> Iterator[tuple[list[Any], Fill | None]]:
+        """Return the batch of this process in one step, if it has one."""
+        fill = None if len(group) == layout.group else layout.fill(len(group), self.process_index)
+        if reading.divided and not layout.even:
+            fill = None  # a process without a batch here goes on with one of the next worker
+        if fill and self.counts_rows:
+            fill = counted(fill, layout.deal(group, reading.head, None), count_rows)
+        yield from ((samples, fill) for samples in layout.deal(group, reading.head, self.process_index))
 
-    def _layout(self) -> Layout:
-        return Layout(self.share, self.num_processes, self.drop_last, self.even_batches)
+    def _layout(self, start: int = 0) -> Layout:
+        even = self.even_batches
+        spread = self.spread and (self.split_batches or not even)
+        return Layout(self.share, self.num_processes, self.drop_last, even, start, spread)
+
+    def _layout_of_worker(self) -> Layout:
+        """How the part of a worker is cut, where the dataset divides itself over workers."""
+        return self._layout()
+
+
+class WholeStream(IterableDatasetShard):
+    """The batches of all processes, step by step: those of process 0, 1, ..., then the next step's.
+
+    What is known of a batch in the last step is its own number of samples.
+
+    Args:
+        *args: Those of `IterableDatasetShard`.
+        joined: Give the batches of one step as one.
+        **kwargs: Those of `IterableDatasetShard`.
+    """
+
+    def __init__(self, *args: Any, joined: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.joined = joined
+
+    @property
+    def chunk(self) -> int:
+        """Samples of a block of a dataset that divides itself over workers: there each makes its own."""
+        return self.step_size if self.joined else self.share
+
+    def _own(
+        self, group: list[Any], reading: Reading, layout: Layout
+    ) -> Iterator[tuple[list[Any], Fill | None]]:
+        parts = layout.deal(group, reading.head, None)
+        is_full = len(group) == layout.group
+        real = (layout.share,) * len(parts) if is_full else layout.real_sizes(len(group))
+        if self.joined and parts:
+            parts, real = [list(chain(*parts))], (sum(real),)
+        for samples, count in zip(parts, real, strict=False):
+            yield samples, None if is_full else Fill((count,), (len(samples),))
+
+    def _layout_of_worker(self) -> Layout:
+        return Layout(self.chunk, 1, self.drop_last, self.even_batches)
 
 
 class PresplitStream(IterableDatasetShard):
@@ -209,6 +265,15 @@ class PresplitStream(IterableDatasetShard):
         """Whether every process gets as many batches: not known."""
         return False
 
+    @property
+    def chunk(self) -> int:
+        """Samples of a block of a dataset that divides itself over workers."""
+        return self.share
+
+    def batches_of_each(self, start: int) -> tuple[int, ...] | None:
+        """Return nothing: the number of samples of the others is not known."""
+        return None
+
 
 class BlockReader(IterableDataset[Any]):
     """Gives a loader whole batches of a shard, with what is known of their padding.
@@ -227,25 +292,26 @@ class BlockReader(IterableDataset[Any]):
         where = torch.zeros(3, dtype=torch.int64, device="cpu")
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
-    def seek(self, epoch: int, start: int, from_place: bool = False) -> None:
+    def seek(self, epoch: int | None, start: int, from_place: bool = False) -> None:
         """Choose where the next pass starts.
 
         Args:
-            epoch: Number of the epoch.
+            epoch: Number of the epoch; None for the one that the dataset is in.
             start: Number of samples of its stream to pass over.
             from_place: Whether to start at the place instead.
         """
-        self.where[0], self.where[1], self.where[2] = epoch, start, from_place
+        self.where[0] = -1 if epoch is None else epoch
+        self.where[1], self.where[2] = start, from_place
 
     def __iter__(self) -> Iterator[Block]:
         epoch, start, from_place = self.where.tolist()
-        if get_worker_info() is not None:
+        if epoch >= 0 and get_worker_info() is not None:
             self.shard.set_epoch(epoch)
         return self.shard.blocks(start, self.place if from_place else None)
 
 
 class CollateBlock:
-    """Turns a block into (real, batch, mark).
+    """Turns a block into (fill, batch, mark).
 
     Args:
         collate_fn: Makes the batch.
@@ -256,11 +322,11 @@ class CollateBlock:
         self.collate_fn = collate_fn
         self.batched = batched
 
-    def __call__(self, block: Block) -> tuple[tuple[int, ...] | None, Any, Place | Mark]:
-        """Return how much of the block is real, its batch, and where the stream is after it."""
+    def __call__(self, block: Block) -> tuple[Fill | None, Any, Place | Mark]:
+        """Return what is known of the step, the batch, and where the stream is after it."""
         samples = block.samples
         batch = self.collate_fn(samples if self.batched else samples[0]) if samples else None
-        return block.real, batch, block.mark
+        return block.fill, batch, block.mark
 
 
 def _surely_before(number: int, reading: Reading) -> int:

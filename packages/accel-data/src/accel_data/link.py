@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_data.checks import explained
+from accel_data.layout import Fill
 from accel_data.scatter import Message, Receiver, Sender, open_line
 
 __all__ = ["Link", "Parts", "hand_out"]
 
-Parts = tuple[list[Any], tuple[int, ...] | None, bool]
-"""The batches of all processes in one step, the padding in them, and whether it is the last step."""
+Parts = tuple[list[Any], Fill | None, bool]
+"""The batches of all processes in one step, what is known of them, and whether it is the last step."""
 
 
 def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Message | None:
@@ -36,9 +37,9 @@ def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Messa
     if found is None:
         sender.stop()
         return None
-    parts, real, last = found
-    sender.send(packets, real, last)
-    return Message(parts[0], real, last)
+    parts, fill, last = found
+    sender.send(packets, fill, last)
+    return Message(parts[0], fill, last)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from accel_data.adapter import DataLoaderAdapter
 from accel_data.checks import check_skip, explained
 from accel_data.cursor import Pass
 from accel_data.iterable import count_rows
-from accel_data.layout import Share
+from accel_data.layout import Fill, Share
 from accel_data.mixin import DataLoaderStateMixin
 from accel_data.prefetch import SideStream, copied_ahead
 from accel_ops.random import synchronize_rng_states
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Item", "PreparedLoader", "look_ahead", "noted", "noted_ahead"]
 
-Real = tuple[int, ...] | None
-Item = tuple[Any, Real, bool]
-"""A batch, the padding in it (see `real_samples`), and whether it is the last one."""
+Item = tuple[Any, Fill | None, bool]
+"""A batch, what the processes have in its step, and whether it is the last one."""
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -73,18 +72,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         exhausted = False
         batches: Iterator[Any] = iter(())
-        share = Share()
+        share, fill = Share(), None
         try:
             if not started.begin.ended:
                 batches, share = self._read(started)
             if self.tell_uneven is not None:
-                self._tell_uneven(self.tell_uneven)
+                self._tell_uneven(self.tell_uneven, started)
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
                 started.steps = step
-                if step == share.num_batches or share.now is not self.real_samples:
+                if step == share.num_batches or share.now is not fill:
                     last = step == share.num_batches
-                    self._mark(batch, share.real if last else share.now, last)
+                    fill = share.last if last else share.now
+                    self._mark(batch, fill, last)
                     started.ended = last and self._ends_for_all(started)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
@@ -108,9 +108,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return counts is None or started.steps == max(counts)
 
     def _check_something(self, started: Pass) -> None:
-        """Warn if no process got anything of the rest of an epoch that a loaded state has begun."""
+        """Warn if no process got anything, as a loaded state or skipping wanted to go on beyond the end."""
         begin = started.begin
-        if started.steps or not started.loaded or not begin.batches:
+        if started.steps or not begin.batches:
+            return
+        if not started.loaded:
+            self._check_skip_fits(begin.epoch)
             return
         others = None if self._shard is None or begin.ended else self._shard.batches_of_each
         if not any(others or ()):
@@ -121,18 +124,39 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 stacklevel=3,
             )
 
-    def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None]) -> None:
+    def _check_skip_fits(self, epoch: int) -> None:
+        """Warn if more batches are skipped than there are."""
+        try:
+            count: int | None = self._num_batches()
+        except TypeError:  # its length is not known
+            count = None
+        if count is None or self.skip_batches > count:
+            have = f"the loader has {'no more' if count is None else count}"
+            warnings.warn(
+                f"Nothing is left of epoch {epoch} after skipping {self.skip_batches} batches: {have}. This "
+                "pass was empty, and the next pass is the next epoch.",
+                stacklevel=4,
+            )
+
+    def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None], started: Pass) -> None:
         shard = self._stream_shard() if self._shard is None else self._shard
         if not shard.is_even:
-            counts = None if self._shard is None else self._shard.batches_of_each
+            counts = self._batches_of_each(started)
             if counts is None or len(set(counts)) > 1:
                 tell(counts)
+
+    def _batches_of_each(self, started: Pass) -> tuple[int, ...] | None:
+        """Number of batches of each process in a pass; None where it is not known."""
+        if self._shard is not None:
+            return self._shard.batches_of_each
+        if self.num_workers or self._unbatched:  # the stream may divide itself; items may be divided
+            return None
+        return self._stream_shard().batches_of_each(started.begin.consumed)
 
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
         """Return the batches of a pass, and what will be known of them."""
         if self._shard is None:
             return noted_ahead(self._stream(started, self._stream_shard()), Share())
-        self._shard.start, self._shard.drawn_from = started.begin.consumed, started.begin.order
         batches = self._open(self, started)
         share = self._shard.share
         if self._shard.has_length:
@@ -144,6 +168,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             started = self._progress.start(self.skip_batches, self._skips_all(), self._step_size, self._limit)
             self._tell_epoch(started.begin.epoch)
+            if self._shard is not None:
+                self._shard.start, self._shard.drawn_from = started.begin.consumed, started.begin.order
             if generator is not None and started.begin.generator is not None:
                 generator.set_state(started.begin.generator)
         except Exception:
@@ -166,22 +192,23 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if types:
             synchronize_rng_states(types, generator)
 
+    @property
+    def _counts_items(self) -> bool:
+        """Whether steps are counted in items of the dataset that go out as they are."""
+        return self._unbatched and self._shard is not None
+
     def _known_remainder(self) -> int:
         real, total = None if self._shard is None else self._shard.num_real, self.total_batch_size
         return -1 if self._drop_last or real is None or total is None else real % total
 
-    def _mark(self, batch: Any, real: Real, last: bool) -> None:
-        self.real_samples = real
-        self.batch_rows = None if real is None else self._padded_rows(batch, real)
+    def _mark(self, batch: Any, fill: Fill | None, last: bool) -> None:
+        if fill is not None and self._counts_items:  # what items of the others hold is not known
+            rows = count_rows(batch)
+            fill = Fill(*(tuple(rows * count for count in counts) for counts in fill))
+        self.real_samples, self.batch_rows = fill or (None, None)
         self.end_of_dataloader = last
-        if last and real is not None and self.remainder == -1:
-            self.remainder = sum(real)
-
-    def _padded_rows(self, batch: Any, real: tuple[int, ...]) -> int:
-        """Return how many samples, padding included, a padded batch has."""
-        if self._shard is not None and not self._unbatched:
-            return self._shard.padded_rows(real)
-        return self.batch_size or count_rows(batch)
+        if last and fill is not None and self.remainder == -1:
+            self.remainder = sum(fill.real)
 
 
 def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
@@ -190,17 +217,17 @@ def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
 
     def batches() -> Iterator[Any]:
         with closing(items):
-            for number, (batch, real, last) in enumerate(items, 1):
-                share.now = real
+            for number, (batch, fill, last) in enumerate(items, 1):
+                share.now = fill
                 if last:
-                    share.num_batches, share.real = number, real
+                    share.num_batches, share.last = number, fill
                 yield batch
 
     return batches(), share
 
 
-def noted_ahead(batches: Iterator[tuple[Any, Real]], share: Share) -> tuple[Iterator[Any], Share]:
-    """Take the batches out of (batch, real), and find out by reading one ahead which is the last one.
+def noted_ahead(batches: Iterator[tuple[Any, Fill | None]], share: Share) -> tuple[Iterator[Any], Share]:
+    """Take the batches out of (batch, fill), and find out by reading one ahead which is the last one.
 
     Args:
         batches: What is read.
@@ -218,13 +245,13 @@ def noted_ahead(batches: Iterator[tuple[Any, Real]], share: Share) -> tuple[Iter
             present = following
         if present is not None:
             share.num_batches = number
-            share.real = share.real or present[1]
+            share.last = share.last or present[1]
             yield present[0]
 
     return handed_on(), share
 
 
-def look_ahead(batches: Iterator[tuple[Any, Real]]) -> Generator[Item, None, None]:
+def look_ahead(batches: Iterator[tuple[Any, Fill | None]]) -> Generator[Item, None, None]:
     """Tell which batch is the last one by reading one ahead."""
     present = next(batches, None)
     if present is None:

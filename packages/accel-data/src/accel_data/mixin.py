@@ -14,17 +14,17 @@ class DataLoaderStateMixin:
         end_of_dataloader: Whether the batch at hand is the last one.
         remainder: Real samples in the last step of all processes if that is not full, else 0; -1 where not
             known.
-        real_samples: How many samples of each process in the batch at hand are real, the rest being padding
-            at the end of that process's batch; None if nothing is padded.
-        batch_rows: How many samples, padding included, the batch at hand has on every process; None if
-            nothing is padded.
+        real_samples: How many samples of each process in the step at hand are real, the rest being padding
+            at the end of that process's batch; None if nothing is padded and every process has a batch.
+        batch_rows: How many samples, padding included, each process has in this step, 0 if it has no batch;
+            None where real_samples is.
         gradient_state: The state that is told when iteration begins and ends.
     """
 
     end_of_dataloader: bool
     remainder: int
     real_samples: tuple[int, ...] | None
-    batch_rows: int | None
+    batch_rows: tuple[int, ...] | None
     gradient_state: GradientState
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_data.ahead import RandomUse
-from accel_data.layout import Share
+from accel_data.layout import Fill, Share
 from accel_ops.tree import flatten, recursively_apply, send_to_device
 from accel_ops.walk import children, find_path
 from accel_state.devices import DEVICES, DeviceRow
@@ -23,12 +23,12 @@ class Copy(NamedTuple):
     Args:
         batch: The batch.
         done: The event that comes when it is there; None if it stays where it is.
-        real: What the share said of it; see `Share.now`.
+        fill: What the share said of it; see `Share.now`.
     """
 
     batch: Any
     done: Any
-    real: tuple[int, ...] | None
+    fill: Fill | None
 
 
 class SideStream:
@@ -53,20 +53,20 @@ class SideStream:
         entry = DEVICES.get(device.type)
         return cls(entry, device, non_blocking) if entry is not None and entry.streams else None
 
-    def start(self, batch: Any, real: tuple[int, ...] | None) -> Copy:
+    def start(self, batch: Any, fill: Fill | None) -> Copy:
         """Begin to copy a batch.
 
         Args:
             batch: The batch. One with tensors that cannot be seen stays where it is: it could not be told
                 when their memory is free again.
-            real: See `Copy`.
+            fill: See `Copy`.
         """
         if find_path(batch, _hides_tensors) is not None:
-            return Copy(batch, None, real)
+            return Copy(batch, None, fill)
         pinned = recursively_apply(_pinned, batch, test_type=_is_pageable)
         with self._row.on_stream(self._stream):
             moved = send_to_device(pinned, self._device, non_blocking=True)
-        return Copy(moved, self._stream.record_event(), real)
+        return Copy(moved, self._stream.record_event(), fill)
 
     def finish(self, copy: Copy) -> Any:
         """Let the user's stream wait for a copy.
@@ -111,7 +111,7 @@ def copied_ahead(batches: Iterator[Any], share: Share, side: SideStream) -> Gene
         batch = side.finish(copy)
         if ahead:
             following = _tried(batches, share, side)
-        share.now = copy.real
+        share.now = copy.fill
         yield batch
         if not ahead:
             following = _tried(batches, share, side)

@@ -111,8 +111,10 @@ def prepare_data_loader(
         dispatch_batches: Read on process 0 alone and hand batches out from there. By default for iterable
             datasets, but for those that are divided already, and for streams of Hugging Face `datasets` with
             as many shards as there are processes: without True each process reads a shard of its own.
-        even_batches: Complete an incomplete last step with samples from the start, so that all processes get
-            equally many; `real_samples` tells which they are. Without it the last processes may get fewer.
+        even_batches: Complete an incomplete last step, so that all processes get equally many samples:
+            with samples from the start, or where batches are split with samples of the step itself;
+            `real_samples` tells which they are. Without it that step is shared out as equally as can be,
+            and if it has fewer samples than there are processes, the last ones get no batch.
         slice_fn_for_dispatch: Takes the part of one process out of a dispatched batch; see
             `DataLoaderDispatcher`.
         use_seedable_sampler: Also replace a random sampler that has a generator of the user's by one whose
@@ -182,8 +184,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """Make a loader without the first batches of another one, which it does not read where it need not.
 
     After `load_state_dict` these are the first batches of the interrupted epoch, not further ones: the loader
-    goes on where the state says. The loaders count epochs together: what comes after the new one's pass is
-    the next epoch of either.
+    goes on where the state says. They are counted in batches of the run that was saved; where that had
+    another number of processes, the number of batches of this run up to the loaded place means it as well.
+    The loaders count epochs together: what comes after the new one's pass is the next epoch of either.
 
     Args:
         dataloader: The loader, prepared or not; or an object around one that has a method
@@ -191,17 +194,17 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches: Number of batches to leave out.
 
     Returns:
-        The new loader, with all settings of the given one.
+        The new loader, with all settings of the given one. Where more is skipped than there is, its pass is
+        empty, and a warning says so.
 
     Raises:
         TypeError: If num_batches is not an integer, or dataloader nothing that batches can be skipped of.
-        ValueError: If it is negative, or more than there are.
+        ValueError: If it is negative.
     """
     check_skip(num_batches)
     if not isinstance(dataloader, DataLoader):
         return _skip_around(dataloader, num_batches)
     if isinstance(dataloader, DataLoaderAdapter):
-        _check_skip_fits(dataloader, num_batches)
         skipped = copy.copy(dataloader)
         skipped.skip_batches = dataloader.skip_batches + num_batches
         return skipped
@@ -210,6 +213,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return SkipDataLoader(
             dataloader.dataset, num_batches, is_stateful(dataloader), **sampling, **settings(dataloader)
         )
+    _check_skip_fits(dataloader, num_batches)
     if dataloader.batch_sampler is None:
         sampling = {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
     else:
@@ -256,7 +260,8 @@ def _shard(
             shard = PresplitBatchSampler(seeded, split.holder, (split.rank, split.size), split.lengths)
         else:
             place = plan.num_processes, plan.process_index
-            shard = BatchSamplerShard(seeded, *place, plan.split_batches and not single, plan.even_batches)
+            split_batches = plan.split_batches and not single
+            shard = BatchSamplerShard(seeded, *place, split_batches, plan.even_batches, spread=True)
             shard.agreed = agreed_order if plan.several else None
         shard.seed = seed
     return cls(dataset, **_sampling(dataloader, shard, single), **common)
@@ -279,7 +284,9 @@ def _stream(
     even = plan.even_batches and plan.num_processes > 1
     pieces = plan.split_batches and batch_size is not None
     place = plan.num_processes, plan.process_index
-    return IterableDatasetShard(dataset, batch_size or 1, drop_last, *place, pieces, even_batches=even)
+    return IterableDatasetShard(
+        dataset, batch_size or 1, drop_last, *place, pieces, even_batches=even, spread=True
+    )
 
 
 def _dispatcher(
@@ -384,15 +391,16 @@ def _as_prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
-def _check_skip_fits(loader: DataLoaderAdapter, num_batches: int) -> None:
-    if num_batches == 0 or loader.resumes:
-        return  # after load_state_dict batches are counted as by the run that was saved
+def _check_skip_fits(loader: DataLoader[Any], num_batches: int) -> None:
+    """Warn if more batches are skipped than a loader has that will not notice by itself."""
     try:
         length = len(loader)
     except TypeError:
         return
     if num_batches > length:
-        raise ValueError(f"Cannot skip {num_batches} batches: the loader has only {length}.")
+        warnings.warn(
+            f"Nothing is left after skipping {num_batches} batches: the loader has {length}.", stacklevel=3
+        )
 
 
 def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> type[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_data.cursor import Pass
+from accel_data.layout import Fill
 from accel_data.order import drawing_from
 from accel_data.place import Mark
 
@@ -16,26 +17,26 @@ __all__ = ["handed_on", "opened"]
 
 def handed_on(
     blocks: Iterator[Any], started: Pass, over: int
-) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
+) -> Iterator[tuple[Any, Fill | None]]:
     """Hand on what workers have read, and note where they were.
 
     Args:
-        blocks: (real, batch, mark) of each block.
+        blocks: (fill, batch, mark) of each block.
         started: The pass.
         over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
 
     Yields:
-        (batch, real)
+        (batch, fill)
     """
     trail = started.trail
     assert trail is not None
-    for real, batch, mark in blocks:
+    for fill, batch, mark in blocks:
         if over and isinstance(mark, Mark):
             over -= 1
             trail.pass_over(mark)
         else:
             trail.add(mark, started.steps)
-            yield batch, real and tuple(real)  # pinning memory made a list of it
+            yield batch, fill and Fill(*map(tuple, fill))  # pinning memory made lists of it
 
 
 def opened(

@@ -6,16 +6,17 @@ Only where a user's function slices, or where the dataset gives whole batches, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from accel_data.iterable import count_rows
+from accel_data.layout import Fill, spread_out
 from accel_data.scatter import ABSENT
 from accel_ops.tree import concatenate, slice_tensors
 
-__all__ = ["Read", "Round", "Rounds", "extend", "resize"]
+__all__ = ["Read", "Round", "Rounds", "extend", "real_in", "resize"]
 
 
 class Read(NamedTuple):
@@ -24,10 +25,12 @@ class Read(NamedTuple):
     Args:
         batch: The batch.
         real: Samples in it that are no padding; None if all are real.
+        rows: Samples in it, padding included; None for as many as in any other.
     """
 
     batch: Any
-    real: int | None
+    real: int | None = None
+    rows: int | None = None
 
 
 class Round(NamedTuple):
@@ -35,11 +38,11 @@ class Round(NamedTuple):
 
     Args:
         parts: The batch of each process; `ABSENT` for a process that has none.
-        real: How many samples of each process are real; None if none is padded.
+        fill: What the processes have in it; None if every process has a full batch.
     """
 
     parts: list[Any]
-    real: tuple[int, ...] | None
+    fill: Fill | None
 
 
 @dataclass(frozen=True)
@@ -84,17 +87,18 @@ class Rounds:
         parts = [read.batch for read in group]
         missing = self.num_processes - len(parts)
         if not self.even:
-            return Round(parts + [ABSENT] * missing, None)
-        rows = [self._rows(part) for part in parts]
+            if not missing:
+                return Round(parts, None)
+            rows = [self._rows(read) for read in group] + [0] * missing
+            return Round(parts + [ABSENT] * missing, Fill(tuple(rows), tuple(rows)))
+        rows = [self._rows(read) for read in group]
         real = [size if read.real is None else read.real for size, read in zip(rows, group, strict=True)]
         if self.size is None:
             wanted = max(rows)
             parts = [extend(part, first, wanted - size) for part, size in zip(parts, rows, strict=True)]
             rows = [wanted] * len(parts)
-        parts += [resize(first, self._rows(first), rows[0])] * missing
-        real += [0] * missing
-        padded = missing or any(there < size for there, size in zip(real, rows, strict=False))
-        return Round(parts, tuple(real) if padded else None)
+        parts += [resize(first, self._rows(Read(first)), rows[0])] * missing
+        return Round(parts, Fill.of(real + [0] * missing, rows + [rows[0]] * missing))
 
     def _sliced(self, read: Read, first: Any) -> Round:
         assert self.slice_fn is not None
@@ -104,20 +108,24 @@ class Rounds:
         if self.even and rows % count:
             batch = extend(batch, first, -rows % count)
             rows += -rows % count
-        share = self.size or -(-rows // count)
+        sizes = spread_out(rows, count)
+        places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         parts = [
-            self.slice_fn(
-                batch, slice(start, min(start + share, rows)), process_index=rank, num_processes=count
-            )
-            if start < rows
-            else ABSENT
-            for rank, start in ((rank, rank * share) for rank in range(count))
+            self.slice_fn(batch, place, process_index=rank, num_processes=count) if sizes[rank] else ABSENT
+            for rank, place in enumerate(places)
         ]
-        reals = tuple(min(max(real - rank * share, 0), share) for rank in range(count))
-        return Round(parts, reals if self.even and real < rows else None)
+        return Round(parts, Fill(real_in(real, sizes), sizes))
 
-    def _rows(self, part: Any) -> int:
-        return count_rows(part) if self.size is None else self.size
+    def _rows(self, read: Read) -> int:
+        if read.rows is not None:
+            return read.rows
+        return count_rows(read.batch) if self.size is None else self.size
+
+
+def real_in(real: int, rows: Sequence[int]) -> tuple[int, ...]:
+    """Divide the first `real` samples of a step over processes that have so many rows of it in turn."""
+    starts = accumulate(rows[:-1], initial=0)
+    return tuple(min(max(real - start, 0), size) for start, size in zip(starts, rows, strict=True))
 
 
 def extend(batch: Any, source: Any, count: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.checks import check_divides, check_place, check_skip
-from accel_data.layout import Layout, Share, cut
+from accel_data.layout import Fill, Layout, Share, cut, spread_out
 from accel_data.order import Order, draw, order_of
 
 __all__ = ["AllShards", "BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
@@ -28,7 +28,8 @@ class BatchSamplerShard(BatchSampler):
     Where the indices do not suffice for a batch on every process, the incomplete step is dropped if the batch
     sampler has drop_last, else completed with indices from the start, else (even_batches=False) left uneven.
     The share of a plain `BatchSampler` is computed, not found by walking over the batches of the others. A
-    batch sampler of another class is walked; with even_batches=False its batches are never cut anew.
+    batch sampler of another class is walked. Its batches are never cut anew with even_batches=False or where
+    it has no batch size; even_batches=True then completes the last step with its first batches.
 
     Args:
         batch_sampler: The batch sampler; any iterable of lists of indices.
@@ -36,10 +37,12 @@ class BatchSamplerShard(BatchSampler):
         process_index: Index of this one.
         split_batches: Give each process a piece of every batch, not every n-th batch.
         even_batches: Complete an incomplete last step with indices from the start.
+        spread: Share out an incomplete last step as equally as can be where it is not completed, or where
+            batches are split, and complete it with its own indices; as prepared loaders do.
 
     Raises:
         ValueError: If process_index is no process, if the batch size does not divide by num_processes with
-            split_batches, or if there is no batch size where one is needed.
+            split_batches, or if there is none with split_batches.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class BatchSamplerShard(BatchSampler):
         process_index: int = 0,
         split_batches: bool = False,
         even_batches: bool = True,
+        *,
+        spread: bool = False,
     ) -> None:
         check_place(num_processes, process_index)
         self.batch_sampler = batch_sampler
@@ -56,6 +61,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.spread = spread
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.seed: int | None = None  # of the generators under which an unknown sampler is walked
@@ -121,16 +127,8 @@ class BatchSamplerShard(BatchSampler):
         elif self.split_batches:
             return None
         else:
-            even = self.even_batches and self.batch_size is not None
-            first = self.start // (self.batch_size or 1)
-            layout = Layout(1, self.num_processes, self.drop_last, even, first)
-            total = self.total_length
+            layout, total = self._layout_of_batches(self.start), self.total_length
         return tuple(layout.num_batches(total, rank) for rank in range(self.num_processes))
-
-    def padded_rows(self, real: tuple[int, ...]) -> int:
-        """Return how many indices, padding included, each process has in a padded batch."""
-        assert self.local_batch_size is not None
-        return self.local_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the samplers inside.
@@ -149,9 +147,7 @@ class BatchSamplerShard(BatchSampler):
         total = self.total_length
         if self.split_batches:
             return total
-        even = self.even_batches and self.batch_size is not None
-        layout = Layout(1, self.num_processes, self.drop_last, even)
-        return layout.num_batches(total, self._rank)
+        return self._layout_of_batches(0).num_batches(total, self._rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.share = Share()
@@ -174,14 +170,20 @@ class BatchSamplerShard(BatchSampler):
         share = self.local_batch_size
         assert share is not None
         even = self.even_batches and self.num_processes > 1
-        return Layout(share, self.num_processes, self.drop_last, even, start)
+        spread = self.spread and (self.split_batches or not even)
+        return Layout(share, self.num_processes, self.drop_last, even, start, spread)
+
+    def _layout_of_batches(self, start: int) -> Layout:
+        """How whole batches are dealt out."""
+        first = start // (self.batch_size or 1)
+        return Layout(1, self.num_processes, self.drop_last, self.even_batches, first)
 
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
         # A generator, so that nothing is drawn before the loader has drawn its own seed, as without sharding.
         self._check()
         if self._flat:
             yield from cut(self._order(), self._layout(start), self._rank, share)
-        elif self.even_batches and self.num_processes > 1:
+        elif self.even_batches and self.num_processes > 1 and self.batch_size is not None:
             yield from cut(self._flattened(self._order()), self._layout(start), self._rank, share)
         else:
             yield from self._whole_batches(self._order(), start, share)
@@ -214,25 +216,34 @@ class BatchSamplerShard(BatchSampler):
         return indices() if isinstance(batches, Iterator) else list(indices())
 
     def _whole_batches(self, batches: Any, start: int, share: Share) -> Iterator[list[int]]:
-        first = start // (self.batch_size or 1)
         if self.split_batches and self.num_processes > 1:
-            yield from self._divided(islice(batches, first, None), share)
+            yield from self._divided(islice(batches, start // (self.batch_size or 1), None), share)
             return
-        layout = Layout(1, self.num_processes, self.drop_last, False, first)
-        for piece in cut(batches, layout, self._rank, share):
+        for piece in cut(batches, self._layout_of_batches(start), self._rank, share, count=len):
             yield from piece
 
     def _divided(self, batches: Iterable[list[int]], share: Share) -> Iterator[list[int]]:
+        if self.has_length:
+            batches = list(batches)
+            share.num_batches = sum(bool(part) for batch in batches for part in self._pieces(batch))
+            if batches and any(self._pieces(batches[-1])):
+                sizes = self._piece_sizes(batches[-1])
+                share.last = Fill.of(sizes, sizes)
+        for batch in batches:
+            yield from filter(None, self._pieces(batch))
+
+    def _pieces(self, batch: list[int]) -> list[list[int]]:
+        """Return the piece of a batch that this process gets, or those of all."""
+        sizes = self._piece_sizes(batch)
+        pieces = [batch[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        return pieces if self._rank is None else [pieces[self._rank]]
+
+    def _piece_sizes(self, batch: list[int]) -> tuple[int, ...]:
+        if self.spread:
+            return spread_out(len(batch), self.num_processes)
         size = self.local_batch_size
         assert size is not None
-        ranks = range(self.num_processes) if self._rank is None else (self._rank,)
-        parts = (batch[rank * size : (rank + 1) * size] for batch in batches for rank in ranks)
-        if self.has_length:
-            known = [part for part in parts if part]
-            share.num_batches = len(known)
-            yield from known
-        else:
-            yield from filter(None, parts)
+        return tuple(len(batch[rank * size : (rank + 1) * size]) for rank in range(self.num_processes))
 
     def _check(self) -> None:
         size = self.batch_size
@@ -248,13 +259,6 @@ class BatchSamplerShard(BatchSampler):
             )
         if self.split_batches:
             check_divides(size, self.num_processes)
-        if self.even_batches and size is None:
-            raise ValueError(
-                f"even_batches=True needs a batch size, but {name} has none, so its batches can only be "
-                "shared out as they are. Pass even_batches=False (in an Accelerator: "
-                "dataloader_config=DataLoaderConfiguration(even_batches=False)), or give it an attribute "
-                "`batch_size` if all its batches have one size."
-            )
 
 
 class AllShards(BatchSamplerShard):
@@ -322,18 +326,25 @@ class PresplitBatchSampler(BatchSamplerShard):
         size = self.batch_size
         return tuple(length // size if self.drop_last else -(-length // size) for length in self.lengths)
 
-    def padded_rows(self, real: tuple[int, ...]) -> int:
-        """Return how many indices, padding included, each process has in a padded batch."""
-        return max(real)
-
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
         first = start // self.num_parts
-        real = self._real_in_last(first)
+        last = self._fill_of_lengths() if self.lengths is not None else self._fill_of_dealt(first)
         for batch in super()._batches(share, first):
-            share.real = real
+            share.last = last
             yield batch
 
-    def _real_in_last(self, first: int) -> tuple[int, ...] | None:
+    def _fill_of_lengths(self) -> Fill | None:
+        counts, lengths = self.batches_of_each, self.lengths
+        if counts is None or lengths is None:
+            return None
+        steps, size = max(counts), self.batch_size
+        rows = tuple(
+            min(length - (steps - 1) * size, size) if count == steps else 0
+            for length, count in zip(lengths, counts, strict=True)
+        )
+        return Fill.of(rows, rows) if rows[self.part[0]] else None
+
+    def _fill_of_dealt(self, first: int) -> Fill | None:
         # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
         if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
             return None
@@ -344,7 +355,8 @@ class PresplitBatchSampler(BatchSamplerShard):
         unpadded = processes - (self.num_samples - self.num_real)
         if unpadded == processes or (short and self.drop_last):
             return None
-        return tuple((short or self.batch_size) - (rank >= unpadded) for rank in range(processes))
+        rows = short or self.batch_size
+        return Fill(tuple(rows - (rank >= unpadded) for rank in range(processes)), (rows,) * processes)
 
 
 class SkipBatchSampler(BatchSampler):

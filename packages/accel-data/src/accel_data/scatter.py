@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
+from accel_data.layout import Fill
 from accel_data.packet import Packer, Packet, Unpacker, check_alike
 
 __all__ = ["ABSENT", "Line", "Message", "Receiver", "Sender", "open_line"]
@@ -32,7 +33,7 @@ ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
 
 _BATCH, _GROW, _STOP, _LEAVE, _ERROR = range(5)
-_FIELDS = 6  # of the header, before the real samples: pass, kind, value, last, bytes of structure, padded
+_FIELDS = 6  # of the header, before the fill: pass, kind, value, last, bytes of structure, is known
 _PAGE = 4096  # buffers grow to a multiple of this (bytes)
 
 
@@ -45,12 +46,12 @@ class Message(NamedTuple):
 
     Args:
         batch: The batch.
-        real: How many samples of each process are real; None if none is padded.
+        fill: What the processes have in this step; None if every process has a full batch.
         last: Whether this is the last step.
     """
 
     batch: Any
-    real: tuple[int, ...] | None
+    fill: Fill | None
     last: bool
 
 
@@ -133,7 +134,7 @@ class Sender:
         self.is_open = False
         self._tag = next(line.tags)
         self._packers = {part: Packer() for part in sorted(set(self.owners[1:]))}
-        self._header = struct.Struct(f"{_FIELDS + self.num_parts}q")
+        self._header = struct.Struct(f"{_FIELDS + 2 * self.num_parts}q")
         self._capacity = _PAGE
         self._slots = [_Slot(), _Slot()]
         finalize(self, _keep_sent, line, self._slots)
@@ -175,12 +176,12 @@ class Sender:
                 packer.forget()
             raise
 
-    def send(self, packets: dict[int, Packet | None], real: tuple[int, ...] | None, last: bool) -> None:
+    def send(self, packets: dict[int, Packet | None], fill: Fill | None, last: bool) -> None:
         """Hand out one step.
 
         Args:
             packets: What `pack` returned.
-            real: See `Message`.
+            fill: See `Message`.
             last: See `Message`.
 
         Raises:
@@ -188,10 +189,10 @@ class Sender:
         """
         slot = self._next_slot()
         self._grow(max(map(self._size, packets.values()), default=0), slot)
-        counts = real or (0,) * self.num_parts
+        counts = (*fill.real, *fill.rows) if fill else (0,) * 2 * self.num_parts
         for part, packet in packets.items():
             kind, (text, tensors) = (_STOP, _EMPTY) if packet is None else (_BATCH, packet)
-            header = self._header.pack(self.number, kind, 0, last, len(text), real is not None, *counts)
+            header = self._header.pack(self.number, kind, 0, last, len(text), fill is not None, *counts)
             content = [torch.frombuffer(bytearray(header + text), dtype=torch.uint8), *tensors]
             self._post(slot, part, slot.pack(part, content))
         self.is_open = not last
@@ -228,7 +229,7 @@ class Sender:
             self._announce(slot, _GROW, value=self._capacity)
 
     def _announce(self, slot: _Slot, kind: int, text: bytes = b"", value: int = 0) -> None:
-        header = self._header.pack(self.number, kind, value, 0, len(text), 0, *[0] * self.num_parts)
+        header = self._header.pack(self.number, kind, value, 0, len(text), 0, *[0] * 2 * self.num_parts)
         content = torch.frombuffer(bytearray(header + text), dtype=torch.uint8)
         for part in self._packers:
             self._post(slot, part, content)
@@ -261,7 +262,8 @@ class Receiver:
         self.line = line
         self.number = 0
         self._tag = next(line.tags)
-        self._header = struct.Struct(f"{_FIELDS + max(owners) + 1}q")
+        self.num_parts = max(owners) + 1
+        self._header = struct.Struct(f"{_FIELDS + 2 * self.num_parts}q")
         self._unpacker = Unpacker()
         self._asked: list[_Sent] = []
         self._resize(_PAGE)
@@ -288,7 +290,7 @@ class Receiver:
         """
         while True:
             self._wait()
-            number, kind, value, last, size, padded, *real = self._header.unpack_from(self._view)
+            number, kind, value, last, size, is_known, *counts = self._header.unpack_from(self._view)
             start = self._header.size
             text = bytes(self._view[start : start + size])
             if kind == _GROW:
@@ -309,7 +311,9 @@ class Receiver:
         batch = self._unpacker.unpack(self._buffer[start + size :])
         if not last:
             self._ask()
-        return Message(batch, tuple(real) if padded else None, bool(last))
+        parts = self.num_parts
+        fill = Fill(tuple(counts[:parts]), tuple(counts[parts:])) if is_known else None
+        return Message(batch, fill, bool(last))
 
     def _ask(self) -> None:
         if not self._asked:

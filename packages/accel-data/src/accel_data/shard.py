@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accel_data.loader import PreparedLoader
 from accel_state.enums import RNGType
@@ -79,6 +80,9 @@ class DataLoaderShard(PreparedLoader):
 class SkipDataLoader(DataLoaderShard):
     """A DataLoader, not shared out, that leaves out its first batches.
 
+    A stream stays in the epoch that its own `set_epoch` has chosen, as in a plain DataLoader, until that of
+    this loader is called.
+
     Args:
         dataset: The dataset.
         skip_batches: Number of batches to leave out.
@@ -93,3 +97,4 @@ class SkipDataLoader(DataLoaderShard):
         super().__init__(
             dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
         )
+        self._tells_epochs = not isinstance(dataset, IterableDataset)

@@ -43,7 +43,7 @@ class Reading(NamedTuple):
         divided: Whether the dataset gives each worker samples of its own.
         take: Returns the next samples, fewer only at the end.
         mark: Returns where the stream is.
-        head: The first samples of its epoch, as many as a step of all processes has.
+        head: The first samples of its epoch, as many as may be needed to pad the last step.
     """
 
     worker: int
@@ -122,29 +122,30 @@ class Source:
         dataset.load_state_dict(pickle.loads(state or self._initial))
 
 
-def read(source: Source, group: int, start: int, place: Place | None, needs_head: bool) -> Reading:
+def read(source: Source, group: int, start: int, place: Place | None, head: int) -> Reading:
     """Start reading a stream.
 
     Args:
         source: The dataset.
-        group: Samples of a step of all processes.
+        group: Samples that a worker gives when it is its turn, if the dataset divides itself.
         start: Samples to pass over, if there is no place. A dataset that divides itself over workers is read
             from the start of its parts: how far each of them was is not known.
         place: Where to start.
-        needs_head: Whether the first samples of the epoch may be needed, to pad the last step.
+        head: How many of the first samples of the epoch may be needed, to pad the last step; of a dataset
+            that divides itself, `group` at most.
     """
     if place is None:
-        return _from_start(source, group, start)
+        return _from_start(source, group, start, head)
     info = get_worker_info()
     in_turn = place.left == place.chunk == group and not place.ahead
     if in_turn and info is not None and place.num_workers == info.num_workers:
-        return _own_part(source, group, place, info.id, needs_head)
-    return _all_parts(source, group, place, needs_head)
+        return _own_part(source, group, place, info.id, head)
+    return _all_parts(source, place, head)
 
 
-def _from_start(source: Source, group: int, start: int) -> Reading:
+def _from_start(source: Source, group: int, start: int, count: int) -> Reading:
     stream = source.open()
-    head = list(islice(stream.samples, group))
+    head = list(islice(stream.samples, min(count, group) if stream.divided else count))
     samples = chain(head, stream.samples)
     counted = Counted(samples) if stream.divided else Counted(islice(samples, start, None), start)
 
@@ -157,12 +158,12 @@ def _from_start(source: Source, group: int, start: int) -> Reading:
     return Reading(stream.worker, stream.num_workers, stream.divided, counted.take, mark, head)
 
 
-def _own_part(source: Source, group: int, place: Place, worker: int, needs_head: bool) -> Reading:
+def _own_part(source: Source, group: int, place: Place, worker: int, count: int) -> Reading:
     """Go on with one part of a divided stream; the loader's first worker gets the one whose turn it is."""
     workers = place.num_workers
     number = (worker + place.turn) % workers
     part = place.parts[number]
-    head = _head(source, group, (number, workers)) if needs_head else []
+    head = _head(source, min(count, group), (number, workers))
     counted = Counted(source.open(part, (number, workers)).samples, part.read)
 
     def mark() -> Mark:
@@ -171,17 +172,19 @@ def _own_part(source: Source, group: int, place: Place, worker: int, needs_head:
     return Reading(number, workers, True, counted.take, mark, head)
 
 
-def _all_parts(source: Source, group: int, place: Place, needs_head: bool) -> Reading:
+def _all_parts(source: Source, place: Place, count: int) -> Reading:
     """Go on with all parts of a stream, in the order in which the workers took turns."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-    head = _head(source, group, (0, place.num_workers)) if needs_head else []
+    head = _head(source, count, (0, place.num_workers))
     turns = _Turns(source, place)
     turns.pass_over(place.ahead)
     return Reading(worker, workers, False, turns.take, turns.place, head)
 
 
 def _head(source: Source, count: int, worker: tuple[int, int]) -> list[Any]:
+    if not count:
+        return []
     return list(islice(source.open(worker=worker).samples, count))
 
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_data.iterable import IterableDatasetShard
+from accel_data.layout import Fill
+from accel_data.samplers import BatchSamplerShard
 from accel_ops.collectives import gather
 from accel_ops.objects import gather_object
 from accel_ops.padding import pad_across_processes
@@ -30,9 +33,10 @@ def gather_for_metrics(
 ) -> Any:
     """Gather `data` from all processes and drop the rows that only padded the batch of `loader`.
 
-    A padded batch has the same number of rows on every process, and the loader knows how many of them are
-    real samples on each. Objects are cut before they travel and tensors, whose sizes must agree, after. With
-    `even_batches=False` nothing is padded: the processes tell each other how many rows they have.
+    The loader knows how many rows each process has in a padded step, and how many of them are real samples.
+    Objects are cut before they travel and tensors after. Where batches differ in size, because nothing is
+    padded (`even_batches=False`) or a batch sampler has no batch size, the processes tell each other how many
+    rows they have.
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
@@ -46,22 +50,47 @@ def gather_for_metrics(
 
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
+
+    Raises:
+        RuntimeError: If some processes have no batch in this step, so that they take no part.
     """
     copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
-    counts: Sequence[int] | None = getattr(loader, "real_samples", None)
-    rows: int = getattr(loader, "batch_rows", None) or 0
+    fill = _fill(loader, shard[1])
+    if fill is not None and not all(fill.rows):
+        raise RuntimeError(_some_are_missing(loader, fill.rows))
     if use_gather_object or not _holds_only_tensors(data):
-        if counts is not None:
-            data = _cut_objects(data, counts[shard[0]], rows)
+        if fill is not None:
+            data = _cut_objects(data, fill.real[shard[0]], fill.rows[shard[0]])
         return gather_object([] if process.rank % copies else data, process=process)
     if process.world_size > 1 and _may_be_uneven(loader):
-        return _gather_uneven(data, process, copies, shares_sequences)
+        return _gather_uneven(data, fill, process, copies, shares_sequences)
     gathered = gather(data, process=process)
     if copies > 1:
         gathered = recursively_apply(_one_copy, gathered, process.world_size, copies, shares_sequences)
-    if counts is None or shard[1] != len(counts):
+    if fill is None:
         return gathered
-    return recursively_apply(_drop_padding, gathered, counts, rows)
+    return recursively_apply(_drop_padding, gathered, fill)
+
+
+def _fill(loader: Any | None, size: int) -> Fill | None:
+    """What a loader says of the step at hand, if it is for so many data-parallel processes."""
+    real = getattr(loader, "real_samples", None)
+    if real is None or loader is None or len(real) != size:
+        return None
+    return Fill(real, loader.batch_rows)
+
+
+def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
+    dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+    there = sum(map(bool, rows))
+    missing = str(there) if there == len(rows) - 1 else f"{there} to {len(rows) - 1}"
+    return (
+        f"gather_for_metrics would wait for ever: in this last step of the {type(loader).__name__} over "
+        f"{type(dataset).__name__} (batch_size={loader.batch_size}, even_batches=False), only {there} of "
+        f"{len(rows)} data-parallel processes have a batch, and number {missing} has left the loop. Use "
+        "even_batches=True (the default; what only fills up the step is dropped here), "
+        "DataLoader(drop_last=True), or gather after the loop."
+    )
 
 
 def _holds_only_tensors(data: Any) -> bool:
@@ -75,7 +104,11 @@ def _holds_only_tensors(data: Any) -> bool:
 def _may_be_uneven(loader: Any | None) -> bool:
     """Whether batches of the loader may have fewer rows on some processes than on others."""
     holders = (loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")))
-    return any(getattr(holder, "even_batches", True) is False for holder in holders)
+    return any(
+        getattr(holder, "even_batches", True) is False
+        or (isinstance(holder, BatchSamplerShard) and holder.batch_size is None)
+        for holder in holders
+    )
 
 
 def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts: bool) -> torch.Tensor:
@@ -104,7 +137,7 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )  # to rounding, in any precision
 
 
-def _gather_uneven(data: Any, process: Process, copies: int, may_be_parts: bool) -> Any:
+def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, may_be_parts: bool) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
     own = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
@@ -113,25 +146,32 @@ def _gather_uneven(data: Any, process: Process, copies: int, may_be_parts: bool)
     if copies > 1:
         gathered = [_one_copy(leaf, process.world_size, copies, may_be_parts) for leaf in gathered]
     return rebuild(
-        [_kept_rows(leaf, counts, max(counts)) for leaf, counts in zip(gathered, sizes.tolist(), strict=True)]
+        [
+            _kept_rows(leaf, _real_rows(tuple(rows), fill), max(rows))
+            for leaf, rows in zip(gathered, sizes.tolist(), strict=True)
+        ]
     )
 
 
-def _drop_padding(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
-    """Keep the first counts[rank] of each rank's `rows` rows; what is not one row per sample stays whole."""
-    if gathered.shape[0] != rows * len(counts):
-        if gathered.shape[0] != len(counts):
-            warnings.warn(
-                f"gather_for_metrics got {gathered.shape[0]} rows from {len(counts)} processes in a padded "
-                f"batch of "
-                f"{rows} rows each: it cannot tell which rows belong to padding and keeps all. Return one "
-                f"row per "
-                "sample to have the padding dropped.",
-                UserWarning,
-                stacklevel=2,
-            )
-        return gathered
-    return _kept_rows(gathered, counts, rows)
+def _drop_padding(gathered: torch.Tensor, fill: Fill) -> torch.Tensor:
+    """Keep the real rows of each process; what is not one row per sample stays whole."""
+    rows = gathered.shape[0] // len(fill.rows)
+    return _kept_rows(gathered, _real_rows((rows,) * len(fill.rows), fill), rows)
+
+
+def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:
+    """Return how many of the rows that each process gave are real: all, if they are not one per sample."""
+    if fill is None or rows == fill.rows:
+        return rows if fill is None else fill.real
+    if set(rows) != {1}:
+        warnings.warn(
+            f"gather_for_metrics got {sum(rows)} rows from {len(rows)} processes, whose batches have "
+            f"{', '.join(map(str, fill.rows))} rows in this padded step: it cannot tell which rows belong to "
+            "padding and keeps all. Return one row per sample to have the padding dropped.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return rows
 
 
 def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
