@@ -99,8 +99,7 @@ def _package(name: str, found: Mapping[str, Package]) -> Package | None:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    yield from root.glob("*.md")
-    for pattern in ("docs/**/*.md", "packages/*/*.md", "packages/*/src/**/*.py", "examples/**/*.py"):
-        yield from sorted(root.glob(pattern))
-    for pattern in ("docs/*.py", "tests-integration/**/*.py"):
+    texts = ("*.md", "docs/**/*.md", "packages/*/*.md")
+    sources = ("packages/*/src/**/*.py", "examples/**/*.py", "docs/*.py", "tests-integration/**/*.py")
+    for pattern in (*texts, *sources):
         yield from sorted(root.glob(pattern))
