@@ -106,6 +106,7 @@ _SCHEDULERS = _group(
     ("SLURM_NNODES", "int", None, "Number of machines of the job."),
     ("SLURM_JOB_NUM_NODES", "int", None, "Number of machines of the job."),
     ("SLURM_TASKS_PER_NODE", "str", None, "Tasks on each machine, e.g. 8(x2),4."),
+    ("SLURM_STEP_TASKS_PER_NODE", "str", None, "The step's tasks on each machine, e.g. 8(x2),4."),
     ("SLURM_NTASKS_PER_NODE", "str", None, "Tasks per machine, as asked for."),
     ("SLURM_CPUS_PER_TASK", "int", None, "CPU cores per task, as asked for."),
     ("SLURM_JOB_NODELIST", "str", None, "The job's machines, e.g. node[1-4]."),
