@@ -214,6 +214,28 @@ def refused_on_one(engine: str) -> tuple[str, int]:
     return str(error.value), counted.call_count
 
 
+def prepare_spread(evaluation_mode: bool) -> list[float]:
+    """Train a model that a device map spreads over two devices; the names are those of GPUs."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(Net())
+    model[0].hf_device_map = {"up": 0, "down": 1}  # of a part, as in a wrapper of another library
+    assert accelerator.verify_device_map(model)
+    prepared = accelerator.prepare_model(model, evaluation_mode=evaluation_mode)
+    if not evaluation_mode:
+        prepared(torch.full((1, 4), 1.0 + accelerator.process_index)).sum().backward()
+    return [0.0 if p.grad is None else float(p.grad.sum()) for p in model.parameters()]
+
+
+def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_asked_for(world, monkeypatch):
+    with pytest.raises(Exception, match=r"Sequential is spread over \['0', '1'\].*ACCELERATE_BYPASS_DEVICE_MAP"):
+        world.run(prepare_spread, False)
+    first, second = world.run(prepare_spread, False, env={"ACCELERATE_BYPASS_DEVICE_MAP": "1"})
+    assert first == second
+    assert any(first)
+    world.run(prepare_spread, True)  # evaluation shares nothing
+    world.run(prepare_spread, False, size=1)
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
 def test_what_one_process_refuses_all_refuse_in_one_reduction(world, engine):
     (first, reductions), (second, _) = world.run(refused_on_one, engine, timeout_s=40)

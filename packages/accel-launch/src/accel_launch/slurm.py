@@ -107,7 +107,8 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def _find_batch(environ: Mapping[str, str]) -> Step | None:
-    nodes = _number(environ, "SLURM_JOB_NUM_NODES", 1)
+    older = _number(environ, "SLURM_NNODES", 1)
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES", older)
     if nodes == 1:
         return None
     address = first_host(environ.get("SLURM_JOB_NODELIST", ""))

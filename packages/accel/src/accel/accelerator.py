@@ -19,6 +19,7 @@ from accel.checkpoints import CheckpointControl
 from accel.configuration import UNSET
 from accel.ds.settings import precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
+from accel.engines.refusals import mapped_devices
 from accel.fp8.choice import resolve_fp8
 from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
@@ -349,8 +350,10 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         return self.engine.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether a module of the model is spread over several devices by a device map."""
-        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+        """Whether device maps spread the model over several devices; `prepare` refuses it on several
+        processes.
+        """
+        return len(mapped_devices(model)) > 1
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release these objects and everything prepared, collect garbage, and count steps anew."""
