@@ -176,7 +176,7 @@ def test_a_missing_library_is_one_line(
 
     assert main() == 2
     error = capsys.readouterr().err
-    assert error.startswith("accel: error: transformers is needed here")
+    assert error.startswith("accel estimate-memory: error: transformers is needed here")
     assert "pip install 'accel[estimate]'" in error
 
 

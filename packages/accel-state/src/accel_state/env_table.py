@@ -27,6 +27,7 @@ _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_
 _WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _STATE_DICT = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_DYNAMO_BACKENDS = tuple(backend.lower() for backend in DynamoBackend.list())  # as torch spells them
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _OFFLOAD = ("none", "cpu", "nvme")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -114,7 +115,7 @@ _SCHEDULERS = _group(
 
 _DYNAMO = _group(
     "ACCELERATE_DYNAMO_",
-    ("BACKEND", "str", "NO", "Backend of torch.compile.", tuple(DynamoBackend.list())),
+    ("BACKEND", "str", "no", "Backend of torch.compile.", _DYNAMO_BACKENDS),
     ("MODE", "str", "default", "Mode of torch.compile.", _DYNAMO_MODES),
     ("USE_FULLGRAPH", "flag", False, "Refuse graph breaks."),
     ("USE_DYNAMIC", "flag", None, "Trace with dynamic shapes; unset lets torch decide."),

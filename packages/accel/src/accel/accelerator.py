@@ -25,6 +25,7 @@ from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
 from accel.prepare import (
+    check_kind,
     prepare,
     prepare_loader,
     prepare_models_and_optimizers,
@@ -320,6 +321,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; with `evaluation_mode` nothing is set up for gradients."""
+        check_kind(model, "model")
         (prepared,) = prepare_models_and_optimizers(self, [model], [device_placement], evaluation_mode)
         return prepared  # type: ignore[no-any-return]
 
@@ -327,6 +329,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
         """Prepare one optimizer."""
+        check_kind(optimizer, "optimizer")
         (prepared,) = prepare_models_and_optimizers(self, [optimizer], [device_placement])
         return prepared  # type: ignore[no-any-return]
 
