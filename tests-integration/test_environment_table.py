@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ ZERO_3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 NVME = {"OFFLOAD_OPTIMIZER_DEVICE": "nvme", "OFFLOAD_PARAM_DEVICE": "nvme"}
 NVME |= {"OFFLOAD_OPTIMIZER_NVME_PATH": "/a", "OFFLOAD_PARAM_NVME_PATH": "/b"}
 NVME = ZERO_3 | {f"ACCELERATE_DEEPSPEED_{name}": text for name, text in NVME.items()}
-deepspeed = make(DeepSpeedPlugin)
+deepspeed, fsdp = make(DeepSpeedPlugin), make(FullyShardedDataParallelPlugin)
 
 READERS: dict[str, Reader] = {
     "ACCELERATE_USE_CPU": Reader(detect, {"ACCELERATE_TORCH_DEVICE": "cuda"}),
@@ -198,7 +198,7 @@ READERS: dict[str, Reader] = {
     "MASTER_PORT": Reader(launch_setting("main_process_port")),
     "OMP_NUM_THREADS": Reader(launch_setting("num_cpu_threads_per_process")),
     **{name: ANOTHER_RUN for name in VARIABLES if name.startswith("TORCHELASTIC_")},
-    **{name: MPI_RANK for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")},
+    **dict.fromkeys(("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"), MPI_RANK),
     **{
         name: MPI_PLACE
         for name in VARIABLES
@@ -222,9 +222,9 @@ READERS: dict[str, Reader] = {
     **{name: Reader(deepspeed, NVME) for name in NVME if name.endswith("_PATH")},
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": Reader(deepspeed, text="1"),
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": Reader(deepspeed, text="deepspeed.json"),
-    **family("FSDP_", make(FullyShardedDataParallelPlugin)),
-    "FSDP_STATE_DICT_TYPE": Reader(make(FullyShardedDataParallelPlugin), text="SHARDED_STATE_DICT"),
-    "FSDP_RESHARD_AFTER_FORWARD": Reader(make(FullyShardedDataParallelPlugin), {"FSDP_VERSION": "2"}, "false"),
+    **family("FSDP_", fsdp),
+    "FSDP_STATE_DICT_TYPE": Reader(fsdp, text="SHARDED_STATE_DICT"),
+    "FSDP_RESHARD_AFTER_FORWARD": Reader(fsdp, {"FSDP_VERSION": "2"}, "false"),
     **family(
         "PARALLELISM_CONFIG_",
         make(ParallelismConfig, TorchContextParallelConfig, DeepSpeedSequenceParallelConfig),
@@ -272,13 +272,12 @@ def outcome(reader: Reader) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [*VARIABLES, *STEP, *BATCH]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     (tmp_path / "deepspeed.json").write_text('{"zero_optimization": {"stage": 1}}')
     monkeypatch.chdir(tmp_path)
-    yield
 
 
 def test_every_row_has_a_reader_or_is_a_mark() -> None:

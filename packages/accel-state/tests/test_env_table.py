@@ -120,7 +120,8 @@ def test_help_is_one_sentence_in_one_line(variable):
 
 def test_choices_are_those_of_the_enumerations():
     assert list(VARIABLES["ACCELERATE_MIXED_PRECISION"].choices) == PrecisionType.list()
-    assert [choice.upper() for choice in VARIABLES["ACCELERATE_DYNAMO_BACKEND"].choices] == DynamoBackend.list()
+    backends = VARIABLES["ACCELERATE_DYNAMO_BACKEND"].choices
+    assert [backend.upper() for backend in backends] == DynamoBackend.list()
     assert list(VARIABLES["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"].choices) == SageMakerDistributedType.list()
 
 

@@ -39,7 +39,7 @@ def test_the_first_state_lets_rich_write_tracebacks(
 
 def test_a_whole_program(tmp_path: os.PathLike[str]) -> None:
     pytest.importorskip("rich", reason="the alone environment has no rich")
-    program = "from accel_state.tracebacks import set_tracebacks\nset_tracebacks()\nraise KeyError('not here')\n"
+    program = "from accel_state.tracebacks import set_tracebacks\nset_tracebacks()\nraise KeyError('it')\n"
     run = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, RICH: "true"}, capture_output=True, timeout=60
     )

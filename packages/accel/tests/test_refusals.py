@@ -25,6 +25,7 @@ from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, 
 from accel_optim.local_sgd import LocalSGD
 from accel_state.handlers import TorchDynamoPlugin
 from accel_state.parallelism import ParallelismConfig
+from accel_world.report import WorldFailure
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -226,8 +227,8 @@ def prepare_spread(evaluation_mode: bool) -> list[float]:
     return [0.0 if p.grad is None else float(p.grad.sum()) for p in model.parameters()]
 
 
-def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_asked_for(world, monkeypatch):
-    with pytest.raises(Exception, match=r"Sequential is spread over \['0', '1'\].*ACCELERATE_BYPASS_DEVICE_MAP"):
+def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_asked_for(world):
+    with pytest.raises(WorldFailure, match=r"over \['0', '1'\].*set ACCELERATE_BYPASS_DEVICE_MAP=true"):
         world.run(prepare_spread, False)
     first, second = world.run(prepare_spread, False, env={"ACCELERATE_BYPASS_DEVICE_MAP": "1"})
     assert first == second

@@ -138,7 +138,8 @@ def _unknown(name: str, points: Iterable[str]) -> NoReturn:
     from accel_launch.schema import nearest
 
     if name in _SIBLINGS:
-        raise NotAvailableError(f"`accel {name}` comes with the package {_SIBLINGS[name][0]}; it is not here.")
+        package = _SIBLINGS[name][0]
+        raise NotAvailableError(f"`accel {name}` comes with the package {package}, which is not installed.")
     known = [*_COMMANDS, *points]
     raise LaunchError(f"unknown command {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")
 

@@ -94,7 +94,8 @@ def test_missing_keys_load(tmp_path: Path) -> None:
 def test_an_empty_file_is_an_error_that_says_so(tmp_path: Path, name: str, text: str) -> None:
     path = write(tmp_path, text if name == "c.yaml" else text.partition("#")[0], name)
 
-    with pytest.raises(ConfigError, match=rf"{name} is empty\. Write it with `accel config --config_file .*{name}`"):
+    said = rf"{name} is empty\. Write it with `accel config --config_file .*{name}`"
+    with pytest.raises(ConfigError, match=said):
         load_config_from_file(path)
 
 
@@ -155,7 +156,9 @@ def test_empty_values_are_no_values(tmp_path: Path) -> None:
     assert dict(load_config_from_file(write(tmp_path, text)).settings) == {"mpirun_ccl": 1}
 
 
-@pytest.mark.parametrize("text", ["tpu_env: []\ntpu_vm: []\n", "fsdp_config: {}\ncommands: []\ngpu_ids: []\n"])
+@pytest.mark.parametrize(
+    "text", ["tpu_env: []\ntpu_vm: []\n", "fsdp_config: {}\ncommands: []\ngpu_ids: []\n"]
+)
 def test_an_empty_list_or_section_is_no_setting(tmp_path: Path, text: str) -> None:
     config = load_config_from_file(write(tmp_path, text))
 

@@ -37,6 +37,7 @@ __all__ = [
     "str_to_bool",
 ]
 
+
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Return a variable's text as it stands, or None when it is unset.
 

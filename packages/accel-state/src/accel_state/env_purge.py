@@ -31,20 +31,25 @@ def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
     Returns:
         The wrapped function, or the same class.
     """
-    if not isinstance(func_or_cls, type):
-        return cast("_Target", _purging(func_or_cls))
-    _purge_methods(func_or_cls)
-    own = vars(func_or_cls).get("__init_subclass__")
+    if isinstance(func_or_cls, type):
+        _purge_methods(func_or_cls)
+        _purge_subclasses(func_or_cls)
+        return func_or_cls
+    return cast("_Target", _purging(func_or_cls))
 
-    def init_subclass(cls: type, **options: Any) -> None:
+
+def _purge_subclasses(base: Any) -> None:
+    """Let classes that are made of this one be purged too."""
+    own = vars(base).get("__init_subclass__")
+
+    def init_subclass(cls: Any, /, **options: Any) -> None:
         if own is None:
-            super(func_or_cls, cls).__init_subclass__(**options)
+            super(base, cls).__init_subclass__(**options)
         else:
             own.__func__(cls, **options)
         _purge_methods(cls)
 
-    func_or_cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
-    return cast("_Target", func_or_cls)
+    base.__init_subclass__ = classmethod(init_subclass)
 
 
 def _purge_methods(cls: type) -> None:
@@ -55,8 +60,8 @@ def _purge_methods(cls: type) -> None:
         if isinstance(member, (staticmethod, classmethod)):
             setattr(cls, name, type(member)(_purging(member.__func__)))
         elif isinstance(member, property):
-            parts = [part and _purging(part) for part in (member.fget, member.fset, member.fdel)]
-            setattr(cls, name, property(*parts, doc=member.__doc__))
+            get, put, delete = (part and _purging(part) for part in (member.fget, member.fset, member.fdel))
+            setattr(cls, name, property(get, put, delete, member.__doc__))
         elif callable(member) and not isinstance(member, type):
             setattr(cls, name, _purging(member))
     for name in dir(cls):

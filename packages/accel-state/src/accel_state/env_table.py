@@ -45,7 +45,7 @@ _GENERAL = _group(
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
     ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),
     ("DISABLE_RICH", "flag", False, "Never write tracebacks through rich (old; it is off by default)."),
-    ("BYPASS_DEVICE_MAP", "flag", False, "Train models that a device map spreads over devices on several processes."),
+    ("BYPASS_DEVICE_MAP", "flag", False, "Train models that a device map spreads out on several processes."),
     ("NUM_PROCESSES", "int", None, "Number of processes that the launcher was asked for."),
     ("DOWNCAST_BF16", "flag", False, "On TPUs, make both float and double bfloat16."),
     ("IN_TPU_POD", "flag", False, "This process was started inside a TPU pod."),

@@ -37,7 +37,7 @@ def tasks_on_machine(node: int, environ: Mapping[str, str] | None = None) -> int
         counts += [int(found[1])] * int(found[2] or 1)
     if node >= len(counts):
         raise ValueError(
-            f"{name}={text} is about {len(counts)} machine(s), and this one has SLURM_NODEID={node}; it counts "
-            "from 0. Unset SLURM_NODEID and the SLURM_*TASKS_PER_NODE variables for a run outside of Slurm."
+            f"{name}={text} is about {len(counts)} machine(s), and this one has SLURM_NODEID={node}, which "
+            "counts from 0. Start this with srun, or unset these variables for a run outside of Slurm."
         )
     return counts[node]

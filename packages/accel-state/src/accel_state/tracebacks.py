@@ -23,8 +23,8 @@ def set_tracebacks() -> None:
         return
     if env.get("ACCELERATE_DISABLE_RICH"):
         warnings.warn(
-            "ACCELERATE_ENABLE_RICH is ignored, as ACCELERATE_DISABLE_RICH is set too: unset that one. Rich is "
-            "off where neither is set.",
+            "ACCELERATE_ENABLE_RICH is ignored, as ACCELERATE_DISABLE_RICH is set too: unset that one. Rich "
+            "is off where neither is set.",
             stacklevel=4,
         )
     elif not is_rich_available():

@@ -122,7 +122,8 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ConfigError: If the file is empty, cannot be parsed, has an unknown key, or a value that is not allowed.
+        ConfigError: If the file is empty or cannot be parsed, or has an unknown key or a value that is not
+            allowed.
     """
     path = Path(config_file).expanduser() if config_file is not None else config_path()
     if not path.is_file():
@@ -133,8 +134,8 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
     values = _parse(path)
     if values is None:
         raise ConfigError(
-            f"Config file {path} is empty. Write it with `accel config --config_file {path}`, or remove it and "
-            "launch without one."
+            f"Config file {path} is empty. Write it with `accel config --config_file {path}`, or remove it "
+            "and launch without one."
         )
     if not isinstance(values, dict):
         raise ConfigError(f"Config file {path} holds {type(values).__name__}; a mapping of keys is needed.")

@@ -19,7 +19,8 @@ from accel_state import env
 
 __all__ = ["init_empty_weights", "init_on_device"]
 
-Hook = Callable[[torch.nn.Module, str, Any], torch.Tensor | None]
+# Of a module, a name and a tensor; returns what is registered in the tensor's place, or None.
+Hook = Callable[..., Any]
 
 
 @contextmanager
@@ -97,11 +98,13 @@ def _moving_to(device: torch.device) -> Hook:
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor or parameter of the same type on another device."""
+    kind: Any = type(tensor)
     if is_lazy(tensor):  # its device is where it will get its values
-        return type(tensor)(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[call-arg]
+        made: torch.Tensor = kind(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype)
+        return made
     data = tensor.detach().to(device)
     if not isinstance(tensor, torch.nn.Parameter):
         return data
-    parameter = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    parameter: torch.Tensor = torch.Tensor._make_subclass(kind, data, tensor.requires_grad)
     parameter.__dict__.update(tensor.__dict__)
     return parameter

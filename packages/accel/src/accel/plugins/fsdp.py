@@ -79,7 +79,7 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing_offload: Keep what activation checkpointing saves on the CPU.
         cpu_ram_efficient_loading: Only rank 0's weights are used; others may have the model on meta.
         transformer_cls_names_to_wrap: Classes that "transformer_based_wrap" wraps; by default those that the
-            model names in `_no_split_modules`.
+            model names in `_no_split_modules`. Without any, all is in one piece, and a warning says so.
         min_num_params: Smallest module that "size_based_wrap" wraps, in parameters.
 
     Raises:
@@ -391,8 +391,8 @@ def _find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[ty
     if not wanted:
         warnings.warn(
             f"{type(model).__name__} is sharded, and gathered, in one piece: auto_wrap_policy is "
-            "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its layer "
-            f"classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
+            "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its "
+            f"layer classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
             stacklevel=4,
         )
         return set()
