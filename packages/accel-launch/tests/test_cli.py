@@ -113,6 +113,22 @@ def test_commands_that_are_not_there(start: Start, command: str, message: str) -
     assert len(error.splitlines()) == 1
 
 
+def test_help_is_a_command_too(start: Start) -> None:
+    assert start("help").finish() == start("--help").finish()
+    assert start("help", "env").finish()[:2] == start("env", "--help").finish()[:2]
+    code, _, error = start("help", "lunch").finish()
+    assert (code, "Did you mean launch?" in error) == (2, True)
+
+
+def test_help_shows_switches_without_a_value(start: Start) -> None:
+    text = " ".join(start("launch", "--help").finish()[1].split())
+
+    assert "[=false]" not in text
+    assert "--cpu Run on the CPU" in text
+    assert "-m, --module Treat the script" in text
+    assert "turned off by `=false`, as in --cpu=false" in text
+
+
 def test_other_packages_add_commands(start: Start, tmp_path: Path) -> None:
     info = tmp_path / "plugin/other-1.0.dist-info"
     info.mkdir(parents=True)
@@ -143,7 +159,7 @@ def test_the_other_console_scripts_are_the_same_commands(
     assert launch_main(["--explain", "--num_processes", "2"]) == 0
     assert "--num_processes" in capfd.readouterr().out
     assert config_main(["update"]) == 2
-    assert capfd.readouterr().err.startswith("accel-config: error: There is no config file")
+    assert capfd.readouterr().err.startswith("accel config: error: There is no config file")
     with pytest.raises(SystemExit):
         launch_main(["--nope", "x.py"])
-    assert capfd.readouterr().err.startswith("accel-launch: error: unknown flag --nope")
+    assert capfd.readouterr().err.startswith("accel launch: error: unknown flag --nope")

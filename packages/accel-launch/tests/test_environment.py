@@ -55,11 +55,50 @@ def test_groups_that_are_off_write_nothing() -> None:
     with pytest.warns(UserWarning, match="Ignored"):
         settings = settle("--fsdp_version", "2", "--parallelism_config_tp_size", "2")
 
-    assert common(settings) == {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert common(settings) == {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
+
+
+FSDP_DEFAULTS = {
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "0",
+    "FSDP_BACKWARD_PREFETCH": "NO_PREFETCH",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        LaunchConfig.from_values({"distributed_type": "FSDP"}),
+        LaunchConfig.from_values({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}),
+    ],
+)
+def test_documented_defaults_reach_the_workers(config: LaunchConfig | None) -> None:
+    args = launch_command_parser().parse_args([*(["--use_fsdp"] * (config is None)), "s.py"])
+    environ = common(resolve(args, config, {}))
+
+    assert environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
+    assert environ.items() >= FSDP_DEFAULTS.items()
+    assert "FSDP_STATE_DICT_TYPE" not in environ  # without a default
+    assert "ACCELERATE_DYNAMO_MODE" not in environ  # nothing is compiled
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environ  # the script's argument counts
+
+
+def test_defaults_do_not_come_before_the_shell() -> None:
+    base = {"FSDP_VERSION": "2", "ACCELERATE_DYNAMO_BACKEND": "eager"}
+    environ = common(settle("--use_fsdp", environ=base), base)
+
+    assert environ.items() >= base.items()
+    assert environ["ACCELERATE_DYNAMO_MODE"] == "default"
 
 
 def test_the_shells_own_variables_pass_through_untouched() -> None:
     base = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2", "OTHER": "x y"}
+    base["ACCELERATE_DYNAMO_BACKEND"] = "no"
 
     assert common(settle(environ=base), base) == base
 

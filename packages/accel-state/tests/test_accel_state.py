@@ -21,7 +21,8 @@ import accel_state
 WITH_MODULE_ONLY = {
     "control": {"describe", "wait"},
     "devices": {"default_device", "detect", "row"},
-    "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"},
+    "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"}
+    | {"keep_accelerate_environment"},
     "shared": {"shared_dict"},
 }
 # Modules that only the package itself uses. A new module stands here or among the exports of the package.
@@ -38,8 +39,10 @@ INTERNAL = {
     "placement",
     "rendezvous",
     "settle",
+    "slurm",
     "split",
     "stores",
+    "tracebacks",
     "watch",
 }
 TORCH_FREE = ("enums", "env", "handlers", "imports", "lazy", "logging", "parallelism")

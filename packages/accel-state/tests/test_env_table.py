@@ -120,7 +120,8 @@ def test_help_is_one_sentence_in_one_line(variable):
 
 def test_choices_are_those_of_the_enumerations():
     assert list(VARIABLES["ACCELERATE_MIXED_PRECISION"].choices) == PrecisionType.list()
-    assert list(VARIABLES["ACCELERATE_DYNAMO_BACKEND"].choices) == DynamoBackend.list()
+    backends = VARIABLES["ACCELERATE_DYNAMO_BACKEND"].choices
+    assert [backend.upper() for backend in backends] == DynamoBackend.list()
     assert list(VARIABLES["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"].choices) == SageMakerDistributedType.list()
 
 
@@ -135,7 +136,7 @@ def test_choices_are_those_of_the_enumerations():
         ("FSDP_RESHARD_AFTER_FORWARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP"),
         ("FSDP_AUTO_WRAP_POLICY", "transformer_based_wrap", "TRANSFORMER_BASED_WRAP"),
         ("FSDP_MIN_NUM_PARAMS", "1e8", 100_000_000),
-        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "INDUCTOR"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "inductor"),
         ("ACCELERATE_FP8_BACKEND", "te", "TE"),
         ("ACCELERATE_FP8_BACKEND", "torchao", "AO"),
         ("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "(true, false, false)", (True, False, False)),

@@ -29,7 +29,9 @@ def hardware(count: int, **options: object) -> DeviceRow:
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "ACCELERATE_TORCH_DEVICE"):
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "ACCELERATE_TORCH_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_NTASKS", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,6 +62,24 @@ def test_slurm_names_the_place_on_the_machine(monkeypatch: pytest.MonkeyPatch) -
     _set(monkeypatch, SLURM_NTASKS=8, SLURM_LOCALID=3, SLURM_TASKS_PER_NODE="4(x2)")
 
     assert placement.find_place(CPU, {"rank": 7, "world_size": 8}) == CPUInformation(7, 8, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "place"),
+    [
+        ("4,2", CPUInformation(5, 6, 1, 2)),
+        ("2,4", CPUInformation(5, 6, 3, 4)),
+        ("2(x3)", CPUInformation(3, 6, 1, 2)),
+        ("3,2,1", CPUInformation(4, 6, 1, 2)),
+    ],
+)
+def test_slurm_tells_uneven_tasks_by_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, place: CPUInformation
+) -> None:
+    variables = {"SLURM_NTASKS": 6, "SLURM_LOCALID": place.local_rank, "SLURM_NODEID": 1}
+    _set(monkeypatch, **variables, SLURM_TASKS_PER_NODE=tasks)
+
+    assert placement.find_place(CPU, {"rank": place.rank, "world_size": 6}) == place
 
 
 def test_runtime_of_the_hardware_is_asked_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

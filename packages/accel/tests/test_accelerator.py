@@ -342,6 +342,18 @@ def test_a_model_with_fp16_parameters_is_refused_under_fp16():
         accelerator.prepare(make_model().half())
 
 
+@pytest.mark.parametrize(
+    ("method", "item", "message"),
+    [
+        ("prepare_model", "x", r"prepare_model takes a torch.nn.Module, not str \('x'\)"),
+        ("prepare_optimizer", torch.nn.Linear(1, 1), "prepare_optimizer takes an optimizer .*not Linear"),
+    ],
+)
+def test_an_object_of_another_kind_is_named_as_what_it_is(method, item, message):
+    with pytest.raises(TypeError, match=message):
+        getattr(Accelerator(), method)(item)
+
+
 def test_verify_device_map():
     model = make_model()
     assert not Accelerator().verify_device_map(model)

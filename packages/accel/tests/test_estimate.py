@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,15 +13,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accel import estimate
+from accel import Accelerator, FullyShardedDataParallelPlugin, estimate
 from accel.commands import estimate_sources
 from accel.commands.estimate import main
 from accel.commands.estimate_sources import size_of
 from accel.estimate import ModelSize, convert_bytes, training_bytes
+from accel.estimate_mesh import BYTES
 from accel_ckpt.weights import save_weights
 from accel_launch.errors import LaunchError
+from accel_world.live_bytes import LiveBytes
+from accel_world.pool import World
 
-SIZE = ModelSize(parameters=1000, buffers=10, largest_block=100, block="layer")
+SIZE = ModelSize({f"{layer}.weight": (20, 5) for layer in range(10)}, buffers=10)
 
 
 class Stack(nn.Module):
@@ -114,9 +118,11 @@ def test_headers_are_enough(tmp_path: Path, shard: str) -> None:
 
 
 def test_modules_count_shared_parameters_once() -> None:
-    size = ModelSize.from_counts({n: p.numel() for n, p in Stack().named_parameters()}, {"scale": 3})
+    size = ModelSize({name: tuple(item.shape) for name, item in Stack().named_parameters()}, buffers=3)
 
     assert (size.parameters, size.buffers, size.block) == (PARAMETERS, 3, "layers.0")
+    with pytest.raises(ValueError, match="no parameters; there is nothing"):
+        ModelSize({})
 
 
 def test_a_config_is_enough(tmp_path: Path) -> None:
@@ -176,7 +182,7 @@ def test_a_missing_library_is_one_line(
 
     assert main() == 2
     error = capsys.readouterr().err
-    assert error.startswith("accel: error: transformers is needed here")
+    assert error.startswith("accel estimate-memory: error: transformers is needed here")
     assert "'./packages/accel[estimate]'" in error
 
 
@@ -198,9 +204,10 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert table.returncode == 0, table.stderr
     lines = table.stdout.splitlines()
     assert lines[0] == ".: 1,024 parameters; the largest block is a.0"
-    numbers = "float32 3.91 KB 4.0 KB 16.0 KB 20.0 KB 15.81 KB 14.0 KB 12.0 KB 17.81 KB"
-    assert " ".join(lines[4].split()) == numbers
-    assert lines[5].split()[-6:] == ["-"] * 6
+    assert lines[1] == "Memory on each device in kB (1,000 bytes)"
+    assert " ".join(lines[5].split()) == "float32 4.00 4.10 16.38 20.48 16.19 14.34 12.29 18.24"
+    assert lines[6].split()[-6:] == ["-"] * 6
+    assert "KB" not in table.stdout
 
     found = json.loads(accel(".", "--json", "--dtypes", "float32").stdout)
     assert found["parameters"] == 1024
@@ -242,7 +249,7 @@ def test_the_command_estimates_a_mesh_by_the_plan_of_the_model(
 
     _, out, _ = accel(".", "--dtypes", "float32", "--dp_shard_size", "2")  # headers are enough without a plan
     assert "dp_replicate 1 x dp_shard 2 x cp 1 x tp 1, on the process that has the most" in out
-    assert " ".join(out.splitlines()[-3].split()) == "float32 512 bytes 512 bytes 1.0 KB 2.0 KB 4.0 KB"
+    assert " ".join(out.splitlines()[-3].split()) == "float32 0.51 0.51 1.02 2.05 0.00 0.00 4.10"
 
     for arguments, message in (
         ((".", "--tp_size", "2"), "--tp_size 2 splits weights by the plan of a model"),
@@ -255,64 +262,89 @@ def test_the_command_estimates_a_mesh_by_the_plan_of_the_model(
         assert message in error
 
 
-MEASURE = """
-import sys
-import torch
-from torch import nn
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_an_engine_and_the_mesh_of_its_one_axis_have_one_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], axis: str
+) -> None:
+    shapes = {"embed.w": (60, 10), "layers.0.w": (10, 10), "layers.1.w": (10, 10), "head.w": (7, 10)}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
+    arguments = [str(tmp_path), "--json", "--dtypes", "float32", f"--{axis}_size", "4"]
+    monkeypatch.setattr(sys, "argv", ["accel-estimate-memory", *arguments])
+    assert main() == 0
+    found = json.loads(capsys.readouterr().out)
 
-dtype, optimizer_name = getattr(torch, sys.argv[1]), sys.argv[2]
-layers, width = map(int, sys.argv[3:])
-torch.set_num_threads(1)
-
-
-def memory(field):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def train(layers, width):
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(dtype)
-    make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer_name]
-    optimizer = make(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        model(torch.ones(1, width, dtype=dtype)).sum().backward()
-        optimizer.step()
-    return sum(p.numel() for p in model.parameters())
+    engine = {"dp_replicate": "DDP", "dp_shard": "FSDP"}[axis]
+    assert found["mesh_bytes"]["float32"]["all"] == found["bytes"]["float32"][engine]
 
 
-train(2, 8)  # whatever the first step imports and allocates
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
-before = memory("VmRSS")
-count = train(layers, width)
-print(count, memory("VmHWM") - before)
-"""
+class Layer(nn.Sequential):
+    """A layer of a stack, which FSDP shards by itself."""
 
 
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+class Tower(nn.Module):
+    """Equal layers, and a head that is in none of them."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self, layers: int, width: int, head: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Layer(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def measure(
+    engine: str, dtype: str, optimizer_name: str, sizes: tuple[int, int, int]
+) -> tuple[dict[str, tuple[int, ...]], int, int]:
+    """Train a few steps; returns the shapes, and the peaks of forward and backward, and of the step."""
+    plugin = {"auto_wrap_policy": "transformer_based_wrap", "fsdp_version": 2}
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if engine == "FSDP" else None
+    )
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    with LiveBytes() as live:
+        model: Any = Tower(*sizes).to(getattr(torch, dtype))
+        shapes = {name: tuple(item.shape) for name, item in model.named_parameters()}
+        model, optimizer = accelerator.prepare(model, kinds[optimizer_name](model.parameters(), lr=1e-3))
+        for _ in range(3):  # the optimizer has its states after the first step
+            live.peak = 0
+            accelerator.backward(model(torch.ones(1, sizes[1], dtype=getattr(torch, dtype))).sum())
+            backward, live.peak = live.peak, 0
+            optimizer.step()
+            step = live.peak
+            optimizer.zero_grad()
+    return shapes, backward, step
+
+
+@pytest.mark.parametrize("sizes", [(20, 128, 10), (8, 128, 2000)], ids=["layers", "head"])
 @pytest.mark.parametrize(
-    ("dtype", "optimizer", "layers", "width"),
+    ("engine", "processes", "dtype", "optimizer"),
     [
-        ("float32", "adam", 40, 512),
-        ("float32", "adam", 160, 256),
-        ("float32", "sgd", 60, 512),
-        ("bfloat16", "adam", 60, 512),
+        ("one process", 1, "float32", "adam"),
+        ("one process", 1, "float32", "sgd"),
+        ("one process", 1, "bfloat16", "adam"),
+        ("DDP", 2, "float32", "adam"),
+        ("FSDP", 2, "float32", "adam"),
+        ("FSDP", 4, "float32", "adam"),
     ],
 )
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(
-    dtype: str, optimizer: str, layers: int, width: int
+    world: World, engine: str, processes: int, dtype: str, optimizer: str, sizes: tuple[int, int, int]
 ) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, dtype, optimizer, str(layers), str(width)],
-        # Freed memory goes back at once, so that the peak is what is alive.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    parameters, measured = map(int, run.stdout.split())
-    size = ModelSize(parameters, 0, parameters // layers, "layer")
-    estimated = training_bytes(size, dtype, "one process", optimizer=optimizer)
+    runs = world.run(measure, engine, dtype, optimizer, sizes, size=processes, timeout_s=60)
+    shapes = runs[0][0]
+    estimated = training_bytes(ModelSize(shapes), dtype, engine, processes, optimizer)
+    largest = BYTES[dtype] * max(rows * math.prod(rest) for rows, *rest in shapes.values())
 
-    assert estimated == pytest.approx(measured, rel=0.1)
+    assert estimated is not None
+    assert max(backward for _, backward, _ in runs) == pytest.approx(estimated, rel=0.1)
+    # A step computes parameter by parameter on the CPU, with two more tensors like each.
+    assert max(step for _, _, step in runs) <= 1.1 * estimated + 2 * largest

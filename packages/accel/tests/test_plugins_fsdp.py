@@ -10,6 +10,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
+from accel.parallel.wrapping import choose_groups
 from accel.plugins.fsdp import FSDP_SHARDING_STRATEGY, FullyShardedDataParallelPlugin
 from accel_state.env import patch_environment
 
@@ -185,9 +186,18 @@ def test_layers_that_the_model_lacks_are_named():
     )
     with pytest.raises(ValueError, match="names Bloc, and Tower has modules of these classes: Layer, Tower"):
         lost.set_auto_wrap_policy(Tower(Layer(2, 2)))
-    bare = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
-    with pytest.raises(ValueError, match="transformer_cls_names_to_wrap"):
-        bare.set_auto_wrap_policy(torch.nn.Sequential())
+    with pytest.raises(ValueError, match="fsdp_transformer_layer_cls_to_wrap in the config file"):
+        lost.set_auto_wrap_policy(Tower(Layer(2, 2)))
+
+
+def test_a_model_that_names_no_layers_is_sharded_in_one_piece():
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    with pytest.warns(UserWarning, match=r"Sequential is .* in one piece.*fsdp_transformer_layer_cls"):
+        groups = choose_groups(torch.nn.Sequential(torch.nn.Linear(2, 2)), plugin)
+
+    assert groups.modules == ()
+    plugin.set_auto_wrap_policy(Tower(Layer(2, 2)))  # the next model names its own
+    assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Layer}}
 
 
 @pytest.mark.parametrize(

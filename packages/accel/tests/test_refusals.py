@@ -25,6 +25,7 @@ from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, 
 from accel_optim.local_sgd import LocalSGD
 from accel_state.handlers import TorchDynamoPlugin
 from accel_state.parallelism import ParallelismConfig
+from accel_world.report import WorldFailure
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -212,6 +213,28 @@ def refused_on_one(engine: str) -> tuple[str, int]:
     with mock.patch.object(collectives, "reduce", wraps=collectives.reduce) as counted:
         accelerator.prepare(Net(), Net())
     return str(error.value), counted.call_count
+
+
+def prepare_spread(evaluation_mode: bool) -> list[float]:
+    """Train a model that a device map spreads over two devices; the names are those of GPUs."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(Net())
+    model[0].hf_device_map = {"up": 0, "down": 1}  # of a part, as in a wrapper of another library
+    assert accelerator.verify_device_map(model)
+    prepared = accelerator.prepare_model(model, evaluation_mode=evaluation_mode)
+    if not evaluation_mode:
+        prepared(torch.full((1, 4), 1.0 + accelerator.process_index)).sum().backward()
+    return [0.0 if p.grad is None else float(p.grad.sum()) for p in model.parameters()]
+
+
+def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_asked_for(world):
+    with pytest.raises(WorldFailure, match=r"over \['0', '1'\].*set ACCELERATE_BYPASS_DEVICE_MAP=true"):
+        world.run(prepare_spread, False)
+    first, second = world.run(prepare_spread, False, env={"ACCELERATE_BYPASS_DEVICE_MAP": "1"})
+    assert first == second
+    assert any(first)
+    world.run(prepare_spread, True)  # evaluation shares nothing
+    world.run(prepare_spread, False, size=1)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])

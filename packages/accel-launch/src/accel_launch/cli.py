@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accel_launch.__about__ import __version__
 from accel_launch.errors import LaunchError, NotAvailableError
@@ -28,10 +28,11 @@ _COMMANDS = {
     "to-fsdp2": ("accel_launch.config.to_fsdp2", "Rewrite a config file of FSDP version 1 for version 2."),
     "tpu-config": ("accel_launch.tpu.command", "Run commands on every machine of a TPU pod."),
 }
-_LATER = {
-    "estimate-memory": "comes with the package accel",
-    "merge-weights": "comes with the package accel",
-    "test": "comes with the package accel",
+# Commands of the other packages here: name: (package, what it does).
+_SIBLINGS = {
+    "estimate-memory": ("accel", "Estimate how much memory a model needs on each device."),
+    "merge-weights": ("accel-ckpt", "Make one weight file of a checkpoint in parts."),
+    "test": ("accel", "Check that processes of this setup communicate, share data, train and save."),
 }
 
 
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
+    if tokens[:1] == ["help"]:
+        tokens = [*tokens[1:], "--help"]
     if not tokens or tokens[0] in ("-h", "--help"):
         print(_help())
         return 0
@@ -53,8 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = tokens[0], tokens[1:]
     if name in _COMMANDS:
-        return _run(f"accel {name}", lambda: _builtin(name)(rest, f"accel {name}"))
-    return _run("accel", lambda: _foreign(name, rest))
+        return _run_builtin(name, rest)
+    points = {point.name: point for point in _entry_points()}
+    if name in points:
+        return _run(f"accel {name}", lambda: _foreign(points[name], rest))
+    return _run("accel", lambda: _unknown(name, points))
 
 
 def launch_main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +73,7 @@ def launch_main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    return _run("accel-launch", lambda: _builtin("launch")(tokens, "accel-launch"))
+    return _run_builtin("launch", tokens)
 
 
 def config_main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +86,7 @@ def config_main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    return _run("accel-config", lambda: _builtin("config")(tokens, "accel-config"))
+    return _run_builtin("config", tokens)
 
 
 def _run(prog: str, command: Callable[[], int]) -> int:
@@ -102,11 +108,12 @@ def _show_warning(prog: str) -> Callable[..., None]:
     return show
 
 
-def _builtin(name: str) -> Callable[[list[str], str], int]:
+def _run_builtin(name: str, rest: list[str]) -> int:
+    """Run a command of this package; its errors begin alike, however it was called."""
     from importlib import import_module
 
-    main: Callable[[list[str], str], int] = import_module(_COMMANDS[name][0]).main
-    return main
+    prog = f"accel {name}"
+    return _run(prog, lambda: int(import_module(_COMMANDS[name][0]).main(rest, prog)))
 
 
 def _entry_points() -> list[EntryPoint]:
@@ -115,33 +122,36 @@ def _entry_points() -> list[EntryPoint]:
     return sorted(entry_points(group="accel.commands"), key=lambda point: point.name)
 
 
-def _foreign(name: str, rest: list[str]) -> int:
+def _foreign(point: EntryPoint, rest: list[str]) -> int:
     """Run another package's subcommand."""
-    points = {point.name: point for point in _entry_points()}
-    if name in points:
-        import argparse
+    import argparse
 
-        parser = argparse.ArgumentParser("accel")
-        points[name].load()(parser.add_subparsers(dest="command", required=True))
-        args = parser.parse_args([name, *rest])
-        code = args.func(args)
-        return code if isinstance(code, int) else 0
-    if name in _LATER:
-        raise NotAvailableError(f"`accel {name}` {_LATER[name]}; it is not available here yet.")
+    parser = argparse.ArgumentParser("accel")
+    point.load()(parser.add_subparsers(dest="command", required=True))
+    args = parser.parse_args([point.name, *rest])
+    code = args.func(args)
+    return code if isinstance(code, int) else 0
+
+
+def _unknown(name: str, points: Iterable[str]) -> NoReturn:
+    """Raise an error about a command that is not there."""
     from accel_launch.schema import nearest
 
+    if name in _SIBLINGS:
+        package = _SIBLINGS[name][0]
+        raise NotAvailableError(f"`accel {name}` comes with the package {package}, which is not installed.")
     known = [*_COMMANDS, *points]
     raise LaunchError(f"unknown command {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")
 
 
 def _help() -> str:
     rows = [(name, text) for name, (_, text) in _COMMANDS.items()]
-    rows += [
-        (point.name, f"From {point.dist.name if point.dist else point.module}.") for point in _entry_points()
-    ]
+    for point in _entry_points():
+        _, text = _SIBLINGS.get(point.name, ("", f"From {point.dist.name if point.dist else point.module}."))
+        rows.append((point.name, text))
     lines = "\n".join(f"  {name:18}{text}" for name, text in rows)
     return (
         "usage: accel COMMAND [arguments]\n\n"
         f"commands:\n{lines}\n\n"
-        "`accel COMMAND --help` describes a command; `accel --version` prints the version."
+        "`accel help COMMAND` describes a command; `accel --version` prints the version."
     )

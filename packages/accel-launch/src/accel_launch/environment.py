@@ -52,13 +52,17 @@ def common_environment(
         threads: OMP_NUM_THREADS; None leaves it as it is.
 
     Returns:
-        A new environment. Settings whose group is not switched on are not written.
+        A new environment. Settings whose group is not switched on are not written, and defaults only of
+        settings that say so.
     """
     environ = dict(base)
     for setting in SETTINGS.values():
         found = settings[setting.name]
-        written = found.given and found.source != Source.ENVIRONMENT
-        if setting.from_environment and written and setting.name not in _PLANNED and settings.active(setting):
+        given = found.given and found.source != Source.ENVIRONMENT
+        default = setting.always and not found.given and found.value not in (None, ())
+        if not setting.from_environment or setting.name in _PLANNED or not settings.active(setting):
+            continue
+        if given or default:
             env.put(environ, setting.spec.name, found.value)
     fields = [
         setting.name
@@ -67,7 +71,6 @@ def common_environment(
     ]
     if fields and settings.value("use_deepspeed"):
         env.put(environ, "ACCELERATE_CONFIG_DS_FIELDS", fields)
-    env.put(environ, "ACCELERATE_MIXED_PRECISION", settings.value("mixed_precision"))
     if gpus is not None:
         env.put(environ, "CUDA_VISIBLE_DEVICES", gpus)
     if threads is not None:

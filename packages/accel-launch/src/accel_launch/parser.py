@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from accel_launch.schema import GROUPS, SETTINGS, Setting, nearest
 
-__all__ = ["LaunchParser", "add_settings", "launch_command_parser"]
+__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "launch_command_parser"]
 
 _RENAMED = {
     "--fp16": "--mixed_precision=fp16",
@@ -114,7 +114,7 @@ def _add(target: Any, setting: Setting) -> None:
     if setting.repeated:
         keywords |= {"action": "append", "metavar": "TEXT"}
     elif setting.switch:
-        keywords |= {"nargs": "?", "const": True, "type": _reader(setting), "metavar": "=false"}
+        keywords |= {"nargs": "?", "const": True, "type": _reader(setting)}
     else:
         choices = "{" + ",".join(map(str, setting.spec.choices)) + "}"
         keywords |= {
@@ -122,6 +122,15 @@ def _add(target: Any, setting: Setting) -> None:
             "metavar": choices if setting.spec.choices else setting.spec.kind.upper(),
         }
     target.add_argument(*names, **keywords)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows a switch without a value, which it need not have."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.nargs == "?":
+            return ", ".join(action.option_strings)
+        return super()._format_action_invocation(action)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -137,9 +146,10 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """
     keywords: dict[str, Any] = {
         "usage": "accel launch [flags] SCRIPT [arguments of the script]",
-        "description": "Start a script on one process or on many.",
+        "description": "Start a script on one process or on many. A switch is turned off by `=false`, as in "
+        "--cpu=false, where the environment or the config file turns it on.",
         "allow_abbrev": False,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "formatter_class": HelpFormatter,
     }
     if subparsers is None:
         parser: argparse.ArgumentParser = LaunchParser("accel launch", **keywords)

@@ -20,6 +20,7 @@ from accel_launch.environment import worker_environment
 from accel_launch.errors import LaunchError
 from accel_launch.starters import Prepared
 from accel_state.env import CPUInformation
+from accel_state.slurm import tasks_on_machine
 
 if TYPE_CHECKING:
     from accel_launch.plan import Plan
@@ -106,7 +107,8 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def _find_batch(environ: Mapping[str, str]) -> Step | None:
-    nodes = _number(environ, "SLURM_JOB_NUM_NODES", 1)
+    older = _number(environ, "SLURM_NNODES", 1)
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES", older)
     if nodes == 1:
         return None
     address = first_host(environ.get("SLURM_JOB_NODELIST", ""))
@@ -161,15 +163,10 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _local_size(environ: Mapping[str, str], node: int) -> int:
-    """Return the number of tasks on a machine, from e.g. 8(x2),4."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text} is not understood; Slurm sets e.g. 8(x2),4.")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts[min(node, len(counts) - 1)]
+    try:
+        return tasks_on_machine(node, environ) or 1
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _cores(environ: Mapping[str, str], tasks: int) -> int | None:

@@ -7,6 +7,8 @@ import pytest
 
 from accel_launch.config import load_config_from_file
 from accel_launch.errors import ConfigError
+from accel_launch.parser import launch_command_parser
+from accel_launch.resolve import resolve
 
 FULL = """
 compute_environment: LOCAL_MACHINE
@@ -79,12 +81,22 @@ def test_json_is_the_same(tmp_path: Path) -> None:
     assert dict(load_config_from_file(path).settings) == {"num_processes": 2, "mixed_precision": "fp16"}
 
 
-def test_missing_keys_and_an_empty_file_load(tmp_path: Path) -> None:
-    config = load_config_from_file(write(tmp_path, "\n"))
+def test_missing_keys_load(tmp_path: Path) -> None:
+    config = load_config_from_file(write(tmp_path, "{}\n"))
 
     assert dict(config.settings) == {}
     assert config.distributed_type == "NO"
     assert config.num_machines == 1
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "# nothing but a comment\n"])
+@pytest.mark.parametrize("name", ["c.yaml", "c.json"])
+def test_an_empty_file_is_an_error_that_says_so(tmp_path: Path, name: str, text: str) -> None:
+    path = write(tmp_path, text if name == "c.yaml" else text.partition("#")[0], name)
+
+    said = rf"{name} is empty\. Write it with `accel config --config_file .*{name}`"
+    with pytest.raises(ConfigError, match=said):
+        load_config_from_file(path)
 
 
 def test_an_unquoted_no_is_not_false(tmp_path: Path) -> None:
@@ -92,7 +104,7 @@ def test_an_unquoted_no_is_not_false(tmp_path: Path) -> None:
     config = load_config_from_file(path)
 
     assert config.distributed_type == "NO"
-    assert dict(config.settings) == {"mixed_precision": "no", "dynamo_backend": "NO"}
+    assert dict(config.settings) == {"mixed_precision": "no", "dynamo_backend": "no"}
 
 
 def test_the_default_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +154,16 @@ def test_empty_values_are_no_values(tmp_path: Path) -> None:
     text = "main_process_ip: ''\nmpirun_config: {mpirun_ccl: '1', mpirun_hostfile: ''}\n"
 
     assert dict(load_config_from_file(write(tmp_path, text)).settings) == {"mpirun_ccl": 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["tpu_env: []\ntpu_vm: []\n", "fsdp_config: {}\ncommands: []\ngpu_ids: []\n"]
+)
+def test_an_empty_list_or_section_is_no_setting(tmp_path: Path, text: str) -> None:
+    config = load_config_from_file(write(tmp_path, text))
+
+    assert dict(config.settings) == {}
+    resolve(launch_command_parser().parse_args(["x.py"]), config, {})  # a warning would be an error here
 
 
 def test_broken_json_names_the_line(tmp_path: Path) -> None:

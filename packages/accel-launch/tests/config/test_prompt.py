@@ -177,7 +177,7 @@ def test_arrows_choose_digits_jump_text_is_edited_and_checked(
     assert terminal.finish() == 0
     config = load_config_from_file(tmp_path / "c.yaml")
     assert (config.num_processes, config.mixed_precision, config.debug) == (2, "bf16", True)
-    assert (config.distributed_type, config.settings["dynamo_backend"]) == ("MULTI_CPU", "INDUCTOR")
+    assert (config.distributed_type, config.settings["dynamo_backend"]) == ("MULTI_CPU", "inductor")
 
 
 @pytest.mark.parametrize("key", [LEFT, ESC])

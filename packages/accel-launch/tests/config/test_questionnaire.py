@@ -266,7 +266,7 @@ def test_compiling_asks_how() -> None:
 
     assert values is not None
     assert values["dynamo_config"] == {
-        "dynamo_backend": "INDUCTOR",
+        "dynamo_backend": "inductor",
         "dynamo_mode": "default",
         "dynamo_use_fullgraph": False,
         "dynamo_use_dynamic": True,

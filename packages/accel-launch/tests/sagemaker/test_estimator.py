@@ -53,6 +53,7 @@ def test_the_config_and_the_flags_make_the_estimator(tmp_path: Path) -> None:
         "hyperparameters": {"lr": 0.1},
         "environment": {
             "ACCELERATE_MIXED_PRECISION": "bf16",
+            "ACCELERATE_DYNAMO_BACKEND": "no",
             "ACCELERATE_USE_SAGEMAKER": "true",
             "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
         },

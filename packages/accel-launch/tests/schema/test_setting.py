@@ -17,8 +17,8 @@ from accel_launch.schema import SETTINGS
         ("num_machines", "2:2", 2),
         ("mixed_precision", "BF16", "bf16"),
         ("mixed_precision", False, "no"),  # an unquoted `no` in YAML
-        ("dynamo_backend", False, "NO"),
-        ("dynamo_backend", "inductor", "INDUCTOR"),
+        ("dynamo_backend", False, "no"),
+        ("dynamo_backend", "INDUCTOR", "inductor"),
         ("fsdp_sharding_strategy", 1, "FULL_SHARD"),
         ("fsdp_min_num_params", "1e8", 100_000_000),
         ("fsdp_reshard_after_forward", True, "true"),

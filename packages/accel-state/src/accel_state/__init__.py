@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from accel_state.env import parse_choice_from_env as parse_choice_from_env
     from accel_state.env import parse_flag_from_env as parse_flag_from_env
     from accel_state.env import patch_environment as patch_environment
-    from accel_state.env import purge_accelerate_environment as purge_accelerate_environment
     from accel_state.env import put_here as put_here
     from accel_state.env import str_to_bool as str_to_bool
+    from accel_state.env_purge import purge_accelerate_environment as purge_accelerate_environment
     from accel_state.gradient import GradientState as GradientState
     from accel_state.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
@@ -165,10 +165,10 @@ _PUBLIC = {
         "parse_choice_from_env",
         "parse_flag_from_env",
         "patch_environment",
-        "purge_accelerate_environment",
         "put_here",
         "str_to_bool",
     ),
+    "env_purge": ("purge_accelerate_environment",),
     "gradient": ("GradientState",),
     "handlers": (
         "GradientAccumulationPlugin",

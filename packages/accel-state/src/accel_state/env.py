@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from accel_state.env_table import VARIABLES
 from accel_state.env_variable import Variable, parse_flag
@@ -26,18 +26,16 @@ __all__ = [
     "get_cpu_distributed_information",
     "get_int_from_env",
     "is_set",
+    "keep_accelerate_environment",
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
-    "purge_accelerate_environment",
     "put",
     "put_here",
     "raw",
     "snapshot",
     "str_to_bool",
 ]
-
-_Target = TypeVar("_Target", bound=Callable[..., Any])
 
 
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
@@ -316,7 +314,14 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def _accelerate_environment_kept() -> Iterator[None]:
+def keep_accelerate_environment() -> Iterator[None]:
+    """Put the ACCELERATE_* variables back to what they were after a `with` block, also after an exception.
+
+    Variables set inside the block are gone after it.
+
+    Yields:
+        Nothing.
+    """
     before = {name: text for name, text in os.environ.items() if name.startswith("ACCELERATE_")}
     try:
         yield
@@ -325,54 +330,3 @@ def _accelerate_environment_kept() -> Iterator[None]:
             if name not in before:
                 del os.environ[name]
         os.environ.update(before)
-
-
-def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
-    """Put the ACCELERATE_* variables back to what they were after each call, also after an exception.
-
-    Args:
-        func_or_cls: A function (plain, generator, coroutine or asynchronous generator), or a class, of which
-            every method, static method and class method defined in its body is treated so.
-
-    Returns:
-        The wrapped function, or the same class.
-    """
-    if not isinstance(func_or_cls, type):
-        return cast("_Target", _purging(func_or_cls))
-    for name, member in list(vars(func_or_cls).items()):
-        if isinstance(member, (staticmethod, classmethod)):
-            setattr(func_or_cls, name, type(member)(_purging(member.__func__)))
-        elif callable(member) and not isinstance(member, type):
-            setattr(func_or_cls, name, _purging(member))
-    return func_or_cls
-
-
-def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
-    import functools
-    import inspect
-
-    async def asyncgen(*args: Any, **kwargs: Any) -> Any:
-        with _accelerate_environment_kept():
-            async for item in function(*args, **kwargs):
-                yield item
-
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with _accelerate_environment_kept():
-            return await function(*args, **kwargs)
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        with _accelerate_environment_kept():
-            return (yield from function(*args, **kwargs))
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with _accelerate_environment_kept():
-            return function(*args, **kwargs)
-
-    wrapper: Callable[..., Any] = plain
-    if inspect.isasyncgenfunction(function):
-        wrapper = asyncgen
-    elif inspect.iscoroutinefunction(function):
-        wrapper = coroutine
-    elif inspect.isgeneratorfunction(function):
-        wrapper = generator
-    return functools.wraps(function)(wrapper)

@@ -27,6 +27,7 @@ _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_
 _WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _STATE_DICT = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_DYNAMO_BACKENDS = tuple(backend.lower() for backend in DynamoBackend.list())  # as torch spells them
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _OFFLOAD = ("none", "cpu", "nvme")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -42,9 +43,9 @@ _GENERAL = _group(
     ("DEBUG_MODE", "flag", False, "Compare shapes, types and call sites before each collective."),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
-    ("ENABLE_RICH", "flag", False, "Show tracebacks through rich."),
-    ("DISABLE_RICH", "flag", False, "Never show tracebacks through rich (old name)."),
-    ("BYPASS_DEVICE_MAP", "flag", False, "Prepare models that have a device_map in a distributed run."),
+    ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),
+    ("DISABLE_RICH", "flag", False, "Never write tracebacks through rich (old; it is off by default)."),
+    ("BYPASS_DEVICE_MAP", "flag", False, "Train models that a device map spreads out on several processes."),
     ("NUM_PROCESSES", "int", None, "Number of processes that the launcher was asked for."),
     ("DOWNCAST_BF16", "flag", False, "On TPUs, make both float and double bfloat16."),
     ("IN_TPU_POD", "flag", False, "This process was started inside a TPU pod."),
@@ -106,16 +107,15 @@ _SCHEDULERS = _group(
     ("SLURM_NNODES", "int", None, "Number of machines of the job."),
     ("SLURM_JOB_NUM_NODES", "int", None, "Number of machines of the job."),
     ("SLURM_TASKS_PER_NODE", "str", None, "Tasks on each machine, e.g. 8(x2),4."),
-    ("SLURM_NTASKS_PER_NODE", "str", None, "Tasks per machine, as asked for."),
+    ("SLURM_STEP_TASKS_PER_NODE", "str", None, "The step's tasks on each machine, e.g. 8(x2),4."),
     ("SLURM_CPUS_PER_TASK", "int", None, "CPU cores per task, as asked for."),
     ("SLURM_JOB_NODELIST", "str", None, "The job's machines, e.g. node[1-4]."),
     ("SLURM_STEP_NODELIST", "str", None, "The step's machines, e.g. node[1-4]."),
-    ("SLURM_GPUS_ON_NODE", "str", None, "GPUs of the job on this machine."),
 )
 
 _DYNAMO = _group(
     "ACCELERATE_DYNAMO_",
-    ("BACKEND", "str", "NO", "Backend of torch.compile.", tuple(DynamoBackend.list())),
+    ("BACKEND", "str", "no", "Backend of torch.compile.", _DYNAMO_BACKENDS),
     ("MODE", "str", "default", "Mode of torch.compile.", _DYNAMO_MODES),
     ("USE_FULLGRAPH", "flag", False, "Refuse graph breaks."),
     ("USE_DYNAMIC", "flag", None, "Trace with dynamic shapes; unset lets torch decide."),
@@ -239,9 +239,6 @@ _OTHERS = _group(
     "",
     ("FORK_LAUNCHED", "flag", False, "This process was forked by a launch function, not started by the CLI."),
     ("CUDA_VISIBLE_DEVICES", "str", None, "CUDA devices that the process sees."),
-    ("PYTORCH_NVML_BASED_CUDA_CHECK", "flag", False, "Ask NVML for GPUs, so that CUDA is not initialised."),
-    ("NCCL_P2P_DISABLE", "flag", False, "Switch off NCCL's peer-to-peer transport."),
-    ("NCCL_IB_DISABLE", "flag", False, "Switch off NCCL's InfiniBand transport."),
     ("HF_HOME", "str", None, "Folder of the Hugging Face caches and configuration."),
     ("XDG_CACHE_HOME", "str", None, "The user's cache folder."),
 )

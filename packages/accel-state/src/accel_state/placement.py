@@ -11,6 +11,7 @@ from accel_state import env
 from accel_state.device_row import DeviceRow
 from accel_state.env import CPUInformation
 from accel_state.rendezvous import has_group
+from accel_state.slurm import tasks_on_machine
 
 __all__ = ["device_index", "find_place"]
 
@@ -63,8 +64,8 @@ def _local(rank: int, world_size: int) -> tuple[int, int]:
     if world_size == 1 or env.get_int_from_env(env._SIZE, world_size) != world_size:
         return rank, world_size  # the environment names no run, or another one
     if not any(env.is_set(name) for name in env._LOCAL_RANK) and env.get("SLURM_NTASKS") == world_size:
-        per_machine = (env.get("SLURM_TASKS_PER_NODE") or str(world_size)).partition("(")[0].partition(",")[0]
-        return env.get("SLURM_LOCALID") or 0, int(per_machine)
+        local_size = tasks_on_machine(env.get("SLURM_NODEID") or 0)
+        return env.get("SLURM_LOCALID") or 0, world_size if local_size is None else local_size
     return env.get_int_from_env(env._LOCAL_RANK, rank), env.get_int_from_env(env._LOCAL_SIZE, world_size)
 
 

@@ -21,6 +21,7 @@ from accel_state.enums import DistributedType
 from accel_state.env import CPUInformation
 from accel_state.placement import device_index, find_place
 from accel_state.shared import shared_dict
+from accel_state.tracebacks import set_tracebacks
 
 __all__ = ["PartialState", "Process", "current_process", "wait_for_everyone"]
 
@@ -200,6 +201,7 @@ def _initialize(cpu: bool, options: dict[str, Any]) -> None:
     process = _facts(found, facts, device)
     if env.get("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(process.local_rank)
+    set_tracebacks()
     PartialState._shared_state.update(process=process, fork_launched=env.get("FORK_LAUNCHED"))
     watch.joined(process)
 

@@ -12,6 +12,8 @@ from accel_state.lazy import attach
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator as Accelerator
+    from accel.big_models.empty import init_empty_weights as init_empty_weights
+    from accel.big_models.empty import init_on_device as init_on_device
     from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "accel.accelerator": ("Accelerator",),
+    "accel.big_models.empty": ("init_empty_weights", "init_on_device"),
     "accel.plugins.deepspeed": ("DeepSpeedPlugin",),
     "accel.plugins.fsdp": ("FullyShardedDataParallelPlugin",),
     "accel_ckpt.loading": ("load_checkpoint_in_model",),
@@ -51,6 +54,7 @@ _NAMES = {
 }
 _SUBMODULES = (
     "accelerator",
+    "big_modeling",
     "commands",
     "data_loader",
     "engines",

@@ -19,11 +19,13 @@ from accel.checkpoints import CheckpointControl
 from accel.configuration import UNSET
 from accel.ds.settings import precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
+from accel.engines.refusals import mapped_devices
 from accel.fp8.choice import resolve_fp8
 from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
 from accel.precision import Precision
 from accel.prepare import (
+    check_kind,
     prepare,
     prepare_loader,
     prepare_models_and_optimizers,
@@ -320,6 +322,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; with `evaluation_mode` nothing is set up for gradients."""
+        check_kind(model, "model")
         (prepared,) = prepare_models_and_optimizers(self, [model], [device_placement], evaluation_mode)
         return prepared  # type: ignore[no-any-return]
 
@@ -327,6 +330,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
         """Prepare one optimizer."""
+        check_kind(optimizer, "optimizer")
         (prepared,) = prepare_models_and_optimizers(self, [optimizer], [device_placement])
         return prepared  # type: ignore[no-any-return]
 
@@ -350,8 +354,10 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         return self.engine.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether a module of the model is spread over several devices by a device map."""
-        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+        """Whether device maps spread the model over several devices; `prepare` refuses it on several
+        processes.
+        """
+        return len(mapped_devices(model)) > 1
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release these objects and everything prepared, collect garbage, and count steps anew."""

@@ -1,45 +1,38 @@
 """How much memory a model needs: counted from its tensors, without their values.
 
-All numbers are bytes on one device. With P parameters of b bytes each, s optimizer states per parameter
-(Adam: 2, momentum: 1, plain SGD: 0), N processes, and the largest block (a layer of the stack, or an
-embedding) of L parameters, training needs
+All numbers are bytes on one device. One process, DDP and FSDP are meshes of one axis, and have the formula
+of `accel.estimate_mesh`. With P parameters of b bytes each, s optimizer states per parameter, N processes,
+and the largest block (a layer of the stack, or an embedding) of L parameters, DeepSpeed needs
 
-    one process   b P (params) + b P (gradients) + s b P (states)
-    DDP           the same, and b P for the buckets in which gradients are reduced
-    FSDP          (2 + s) b P / N, and 2 b L: one block is whole at a time, its parameters and gradients
     ZeRO 1        2 b P + K P / N
     ZeRO 2        b P + (b + K) P / N
-    ZeRO 3        (2 b + K) P / N, and 2 b L
+    ZeRO 3        (2 b + K) P / N, and 2 b L: one block is whole at a time, its parameters and gradients
 
 where K = 4 (1 + s) bytes, as ZeRO keeps the states and a copy of the parameters in fp32 (Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 3.1: K = 12 for Adam).
-Inference needs b P. Buffers are counted with the parameters of inference and once per process in training.
-Activations, which depend on the batch, and the context of the device are not included.
+Inference needs b P. Buffers are whole on each process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = [
-    "BYTES",
-    "ENGINES",
-    "OPTIMIZER_STATES",
-    "ModelSize",
-    "block_of",
-    "convert_bytes",
-    "training_bytes",
-]
+from accel.estimate_mesh import BYTES, OPTIMIZER_STATES, MeshSizes, block_of, mesh_bytes
 
-BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
-"""Bytes of one parameter by the dtype in which it is stored."""
-
-OPTIMIZER_STATES = {"adam": 2, "momentum": 1, "sgd": 0}
-"""States per parameter by optimizer."""
+__all__ = ["ENGINES", "ModelSize", "convert_bytes", "training_bytes"]
 
 ENGINES = ("one process", "DDP", "FSDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 """Ways to train whose memory is estimated."""
+
+_MESHES = {
+    "one process": lambda processes: MeshSizes(),
+    "DDP": lambda processes: MeshSizes(dp_replicate=processes),
+    "FSDP": lambda processes: MeshSizes(dp_shard=processes),
+}
+"""Those that are a mesh of one axis."""
 
 
 @dataclass(frozen=True)
@@ -47,52 +40,41 @@ class ModelSize:
     """What counts of a model.
 
     Args:
-        parameters: Number of parameters, shared ones once.
+        shapes: The shape of each parameter by its name; shared ones once.
         buffers: Number of elements of its buffers.
-        largest_block: Number of parameters of its largest block.
-        block: That block's name.
+
+    Raises:
+        ValueError: If there are no parameters.
     """
 
-    parameters: int
-    buffers: int
-    largest_block: int
-    block: str
+    shapes: Mapping[str, tuple[int, ...]]
+    buffers: int = 0
 
-    @classmethod
-    def from_counts(
-        cls, parameters: Mapping[str, int], buffers: Mapping[str, int] | None = None
-    ) -> ModelSize:
-        """Add up tensors.
-
-        Args:
-            parameters: Number of elements by parameter name.
-            buffers: Number of elements by buffer name.
-
-        Raises:
-            ValueError: If there are no parameters.
-        """
-        if not parameters:
+    def __post_init__(self) -> None:
+        if not self.shapes:
             raise ValueError("The model has no parameters; there is nothing to estimate.")
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(self._blocks.values())
+
+    @property
+    def block(self) -> str:
+        """Name of the largest block."""
+        return max(self._blocks, key=lambda block: self._blocks[block]) or "the model"
+
+    @property
+    def largest_block(self) -> int:
+        """Number of parameters of the largest block."""
+        return max(self._blocks.values())
+
+    @cached_property
+    def _blocks(self) -> dict[str, int]:
         blocks: dict[str, int] = {}
-        for name, count in parameters.items():
-            blocks[block_of(name)] = blocks.get(block_of(name), 0) + count
-        largest = max(blocks, key=lambda block: blocks[block])
-        return cls(
-            sum(parameters.values()), sum((buffers or {}).values()), blocks[largest], largest or "the model"
-        )
-
-
-def block_of(name: str) -> str:
-    """The block of a parameter: up to its number in the stack of layers, else the module that has it.
-
-    Args:
-        name: The parameter's full name.
-    """
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:-1])
+        for name, shape in self.shapes.items():
+            blocks[block_of(name)] = blocks.get(block_of(name), 0) + math.prod(shape)
+        return blocks
 
 
 def training_bytes(
@@ -120,16 +102,15 @@ def training_bytes(
         raise ValueError(f"processes={processes} is not allowed; allowed: 1 or more.")
     if BYTES[dtype] < 2:
         return None
-    b, states = BYTES[dtype], OPTIMIZER_STATES[optimizer]
-    zero = 4 * (1 + states)
-    p, gathered = size.parameters, 2 * b * size.largest_block
+    if engine in _MESHES:
+        mesh = _MESHES[engine](processes)
+        return mesh_bytes(size.shapes, {}, mesh, dtype, optimizer, size.buffers).total
+    b, p = BYTES[dtype], size.parameters
+    zero = 4 * (1 + OPTIMIZER_STATES[optimizer])
     needed = {
-        "one process": (2 + states) * b * p,
-        "DDP": (3 + states) * b * p,
-        "FSDP": (2 + states) * b * p / processes + gathered,
         "ZeRO 1": 2 * b * p + zero * p / processes,
         "ZeRO 2": b * p + (b + zero) * p / processes,
-        "ZeRO 3": (2 * b + zero) * p / processes + gathered,
+        "ZeRO 3": (2 * b + zero) * p / processes + 2 * b * size.largest_block,
     }
     return needed[engine] + b * size.buffers
 

@@ -5,24 +5,38 @@ With a mesh of r replicas x s shards x c context-parallel x t tensor-parallel pr
 them N = s c parts of rows. The first process has the most: of n rows over N processes it has ceil(n / N).
 With e elements on a process, b bytes each, and k optimizer states per parameter, training needs
 
-    b e (parameters) + b e (gradients) + k b e (states) + 2 b (R + L)
+    b e (parameters) + b e (gradients) + k b e (states) + 2 b (R + L) + b B (buffers)
 
 where the largest layer of the stack has L elements, and all that is in no layer has R, as one process has
 them whole (a t-th part of what is split). One layer at a time is gathered, with its gradients; the rest stays
-from the beginning of forward to the end of backward. Where N = 1, nothing is gathered. Replicas take no part
-of anything, and the context-parallel axis shares parameters out like further shards. Not included are
-activations, buffers, what is gathered ahead or copied in between, and the context of the device.
+from the beginning of forward to the end of backward. Where N = 1, nothing is gathered; replicas that share
+nothing out (DDP) have b e for the buckets in which gradients are reduced instead. Other replicas take no part
+of anything, and the context-parallel axis shares parameters out like further shards. All B elements of
+buffers are whole. Not included are activations, what is copied in between, what the optimizer's step holds
+while it computes, and the context of the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from accel.estimate import BYTES, OPTIMIZER_STATES, block_of
+__all__ = [
+    "BYTES",
+    "OPTIMIZER_STATES",
+    "MeshBytes",
+    "MeshSizes",
+    "block_of",
+    "language_model",
+    "mesh_bytes",
+]
 
-__all__ = ["MeshBytes", "MeshSizes", "language_model", "mesh_bytes"]
+BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
+"""Bytes of one parameter by the dtype in which it is stored."""
+
+OPTIMIZER_STATES = {"adam": 2, "momentum": 1, "sgd": 0}
+"""States per parameter by optimizer."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +75,34 @@ class MeshBytes:
         gradients: The same of the gradients.
         states: The same of the optimizer's states.
         gathered: What is whole at once, with its gradients: the largest layer and all that is in none.
+        buckets: What replicas reduce gradients in (DDP).
+        buffers: The model's buffers.
     """
 
     parameters: float
     gradients: float
     states: float
     gathered: float
+    buckets: float
+    buffers: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.parameters + self.gradients + self.states + self.gathered
+        return float(sum(getattr(self, item.name) for item in fields(self)))
+
+
+def block_of(name: str) -> str:
+    """The block of a parameter: up to its number in the stack of layers, else the module that has it.
+
+    Args:
+        name: The parameter's full name.
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1])
 
 
 def mesh_bytes(
@@ -80,6 +111,7 @@ def mesh_bytes(
     mesh: MeshSizes,
     dtype: str = "float32",
     optimizer: str = "adam",
+    buffers: int = 0,
 ) -> MeshBytes:
     """Estimate what training over a mesh needs on the process that has the most.
 
@@ -90,6 +122,7 @@ def mesh_bytes(
         mesh: The sizes of the axes.
         dtype: The dtype of the parameters; with mixed precision that is float32.
         optimizer: One of `OPTIMIZER_STATES`.
+        buffers: Number of elements of the model's buffers.
 
     Returns:
         Bytes, without activations.
@@ -106,9 +139,16 @@ def mesh_bytes(
             rest += math.prod(part)
         part[0] = math.ceil(part[0] / mesh.shards)
         own += math.prod(part)
-    parameters = BYTES[dtype] * own
-    gathered = 2 * BYTES[dtype] * (rest + max(layers.values())) if mesh.shards > 1 else 0.0
-    return MeshBytes(parameters, parameters, OPTIMIZER_STATES[optimizer] * parameters, gathered)
+    b = BYTES[dtype]
+    is_ddp = mesh.processes == mesh.dp_replicate > 1
+    return MeshBytes(
+        parameters=b * own,
+        gradients=b * own,
+        states=OPTIMIZER_STATES[optimizer] * b * own,
+        gathered=2 * b * (rest + max(layers.values())) if mesh.shards > 1 else 0.0,
+        buckets=b * own if is_ddp else 0.0,
+        buffers=b * buffers,
+    )
 
 
 def language_model(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel.accelerator import Accelerator
 
 __all__ = [
+    "check_kind",
     "holds_any",
     "prepare",
     "prepare_loader",
@@ -91,6 +92,17 @@ def prepare(
         elif kind == "own":
             result[index] = accelerator.engine.prepare_own(objects[index])
     return result
+
+
+def check_kind(item: Any, kind: str) -> None:
+    """Refuse an object that is not what `prepare_model` or `prepare_optimizer` takes.
+
+    Raises:
+        TypeError: If it is of another kind.
+    """
+    if not isinstance(item, _KINDS[kind]) and not (kind == "optimizer" and _is_like_an_optimizer(item)):
+        takes = {"model": "a torch.nn.Module", "optimizer": "an optimizer of torch's kind"}[kind]
+        raise TypeError(f"prepare_{kind} takes {takes}, not {type(item).__name__} ({item!r:.80}).")
 
 
 def prepare_models_and_optimizers(

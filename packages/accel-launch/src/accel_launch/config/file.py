@@ -122,7 +122,8 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ConfigError: If the file cannot be parsed, has an unknown key, or a value that is not allowed.
+        ConfigError: If the file is empty or cannot be parsed, or has an unknown key or a value that is not
+            allowed.
     """
     path = Path(config_file).expanduser() if config_file is not None else config_path()
     if not path.is_file():
@@ -132,7 +133,10 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
         )
     values = _parse(path)
     if values is None:
-        values = {}
+        raise ConfigError(
+            f"Config file {path} is empty. Write it with `accel config --config_file {path}`, or remove it "
+            "and launch without one."
+        )
     if not isinstance(values, dict):
         raise ConfigError(f"Config file {path} holds {type(values).__name__}; a mapping of keys is needed.")
     return LaunchConfig.from_values({str(key): value for key, value in values.items()}, path)
@@ -143,6 +147,8 @@ def _parse(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"Config file {path} is not text in UTF-8: {error}.") from None
+    if not text.strip():
+        return None
     if path.suffix == ".json":
         import json
 
@@ -199,7 +205,7 @@ def _section_settings(section: str, content: Any, where: str) -> dict[str, Any]:
 
 
 def _setting_value(setting: Setting, key: str, value: Any, where: str) -> dict[str, Any]:
-    if value is None or value == "":
+    if value in (None, "", [], {}):
         return {}
     try:
         return {setting.name: setting.parse(value)}

@@ -123,7 +123,7 @@ def config_values(answers: Answers, gpus: int) -> dict[str, Any]:
             continue
         section = values.setdefault(setting.section, {}) if setting.section else values
         section[setting.key] = list(answer) if isinstance(answer, tuple) else answer
-    if (values.get("dynamo_config") or {}).get("dynamo_backend") == "NO":
+    if (values.get("dynamo_config") or {}).get("dynamo_backend") == "no":
         del values["dynamo_config"]
     return values
 

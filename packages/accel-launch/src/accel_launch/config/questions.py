@@ -129,7 +129,7 @@ def _devices(gpus: int, tpu: bool) -> list[Question]:
 
 
 def _compiles(answers: Answers) -> bool:
-    return bool(answers["dynamo_backend"] != "NO")
+    return bool(answers["dynamo_backend"] != "no")
 
 
 def _fp8() -> list[Question]:
@@ -181,7 +181,7 @@ def _training() -> list[Question]:
         ask(
             "dynamo_backend",
             "Compile the model with torch.compile?",
-            choices=(("NO", "no"), ("INDUCTOR", "yes, with inductor"), ("AOT_EAGER", "aot_eager, to debug")),
+            choices=(("no", "no"), ("inductor", "yes, with inductor"), ("aot_eager", "aot_eager, to debug")),
         ),
         ask("dynamo_mode", "Which mode of torch.compile?", when=_compiles),
         ask("dynamo_use_fullgraph", "Refuse graph breaks?", when=_compiles),

@@ -54,7 +54,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
             **(values.get("parallelism_config") or {}),
         }
     values.pop("tp_config", None)
-    if isinstance(values.get("gpu_ids"), list):
+    if values.get("gpu_ids") and isinstance(values["gpu_ids"], list):
         _note(where, f"gpu_ids: {values['gpu_ids']}", "use text such as 0,1")
         values["gpu_ids"] = ",".join(map(str, values["gpu_ids"]))
     for old, reason in _OBSOLETE.items():

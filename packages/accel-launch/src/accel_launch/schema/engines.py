@@ -15,7 +15,7 @@ __all__ = ["ENGINES", "ENGINE_GROUPS"]
 ENGINE_GROUPS = {
     "engines": Group("Engines"),
     "dynamo": Group(
-        "torch.compile", "dynamo_backend", lambda backend: backend != "NO", "--dynamo_backend inductor"
+        "torch.compile", "dynamo_backend", lambda backend: backend != "no", "--dynamo_backend inductor"
     ),
     "fsdp": Group("FSDP", "use_fsdp", bool, "--use_fsdp"),
     "parallelism": Group(
@@ -35,6 +35,7 @@ def _family(
     *,
     switches: tuple[str, ...] = (),
     renamed: Mapping[str, str] | None = None,
+    always: bool = False,
 ) -> list[Setting]:
     """Make one setting per variable with a prefix; the rest of its name, in lower case, follows `flags`."""
     settings = []
@@ -51,6 +52,7 @@ def _family(
                     section=section,
                     key=name,
                     from_environment=True,
+                    always=always,
                 )
             )
     return settings
@@ -73,6 +75,7 @@ _DYNAMO = _family(
     "dynamo_",
     "dynamo_config",
     switches=("use_fullgraph", "use_dynamic", "use_regional_compilation"),
+    always=True,
 )
 _FSDP = _family(
     "fsdp",
@@ -80,6 +83,7 @@ _FSDP = _family(
     "fsdp_",
     "fsdp_config",
     renamed={"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"},
+    always=True,
 )
 _PARALLELISM = _family("parallelism", "PARALLELISM_CONFIG_", "parallelism_config_", "parallelism_config")
 _FP8 = _family("fp8", "ACCELERATE_FP8_", "fp8_", "fp8_config", switches=("use_autocast_during_eval",))

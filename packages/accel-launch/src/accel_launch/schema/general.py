@@ -235,7 +235,9 @@ _OUTPUT = [
 ]
 
 _TRAINING = [
-    _environment("training", "mixed_precision", "ACCELERATE_MIXED_PRECISION", key="mixed_precision"),
+    _environment(
+        "training", "mixed_precision", "ACCELERATE_MIXED_PRECISION", key="mixed_precision", always=True
+    ),
     _environment(
         "training",
         "gradient_accumulation_steps",

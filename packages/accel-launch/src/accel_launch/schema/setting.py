@@ -43,6 +43,7 @@ class Setting:
         section: The config file's section that holds the key; empty for the top level.
         key: The key in the config file; empty if it cannot stand there.
         from_environment: The setting is read from, and handed to workers in, its variable.
+        always: Workers get its default too, where its group counts: programs read the variable themselves.
         convert: Reads text that the kinds of `Variable` do not cover; raises ValueError.
         allowed: What `convert` takes, for the error.
         note: What it does, where the variable's own help does not fit a flag.
@@ -57,6 +58,7 @@ class Setting:
     section: str = ""
     key: str = ""
     from_environment: bool = False
+    always: bool = False
     convert: Callable[[str], Any] | None = None
     allowed: str = ""
     note: str = ""

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from accel.estimate import BYTES, ENGINES, OPTIMIZER_STATES, ModelSize, convert_bytes, training_bytes
-from accel.estimate_mesh import MeshSizes, mesh_bytes
+from accel.estimate import ENGINES, ModelSize, training_bytes
+from accel.estimate_mesh import BYTES, OPTIMIZER_STATES, MeshSizes, mesh_bytes
 
 __all__ = ["estimate_command", "estimate_rows", "main", "mesh_rows", "register"]
 
@@ -98,21 +98,26 @@ def estimate_command(args: argparse.Namespace) -> None:
     except (ImportError, ValueError) as error:
         raise LaunchError(str(error)) from error
     rows = estimate_rows(size, args.dtypes, processes, args.optimizer)
-    over = None if mesh is None else mesh_rows(found.parameters, split, mesh, args.dtypes, args.optimizer)
+    over = None if mesh is None else mesh_rows(size, split, mesh, args.dtypes, args.optimizer)
     if args.json:
         values = {"parameters": size.parameters, "buffers": size.buffers, "num_processes": processes}
         more = {} if mesh is None else {"mesh": asdict(mesh), "mesh_bytes": over}
         print(json.dumps({**values, "bytes": rows, **more}, indent=2))
         return
+    unit, scale = _unit(rows, over or {})
     print(
         f"{args.model_name}: {size.parameters:,} parameters; the largest block is {size.block}\n"
+        f"Memory on each device in {unit} ({scale:,} bytes)\n"
         f"Training with {args.optimizer}; DDP, FSDP and ZeRO on each of {processes} processes\n\n"
-        f"{_table(rows)}\n"
+        f"{_table(rows, scale)}\n"
     )
     if mesh is not None and over is not None:
         axes = " x ".join(f"{axis} {count}" for axis, count in asdict(mesh).items())
-        print(f"Training on a mesh of {axes}, on the process that has the most\n\n{_table(over)}\n")
-    print("Without activations, which grow with the batch. Mixed precision trains float32 parameters.")
+        print(f"Training on a mesh of {axes}, on the process that has the most\n\n{_table(over, scale)}\n")
+    print(
+        "Without activations, which grow with the batch, and what the optimizer's step holds while it "
+        "computes. Mixed precision trains float32 parameters."
+    )
 
 
 def _mesh_of(args: argparse.Namespace) -> MeshSizes | None:
@@ -157,7 +162,7 @@ def estimate_rows(size: ModelSize, dtypes: list[str], processes: int, optimizer:
 
 
 def mesh_rows(
-    shapes: Mapping[str, tuple[int, ...]],
+    size: ModelSize,
     split: Mapping[str, int],
     mesh: MeshSizes,
     dtypes: list[str],
@@ -166,7 +171,7 @@ def mesh_rows(
     """Return bytes by dtype and use, on the process of a mesh that has the most; None: cannot be trained.
 
     Args:
-        shapes: The shape of each parameter by its name.
+        size: The model.
         split: The dimension in which a parameter is split, by its name.
         mesh: The sizes of the axes.
         dtypes: The dtypes of the parameters.
@@ -174,16 +179,24 @@ def mesh_rows(
     """
     rows: _Rows = {}
     for dtype in dtypes:
-        needed = mesh_bytes(shapes, split, mesh, dtype, optimizer)
+        needed = mesh_bytes(size.shapes, split, mesh, dtype, optimizer, size.buffers)
         values = {item.name: getattr(needed, item.name) for item in fields(needed)} | {"all": needed.total}
         rows[dtype] = values if BYTES[dtype] >= 2 else dict.fromkeys(values)
     return rows
 
 
-def _table(rows: _Rows) -> str:
+def _unit(*tables: _Rows) -> tuple[str, int]:
+    """Return the unit in which all numbers are shown, and its bytes: the largest one gives it."""
+    numbers = [value or 0 for table in tables for values in table.values() for value in values.values()]
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+    return next((unit for unit in units if max(numbers) >= unit[1]), units[-1])
+
+
+def _table(rows: _Rows, scale: int) -> str:
     lines = [["dtype", *next(iter(rows.values()))]]
     for dtype, values in rows.items():
-        lines.append([dtype, *("-" if value is None else convert_bytes(value) for value in values.values())])
+        cells = ("-" if value is None else f"{value / scale:,.2f}" for value in values.values())
+        lines.append([dtype, *cells])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -44,8 +43,7 @@ class Tensors:
         Raises:
             ValueError: If there are no parameters.
         """
-        counts = {name: math.prod(shape) for name, shape in self.parameters.items()}
-        return ModelSize.from_counts(counts, self.buffers)
+        return ModelSize(self.parameters, sum(self.buffers.values()))
 
     def split_dims(self, processes: int) -> dict[str, int]:
         """The dimension in which the model's tensor-parallel plan splits each parameter that it splits.

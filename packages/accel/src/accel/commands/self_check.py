@@ -186,9 +186,9 @@ def main() -> None:
     process = accelerator.process
     accelerator.print(
         f"{process.world_size} x {process.device.type}, {accelerator.distributed_type}, backend "
-        f"{process.backend or 'none'}, mixed precision {accelerator.mixed_precision}"
+        f"{process.backend or 'none'}, mixed precision {accelerator.mixed_precision}, started in "
+        f"{time.perf_counter() - began:.2f} s"
     )
-    accelerator.print(f"  {'start':20} passed {time.perf_counter() - began:8.2f} s")
     for name, check in CHECKS.items():
         start = time.perf_counter()
         try:

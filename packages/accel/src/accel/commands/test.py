@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.parser import LaunchParser, add_settings
+from accel_launch.parser import HelpFormatter, LaunchParser, add_settings
 
 __all__ = ["register", "test_command"]
 
@@ -26,7 +26,10 @@ def register(subparsers: Any) -> argparse.ArgumentParser:
         The parser.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "test", usage="accel test [flags of accel launch]", description=_DESCRIPTION
+        "test",
+        usage="accel test [flags of accel launch]",
+        description=_DESCRIPTION,
+        formatter_class=HelpFormatter,
     )
     parser.__class__ = LaunchParser  # add_parser has no argument for the class
     add_settings(parser)

@@ -20,10 +20,12 @@ import torch
 from accel.compilation import compile_regions
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.refusals import (
+    mapped_devices,
     refuse_foreign,
     refuse_fp16_parameters,
     refuse_fp16_parameters_of,
     refuse_offloaded_training,
+    refuse_spread_training,
     refuse_whole_tensor_steps,
 )
 from accel.precision import wrap_forward
@@ -97,6 +99,7 @@ class Engine:
         """
         for model in objects.models:
             refuse_offloaded_training(model, objects.evaluation_mode)
+            refuse_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
             if self.context.scaler is not None and not objects.evaluation_mode:
                 refuse_fp16_parameters(model, self.present)
         for optimizer in objects.optimizers:
@@ -128,7 +131,7 @@ class Engine:
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """Place, convert to fp8, cast, wrap and compile one model, in this order."""
-        if place and not _is_dispatched(model):
+        if place and len(mapped_devices(model)) < 2:  # a device map that spreads it has placed it
             model = model.to(self.context.process.device)
         self.convert_model(model, evaluation_mode)
         wrap_forward(model, self.context.precision, self.context.process.device.type)
@@ -355,8 +358,3 @@ class Engine:
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """A context for training on uneven inputs; nothing to do where no collective runs in backward."""
         return contextlib.nullcontext()
-
-
-def _is_dispatched(model: torch.nn.Module) -> bool:
-    """Whether a device map spread the model over several devices."""
-    return len(set(getattr(model, "hf_device_map", {}).values())) > 1

@@ -8,12 +8,15 @@ import torch
 
 from accel_ckpt import layout
 from accel_ckpt.errors import CheckpointError
+from accel_state import env
 
 __all__ = [
+    "mapped_devices",
     "refuse_foreign",
     "refuse_fp16_parameters",
     "refuse_fp16_parameters_of",
     "refuse_offloaded_training",
+    "refuse_spread_training",
     "refuse_whole_tensor_steps",
 ]
 
@@ -70,14 +73,49 @@ def refuse_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> 
     Raises:
         ValueError: If it is one.
     """
-    devices = set(getattr(model, "hf_device_map", {}).values())
-    offloaded = {"cpu", "disk"} & {str(device) for device in devices}
+    devices = mapped_devices(model)
+    offloaded = {"cpu", "disk"} & devices
     if len(devices) > 1 and offloaded and not evaluation_mode:
         raise ValueError(
             f"{type(model).__name__} is dispatched with parts on {sorted(offloaded)} (hf_device_map), which "
             "cannot be trained. Load it on the process's device, or pass evaluation_mode=True to "
             "prepare_model."
         )
+
+
+def refuse_spread_training(model: torch.nn.Module, evaluation_mode: bool, num_processes: int) -> None:
+    """Refuse to train a model that is spread over devices on several processes.
+
+    Processes that load it with the same device map put their copies on the same devices. With
+    ACCELERATE_BYPASS_DEVICE_MAP the user says that each process has devices of its own.
+
+    Args:
+        model: The model.
+        evaluation_mode: Whether it is only evaluated.
+        num_processes: Number of processes.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    devices = mapped_devices(model)
+    if len(devices) < 2 or num_processes == 1 or evaluation_mode or env.get("ACCELERATE_BYPASS_DEVICE_MAP"):
+        return
+    raise ValueError(
+        f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and {num_processes} "
+        "processes are to train it, each with a copy on its own device. Load it without device_map, or train "
+        "on one process; where each process has several devices that no other uses, set "
+        "ACCELERATE_BYPASS_DEVICE_MAP=true."
+    )
+
+
+def mapped_devices(model: torch.nn.Module) -> set[str]:
+    """Return the devices over which device maps spread the modules of a model; none without a map.
+
+    Args:
+        model: The model.
+    """
+    maps = (getattr(module, "hf_device_map", {}) for module in model.modules())
+    return {str(device) for devices in maps for device in devices.values()}
 
 
 def refuse_fp16_parameters(model: torch.nn.Module, present: Present) -> None:

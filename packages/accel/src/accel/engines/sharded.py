@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.missing_weights import refusing_together
+from accel.engines.refusals import mapped_devices
 from accel.parallel.alone import ensure_group
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.parallel.wrapping import choose_groups
@@ -55,14 +56,15 @@ class ShardedEngine(Engine):
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be sharded, before anything is changed."""
-        super().check(objects)
         for model in objects.models:
-            devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+            devices = mapped_devices(model)
             if len(devices) > 1:
                 raise ValueError(
                     f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and FSDP "
                     "places parameters by itself. Load it without device_map."
                 )
+        super().check(objects)
+        for model in objects.models:
             if not objects.evaluation_mode and not self.is_done(model):
                 self.check_model(model)
                 if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole

@@ -46,8 +46,9 @@ def choose_groups(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin
     if plugin.activation_checkpointing and not modules:
         raise ValueError(
             f"activation_checkpointing recomputes the modules that auto_wrap_policy chooses, and it chooses "
-            f"none of {type(model).__name__}. Set auto_wrap_policy='transformer_based_wrap' (or "
-            "'size_based_wrap' with min_num_params)."
+            f"none of {type(model).__name__}. Set auto_wrap_policy='size_based_wrap' with min_num_params, or "
+            "'transformer_based_wrap' with transformer_cls_names_to_wrap (fsdp_auto_wrap_policy, "
+            "fsdp_min_num_params and fsdp_transformer_layer_cls_to_wrap in the config file of accel launch)."
         )
     return Groups(modules, ignored, modules if plugin.activation_checkpointing else ())
 

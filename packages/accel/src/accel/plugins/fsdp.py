@@ -79,7 +79,7 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing_offload: Keep what activation checkpointing saves on the CPU.
         cpu_ram_efficient_loading: Only rank 0's weights are used; others may have the model on meta.
         transformer_cls_names_to_wrap: Classes that "transformer_based_wrap" wraps; by default those that the
-            model names in `_no_split_modules`.
+            model names in `_no_split_modules`. Without any, all is in one piece, and a warning says so.
         min_num_params: Smallest module that "size_based_wrap" wraps, in parameters.
 
     Raises:
@@ -209,10 +209,13 @@ class FullyShardedDataParallelPlugin:
             model: The model.
 
         Raises:
-            ValueError: If the model has no module of a class that is named, or names none.
+            ValueError: If the model has no module of a class that is named.
         """
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             classes = _find_classes(model, self.transformer_cls_names_to_wrap)
+            if not classes:
+                self.auto_wrap_policy = None
+                return
             self.auto_wrap_policy = functools.partial(
                 wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes
             )
@@ -378,20 +381,28 @@ def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
+_CLASSES_KEY = "fsdp_transformer_layer_cls_to_wrap in the config file of accel launch, or its flag"
+
+
 def _find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
+    """The classes of the layers to wrap; none, with a warning, where nobody names any."""
     by_name = {type(module).__name__: type(module) for module in model.modules()}
     wanted = names or getattr(model, "_no_split_modules", None)
     if not wanted:
-        raise ValueError(
-            f"auto_wrap_policy='transformer_based_wrap' needs the layer classes of {type(model).__name__}, "
-            "and the model has no _no_split_modules: give transformer_cls_names_to_wrap=[...]."
+        warnings.warn(
+            f"{type(model).__name__} is sharded, and gathered, in one piece: auto_wrap_policy is "
+            "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its "
+            f"layer classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
+            stacklevel=4,
         )
+        return set()
     # A model's own list may name layers that this configuration of it does not have.
     missing = sorted(set(wanted) - set(by_name)) if names else []
     found = {by_name[name] for name in wanted if name in by_name}
     if missing or not found:
         raise ValueError(
             f"transformer_cls_names_to_wrap names {', '.join(missing or sorted(wanted))}, and "
-            f"{type(model).__name__} has modules of these classes: {', '.join(sorted(by_name))}."
+            f"{type(model).__name__} has modules of these classes: {', '.join(sorted(by_name))}. Correct the "
+            f"names ({_CLASSES_KEY})."
         )
     return found

@@ -172,8 +172,8 @@ if TYPE_CHECKING:
     from accel_state.env import parse_choice_from_env as parse_choice_from_env
     from accel_state.env import parse_flag_from_env as parse_flag_from_env
     from accel_state.env import patch_environment as patch_environment
-    from accel_state.env import purge_accelerate_environment as purge_accelerate_environment
     from accel_state.env import str_to_bool as str_to_bool
+    from accel_state.env_purge import purge_accelerate_environment as purge_accelerate_environment
     from accel_state.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accel_state.handlers import KwargsHandler as KwargsHandler
@@ -386,9 +386,9 @@ _NAMES = {
         "parse_choice_from_env",
         "parse_flag_from_env",
         "patch_environment",
-        "purge_accelerate_environment",
         "str_to_bool",
     ),
+    "accel_state.env_purge": ("purge_accelerate_environment",),
     "accel_state.handlers": (
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",

@@ -13,9 +13,9 @@ from accel_state.env import (
     parse_choice_from_env,
     parse_flag_from_env,
     patch_environment,
-    purge_accelerate_environment,
     str_to_bool,
 )
+from accel_state.env_purge import purge_accelerate_environment
 
 __all__ = [
     "CPUInformation",

@@ -1,0 +1,116 @@
+"""A decorator after which no ACCELERATE_* variable stays that was set inside. Standard library only."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from accel_state.env import keep_accelerate_environment
+
+__all__ = ["purge_accelerate_environment"]
+
+_Target = TypeVar("_Target", bound=Callable[..., Any])
+
+# unittest calls these around each test, in TestCase.run: what they set is for the test.
+_AROUND_A_TEST = ("setUp", "asyncSetUp", "tearDown", "asyncTearDown")
+
+
+def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
+    """Put the ACCELERATE_* variables back to what they were after each call, also after an exception.
+
+    Of a class, the methods, static methods, class methods and properties defined in its body are treated so,
+    and the test methods (`test...`) that it inherits; the same goes for its subclasses. Of a
+    `unittest.TestCase`, what `setUp` sets is there in the test, and gone after `tearDown`.
+
+    Args:
+        func_or_cls: A function (plain, generator, coroutine or asynchronous generator), or a class.
+
+    Returns:
+        The wrapped function, or the same class.
+    """
+    if isinstance(func_or_cls, type):
+        _purge_methods(func_or_cls)
+        _purge_subclasses(func_or_cls)
+        return func_or_cls
+    return cast("_Target", _purging(func_or_cls))
+
+
+def _purge_subclasses(base: Any) -> None:
+    """Let classes that are made of this one be purged too."""
+    own = vars(base).get("__init_subclass__")
+
+    def init_subclass(cls: Any, /, **options: Any) -> None:
+        if own is None:
+            super(base, cls).__init_subclass__(**options)
+        else:
+            own.__func__(cls, **options)
+        _purge_methods(cls)
+
+    base.__init_subclass__ = classmethod(init_subclass)
+
+
+def _purge_methods(cls: type) -> None:
+    is_test_case = "unittest" in sys.modules and issubclass(cls, sys.modules["unittest"].TestCase)
+    for name, member in list(vars(cls).items()):
+        if is_test_case and name in _AROUND_A_TEST:
+            continue
+        if isinstance(member, (staticmethod, classmethod)):
+            setattr(cls, name, type(member)(_purging(member.__func__)))
+        elif isinstance(member, property):
+            get, put, delete = (part and _purging(part) for part in (member.fget, member.fset, member.fdel))
+            setattr(cls, name, property(get, put, delete, member.__doc__))
+        elif callable(member) and not isinstance(member, type):
+            setattr(cls, name, _purging(member))
+    for name in dir(cls):
+        if name not in vars(cls) and (name.startswith("test") or (is_test_case and name == "run")):
+            member = inspect.getattr_static(cls, name)
+            if inspect.isfunction(member):
+                setattr(cls, name, _purging(member, _from_above(cls, name)))
+
+
+def _from_above(cls: type, name: str) -> Callable[..., Any]:
+    """Return a method that calls what a class inherits, whatever that is when it is called."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    return call
+
+
+def _purging(function: Callable[..., Any], call: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a function of the same kind that purges after each call.
+
+    Args:
+        function: The function.
+        call: What is called in its place.
+    """
+    call = call or function
+
+    async def asyncgen(*args: Any, **kwargs: Any) -> Any:
+        with keep_accelerate_environment():
+            async for item in call(*args, **kwargs):
+                yield item
+
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        with keep_accelerate_environment():
+            return await call(*args, **kwargs)
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        with keep_accelerate_environment():
+            return (yield from call(*args, **kwargs))
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with keep_accelerate_environment():
+            return call(*args, **kwargs)
+
+    wrapper: Callable[..., Any] = plain
+    if inspect.isasyncgenfunction(function):
+        wrapper = asyncgen
+    elif inspect.iscoroutinefunction(function):
+        wrapper = coroutine
+    elif inspect.isgeneratorfunction(function):
+        wrapper = generator
+    return functools.wraps(function)(wrapper)

@@ -1,0 +1,7 @@
+"""Models that are large for the memory at hand, under their documented path: re-exports."""
+
+from __future__ import annotations
+
+from accel.big_models.empty import init_empty_weights, init_on_device
+
+__all__ = ["init_empty_weights", "init_on_device"]

@@ -1,0 +1,1 @@
+"""Models that are large for the memory at hand."""
