@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from accel_launch.console import Console
+from accel_launch.log import Log
 from accel_launch.streams import Stream, open_capture
 
 TRACEBACK = b'Traceback (most recent call last):\n  File "x", line 1\nValueError: boom\n'
@@ -100,7 +101,7 @@ def test_the_prefix_stands_once_before_each_line(pipes: Any) -> None:
 
 
 def test_the_log_gets_every_byte_without_prefix(pipes: Any, tmp_path: Path) -> None:
-    log = (tmp_path / "log").open("wb", buffering=0)
+    log = Log(tmp_path / "log", pytest.fail)
     stream = pipes(prefix=b"[rank1]: ", log=log)
     stream.send(b"one\ntw")
 

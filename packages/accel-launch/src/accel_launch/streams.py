@@ -12,9 +12,9 @@ import fcntl
 import os
 import termios
 import tty
-from typing import BinaryIO
 
 from accel_launch.console import Console
+from accel_launch.log import Log
 
 __all__ = ["Stream", "copy_window_size", "open_capture"]
 
@@ -63,7 +63,7 @@ class Stream:
     Args:
         descriptor: The reading end, non-blocking; the stream closes it.
         console: Where it is shown; None for nowhere.
-        log: The file that gets a copy; None for none.
+        log: What gets a copy; None for none.
         prefix: Shown before every line.
         hold: Hold tracebacks back.
     """
@@ -73,7 +73,7 @@ class Stream:
         descriptor: int,
         console: Console | None,
         *,
-        log: BinaryIO | None = None,
+        log: Log | None = None,
         prefix: bytes = b"",
         hold: bool = False,
     ) -> None:
