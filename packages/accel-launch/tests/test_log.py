@@ -31,7 +31,9 @@ def test_a_full_disk_does_not_end_the_run(start: Start) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
     flags = ("launch", "--num_processes", "2", "--log_dir", "logs")
-    run = start(*flags, script=script, preexec_fn=fill_the_disk)
+    # Else Python would truncate compiled files, too.
+    env = {"PYTHONDONTWRITEBYTECODE": "1"}
+    run = start(*flags, script=script, env=env, preexec_fn=fill_the_disk)
     code, out, error = run.finish()
 
     assert code == 0, error
