@@ -16,6 +16,7 @@ PATTERNS = (
     "accel_state",
     "accel_state.enums",
     "accel_state.env*",
+    "accel_state.failure",
     "accel_state.handlers",
     "accel_state.imports",
     "accel_state.logging",

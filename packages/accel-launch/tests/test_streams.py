@@ -146,6 +146,21 @@ def test_a_worker_that_goes_on_writing_shows_its_traceback_sooner(pipes: Any) ->
     stream.end()
 
 
+def test_the_last_traceback_of_a_worker_that_fails_is_held_longer(pipes: Any, tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    stream = pipes(hold=True, record=record)
+    stream.send(TRACEBACK, now=5.0)
+    record.touch()
+    stream.send(b"[W1122] the group was not destroyed\n", now=6.0)
+    stream.stream.tick(24.9)
+    assert stream.shown() == b""
+    assert stream.stream.deadline() == pytest.approx(25.0)
+
+    stream.stream.tick(25.1)
+    assert stream.shown().startswith(TRACEBACK)
+    stream.end()
+
+
 def test_what_is_held_has_a_limit(pipes: Any) -> None:
     stream = pipes(hold=True)
     stream.send(TRACEBACK, now=5.0)

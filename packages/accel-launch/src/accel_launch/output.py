@@ -94,19 +94,22 @@ class Output:
         """The launcher's streams."""
         return self.stdout, self.stderr
 
-    def open(self, rank: int) -> Channel:
+    def open(self, rank: int, record: Path | None = None) -> Channel:
         """Open the streams of a worker.
 
         Args:
             rank: The worker's rank.
+            record: The file in which it writes down the exception by which it ends, if this machine has it.
         """
-        error, stderr = self._stream(rank, 2, self.stderr)
+        error, stderr = self._stream(rank, 2, self.stderr, record)
         if not self.captured:
             return Channel([error], None, stderr)
         out, stdout = self._stream(rank, 1, self.stdout)
         return Channel([error, out], stdout, stderr)
 
-    def _stream(self, rank: int, number: int, console: Console) -> tuple[Stream, int]:
+    def _stream(
+        self, rank: int, number: int, console: Console, record: Path | None = None
+    ) -> tuple[Stream, int]:
         log = None
         if self.folder is not None and number in self.logged:
             (self.folder / str(rank)).mkdir(exist_ok=True)
@@ -114,7 +117,8 @@ class Output:
             log = Log(self.folder / str(rank) / name, self._on_log_error)
         reading, writing = open_capture(console.descriptor)
         prefix = f"[{self.role}{rank}]: ".encode() if number in self.prefixed else b""
-        return Stream(reading, console, log=log, prefix=prefix, hold=number == 2), writing
+        stream = Stream(reading, console, log=log, prefix=prefix, hold=number == 2, record=record)
+        return stream, writing
 
     def _on_log_error(self, error: OSError) -> None:
         if not self.log_errors:

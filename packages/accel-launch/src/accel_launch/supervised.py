@@ -17,6 +17,10 @@ class Supervised(ABC):
     Args:
         rank: The worker's rank.
         host: The name of its machine; this one's by default.
+
+    Attributes:
+        returncode: Its exit code, or minus the signal that ended it; None while it runs.
+        raised_at: When the exception came by which it ended, from time.time(), as it wrote down itself.
     """
 
     pid: int
@@ -25,6 +29,7 @@ class Supervised(ABC):
         self.rank = rank
         self.host = socket.gethostname() if host is None else host
         self.returncode: int | None = None
+        self.raised_at: float | None = None
         self.gone = False
         self.term_at: float | None = None
         self.kill_at: float | None = None

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from accel_launch.supervised import Supervised
+from accel_state import env
 
-__all__ = ["Worker", "adopt_orphans"]
+__all__ = ["Worker", "adopt_orphans", "record_folder"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -49,6 +51,29 @@ def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
     return prepare
 
 
+@contextlib.contextmanager
+def record_folder() -> Iterator[Path | None]:
+    """Make a folder for workers' records for the length of a `with` block.
+
+    Yields:
+        The folder; None where there is no room for one, which is no reason not to start.
+    """
+    # Not by tempfile, whose import takes longer than all others here together.
+    folder = Path(env.raw("TMPDIR") or "/tmp", f"accel-launch-{os.getpid()}-{os.urandom(8).hex()}")
+    try:
+        folder.mkdir(0o700)
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+
+
 class Worker(Supervised):
     """One worker and its process group.
 
@@ -63,6 +88,7 @@ class Worker(Supervised):
         stderr: The same.
         folder: Its working directory; this process's by default.
         heed: Signals that it does not ignore even where this process does (Linux).
+        record: The file in which it writes down the exception by which it ends (see `accel_state.failure`).
     """
 
     def __init__(
@@ -76,8 +102,12 @@ class Worker(Supervised):
         stderr: int | None = None,
         folder: str | None = None,
         heed: Sequence[int] = (),
+        record: Path | None = None,
     ) -> None:
         super().__init__(rank)
+        self._record = record
+        if record is not None:
+            environ = {**environ, "TORCHELASTIC_ERROR_FILE": str(record)}
         with warnings.catch_warnings():
             # Python 3.12 warns when a program with threads forks; the child makes two system calls and execs.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -113,8 +143,15 @@ class Worker(Supervised):
                 break
             if pid == self.pid:
                 self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.raised_at = self._time_of_record()
                 ended = True
         return ended
+
+    def _time_of_record(self) -> float | None:
+        if self._record is not None:
+            with contextlib.suppress(OSError):
+                return self._record.stat().st_mtime
+        return None
 
     def end(self) -> None:
         """Kill the group at once and wait for the worker, if anything of them is left."""

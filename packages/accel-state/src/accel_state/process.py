@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from accel_state import env, rendezvous, watch
+from accel_state import env, failure, rendezvous, watch
 from accel_state.affinity import set_numa_affinity
 from accel_state.control import ProcessControl, describe, wait
 from accel_state.devices import DEVICES, DeviceRow, default_device, detect, row
@@ -192,6 +192,7 @@ def wait_for_everyone() -> None:
 
 
 def _initialize(cpu: bool, options: dict[str, Any]) -> None:
+    failure.record_uncaught()
     found, facts = _where(cpu, options)
     device = found.device(device_index(found, facts))
     found.set_device(device.index)
