@@ -217,6 +217,23 @@ def test_of_two_that_ended_before_the_launcher_looked_the_cause_is_named(
     assert error.count("Traceback") == 1
 
 
+def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) -> None:
+    script = (
+        "import os, sys, time\nfrom accel_state.failure import record_uncaught\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    sys.excepthook = lambda *_: (open('ready0', 'w').close(), time.sleep(60))\n"
+        "    record_uncaught()\n    raise ValueError('the cause')\n"
+        "while not os.path.exists('ready0'): time.sleep(0.01)\nos._exit(7)\n"
+    )
+    code, _, error = start(*TWO, script=script).finish()
+
+    assert code == 1
+    assert "rank 0 of 2" in error
+    assert "failed (stopped after its exception)" in error
+    assert "  then rank 1 (exit code 7): it wrote nothing to stderr\n" in error
+    assert error.rstrip().endswith("ValueError: the cause")
+
+
 def test_a_worker_that_was_killed_is_named_before_one_that_noticed_it(start: Start) -> None:
     script = (
         "import atexit, os, time\n"

@@ -16,10 +16,11 @@ from accel_launch.guard import Guard
 from accel_launch.output import Output
 from accel_launch.plan import Plan
 from accel_launch.ports import reserve_port
+from accel_launch.record import record_folder
 from accel_launch.signals import SignalPipe
 from accel_launch.starters import Prepared
 from accel_launch.supervisor import Member, Run
-from accel_launch.worker import Worker, adopt_orphans, record_folder
+from accel_launch.worker import Worker, adopt_orphans
 from accel_state.env import CPUInformation
 
 __all__ = ["prepare", "run_local"]

@@ -69,7 +69,7 @@ class RayRemote(Supervised):
             for reference in events:
                 kind, value = self._ray.get(reference)
                 if kind == "raised":
-                    self.raised_at = value
+                    self.raised = value
                 elif kind == "end":
                     self._ended = value
                     wake()

@@ -22,8 +22,9 @@ from typing import Any
 from accel_launch.guard import Guard
 from accel_launch.network import interface_of
 from accel_launch.ports import reserve_port
+from accel_launch.record import Raised, record_folder
 from accel_launch.signals import ENDING
-from accel_launch.worker import Worker, adopt_orphans, record_folder
+from accel_launch.worker import Worker, adopt_orphans
 from accel_state import env
 
 __all__ = ["Event", "Place", "RayWorker"]
@@ -32,8 +33,8 @@ _CHUNK = 32768
 _LOOK_S = 0.05
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
 
-Event = tuple[str, bytes | float]
-"""("1" or "2", what came on that stream), ("raised", the time of its exception), or ("end", the exit code)."""
+Event = tuple[str, bytes | int | Raised]
+"""("1" or "2", what came on that stream), ("raised", its exception), or ("end", the exit code)."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ def _follow(worker: Worker, readers: dict[int, str]) -> Iterator[Event]:
                         break
                     yield stream, data
         if ended:
-            if worker.raised_at is not None:
-                yield "raised", worker.raised_at
+            if worker.raised is not None:
+                yield "raised", worker.raised
             yield "end", int(worker.returncode or 0)
 
 

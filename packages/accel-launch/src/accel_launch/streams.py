@@ -17,9 +17,11 @@ from pathlib import Path
 from accel_launch.console import Console
 from accel_launch.log import Log
 
-__all__ = ["Stream", "copy_window_size", "open_capture"]
+__all__ = ["TRACEBACK", "Stream", "copy_window_size", "open_capture"]
 
-_HEADER = b"Traceback (most recent call last):"
+TRACEBACK = b"Traceback (most recent call last):"
+"""How a traceback begins."""
+
 _PARTIAL_S = 0.05
 _HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
 _HOLD_LAST_S = 20.0  # the same, where the worker has written down that it fails
@@ -138,6 +140,11 @@ class Stream:
     def _held_until(self, since: float) -> float:
         return since + (_HOLD_LAST_S if self._is_failing() else _HOLD_S)
 
+    @property
+    def in_trouble(self) -> bool:
+        """Whether the worker has just shown a traceback, or is ending by an exception."""
+        return self.held_since is not None or self._is_failing()
+
     def _is_failing(self) -> bool:
         return self._record is not None and self._record.exists()
 
@@ -161,7 +168,7 @@ class Stream:
 
     def last_words(self) -> bytes:
         """Return the end of what was written: the last traceback in it, else the last lines."""
-        start = self._tail.rfind(_HEADER)
+        start = self._tail.rfind(TRACEBACK)
         if start >= 0:
             return bytes(self._tail[self._tail.rfind(b"\n", 0, start) + 1 :])
         return b"".join(bytes(self._tail).splitlines(keepends=True)[-20:])
@@ -209,7 +216,7 @@ class Stream:
         goes_on = self.held_since is not None and now >= self.held_since + _GOING_ON_S
         if goes_on and not self._is_failing():
             self._show(self.take_held())
-        if self._hold and self.held_since is None and (start := text.find(_HEADER)) >= 0:
+        if self._hold and self.held_since is None and (start := text.find(TRACEBACK)) >= 0:
             start = text.rfind(b"\n", 0, start) + 1
             self._show(text[:start])
             self.held_since, text = now, text[start:]

@@ -6,6 +6,8 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 
+from accel_launch.record import Raised
+
 __all__ = ["Supervised"]
 
 
@@ -20,7 +22,7 @@ class Supervised(ABC):
 
     Attributes:
         returncode: Its exit code, or minus the signal that ended it; None while it runs.
-        raised_at: When the exception came by which it ended, from time.time(), as it wrote down itself.
+        raised: The exception by which it ended, if it wrote it down.
     """
 
     pid: int
@@ -29,7 +31,7 @@ class Supervised(ABC):
         self.rank = rank
         self.host = socket.gethostname() if host is None else host
         self.returncode: int | None = None
-        self.raised_at: float | None = None
+        self.raised: Raised | None = None
         self.gone = False
         self.term_at: float | None = None
         self.kill_at: float | None = None

@@ -18,7 +18,7 @@ from accel_launch.console import has_colour
 from accel_launch.output import Output
 from accel_launch.plan import Plan
 from accel_launch.signals import ENDING, SignalPipe, signal_name
-from accel_launch.streams import Stream
+from accel_launch.streams import TRACEBACK, Stream
 from accel_launch.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -175,11 +175,14 @@ class Run:
         worker, held_since = member.worker, member.stderr.held_since
         number = -(worker.returncode or 0)
         member.stopped = worker.killed if number == signal.SIGKILL else self.failed and number == signal.SIGTERM
-        seen_at = time.time() - (now - (held_since or now))
-        if worker.raised_at is not None or not member.stopped:
-            member.failed_at = worker.raised_at or seen_at
         member.unshown = held_since is not None
         member.words = member.stderr.take_held() or member.stderr.last_words()
+        if worker.raised is not None:
+            member.failed_at = worker.raised.at
+            if TRACEBACK not in member.words:  # it was stopped before it showed it
+                member.unshown, member.words = True, worker.raised.text.encode()
+        elif not member.stopped:
+            member.failed_at = time.time() - (now - (held_since or now))
 
     def _stop(self, now: float) -> None:
         grace = self.plan.settings.value("grace_period")
@@ -187,9 +190,8 @@ class Run:
         for member in self.members:
             worker = member.worker
             self.stopped += worker.running
-            # One that has just shown a traceback is ending by itself, and may be the cause of it all.
-            in_trouble = member.stderr.held_since is not None
-            worker.term_at = now + (min(_SETTLE_S, grace / 2) if in_trouble else 0)
+            # One in trouble is ending by itself, and may be the cause of it all.
+            worker.term_at = now + (min(_SETTLE_S, grace / 2) if member.stderr.in_trouble else 0)
             worker.kill_by(now + grace)
 
     def _asked_to_end(self, number: int) -> None:

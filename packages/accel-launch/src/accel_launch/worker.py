@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from accel_launch.record import read_record
 from accel_launch.supervised import Supervised
-from accel_state import env
 
-__all__ = ["Worker", "adopt_orphans", "record_folder"]
+__all__ = ["Worker", "adopt_orphans"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -49,29 +49,6 @@ def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
-
-
-@contextlib.contextmanager
-def record_folder() -> Iterator[Path | None]:
-    """Make a folder for workers' records for the length of a `with` block.
-
-    Yields:
-        The folder; None where there is no room for one, which is no reason not to start.
-    """
-    # Not by tempfile, whose import takes longer than all others here together.
-    folder = Path(env.raw("TMPDIR") or "/tmp", f"accel-launch-{os.getpid()}-{os.urandom(8).hex()}")
-    try:
-        folder.mkdir(0o700)
-    except OSError:
-        yield None
-        return
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
 
 
 class Worker(Supervised):
@@ -143,15 +120,9 @@ class Worker(Supervised):
                 break
             if pid == self.pid:
                 self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
-                self.raised_at = self._time_of_record()
+                self.raised = None if self._record is None else read_record(self._record)
                 ended = True
         return ended
-
-    def _time_of_record(self) -> float | None:
-        if self._record is not None:
-            with contextlib.suppress(OSError):
-                return self._record.stat().st_mtime
-        return None
 
     def end(self) -> None:
         """Kill the group at once and wait for the worker, if anything of them is left."""
