@@ -108,7 +108,13 @@ else:
 )
 
 
-UNEVEN = PREAMBLE + "accelerator.gather(torch.zeros(2 + accelerator.process_index))\naccelerator.wait_for_everyone()\n"
+UNEVEN = (
+    PREAMBLE
+    + """
+accelerator.gather(torch.zeros(2 + accelerator.process_index))
+accelerator.wait_for_everyone()
+"""
+)
 
 
 def test_a_gather_that_does_not_fit_suggests_debug_mode(launched):

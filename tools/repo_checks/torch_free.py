@@ -21,6 +21,7 @@ PATTERNS = (
     "accel_state.imports",
     "accel_state.logging",
     "accel_state.parallelism",
+    "accel_state.warning",
 )
 LIGHT = frozenset({"packaging", "yaml"})  # the only third-party modules they may load
 

@@ -24,7 +24,8 @@ def test_a_full_disk_is_told_once_and_ends_the_log_alone() -> None:
 def test_a_full_disk_does_not_end_the_run(start: Start) -> None:
     script = (
         "import os, sys\nfor number in range(100):\n    print(os.environ['RANK'] * 99, flush=True)\n"
-        "    print(os.environ['RANK'] * 99, file=sys.stderr)\nopen('done' + os.environ['RANK'], 'w').close()\n"
+        "    print(os.environ['RANK'] * 99, file=sys.stderr)\n"
+        "open('done' + os.environ['RANK'], 'w').close()\n"
     )
 
     def fill_the_disk() -> None:

@@ -112,7 +112,8 @@ def test_keys_and_addresses_are_masked_in_text(text: str, shown: str) -> None:
 
 _WORST = [
     *("a_", "-", "_token", "token1", "pass", "1", "a b", "\\", "'", '"'),
-    *("token=", "token: ", "--token ", 'token="', "token=\\", 'token:\\"', "token:[", "token:{", "a://b", "[", '["token",'),
+    *("token=", "token: ", "--token ", 'token="', "token=\\", 'token:\\"', "token:[", "token:{", "a://b"),
+    *("[", '["token",'),
 ]
 
 

@@ -10,7 +10,7 @@ from accel_launch.summary import Failure, Report, describe_end, failure_summary,
 
 BOOM = 'Traceback (most recent call last):\n  File "s.py", line 1, in <module>\n    f()\nValueError: boom\n'
 GONE = BOOM.replace("ValueError: boom", "RuntimeError: [pair.cc:5] Connection closed by peer [::1]:2")
-WATCHDOG = "terminate called\n  what(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)\n"
+WATCHDOG = "terminate called\n  what(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL\n"
 
 
 def failure(rank: int, at: float = 0, words: str = BOOM, returncode: int = 1, **others: Any) -> Failure:

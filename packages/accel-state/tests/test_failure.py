@@ -42,7 +42,10 @@ def test_an_uncaught_exception_is_written_as_torch_does_and_shown_as_ever(tmp_pa
 
 def test_the_time_is_that_of_the_exception_and_not_of_the_end(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
-    body = "import atexit, time; atexit.register(lambda: open('late', 'w').close()); atexit.register(time.sleep, 0.3)"
+    body = (
+        "import atexit, time\natexit.register(lambda: open('late', 'w').close())\n"
+        "atexit.register(time.sleep, 0.3)"
+    )
     run(tmp_path, body, TORCHELASTIC_ERROR_FILE=str(file))
 
     assert (tmp_path / "late").stat().st_mtime - file.stat().st_mtime >= 0.3

@@ -90,7 +90,7 @@ def _let_go(pipe: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    # The open ones: to close every number up to the limit takes minutes where that is huge and the kernel old.
+    # Not every number up to the limit, which takes minutes where that is huge and the kernel old.
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2 and descriptor != pipe:
             with contextlib.suppress(OSError):  # that of the listing itself

@@ -15,7 +15,7 @@ __all__ = ["MASK", "is_secret", "mask_command", "mask_text", "mask_values"]
 MASK = "***"
 
 _WORD = re.compile(r"[\w.-]+")
-# The end of a secret's name. `max_tokens` is a number: a plural of tokens counts with what they are for alone.
+# The end of a secret's name. `max_tokens` is a number: a plural of tokens counts with their purpose alone.
 _SECRET = re.compile(
     r"(?:(?:token|secrets?|credentials?|(?:api|access|private|auth|license)[_-]?keys?)(?:[_-]?(?:id|key))?|"
     r"(?:api|access|auth|hf)[_-]?tokens|passw(?:or)?ds?|passphrases?|(?<![^\W_])pass|"

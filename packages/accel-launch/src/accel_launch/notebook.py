@@ -9,7 +9,6 @@ import contextlib
 import functools
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_launch.ports import reserve_port
 from accel_state import env
+from accel_state.warning import warn
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
 
@@ -285,11 +285,10 @@ def _elastic(options: dict[str, Any], worker: Callable[..., Any], args: Sequence
             error.args = (elastic_summary(error.failures, Path(folder), size),)
             raise error.with_traceback(None) from None
     if isinstance(result, _Unsendable):
-        warnings.warn(
+        warn(
             f"The function's result cannot be sent back from its process ({result.reason}); "
             "notebook_launcher returns None.",
             UserWarning,
-            stacklevel=3,
         )
         return None
     return result

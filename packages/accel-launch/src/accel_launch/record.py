@@ -1,4 +1,4 @@
-"""What a worker writes down of the exception by which it ends (see `accel_state.failure`), in torch's format."""
+"""The file in which a worker writes down the exception by which it ends; see `accel_state.failure`."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ _CRASHES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL)
 
 # What a process says whose peer is gone or does not come, in gloo's, NCCL's, the store's and Python's words.
 _LOST = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|ConnectionError|broken pipe|socket (?:closed|timeout)|"
-    r"failed to recv|recvValue failed|ncclRemoteError|communicator was aborted|timed out waiting|"
-    r"collective operation timeout|lost the store|not all others will come",
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|ConnectionError|broken pipe|"
+    r"socket (?:closed|timeout)|failed to recv|recvValue failed|ncclRemoteError|communicator was aborted|"
+    r"timed out waiting|collective operation timeout|lost the store|not all others will come",
     re.IGNORECASE,
 )
 _MISMATCH = re.compile(

@@ -173,8 +173,8 @@ class Run:
 
     def _note_failure(self, member: Member, now: float) -> None:
         worker, held_since = member.worker, member.stderr.held_since
-        number = -(worker.returncode or 0)
-        member.stopped = worker.killed if number == signal.SIGKILL else self.failed and number == signal.SIGTERM
+        by_sigterm, by_sigkill = (worker.returncode == -end for end in (signal.SIGTERM, signal.SIGKILL))
+        member.stopped = (by_sigterm and self.failed) or (by_sigkill and worker.killed)
         member.unshown = held_since is not None
         member.words = member.stderr.take_held() or member.stderr.last_words()
         if worker.raised is not None:

@@ -7,7 +7,6 @@ any state.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from accel_state.enums import DistributedType
 from accel_state.env import CPUInformation
 from accel_state.placement import device_index, find_place
 from accel_state.shared import shared_dict
+from accel_state.warning import warn
 
 __all__ = ["PartialState", "Process", "current_process", "wait_for_everyone"]
 
@@ -209,10 +209,9 @@ def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformatio
     found = detect(cpu)
     facts = find_place(found, options)
     if facts.world_size > 1 and found.backend is None:
-        warnings.warn(
+        warn(
             f"{found.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
             "ACCELERATE_USE_CPU=true to ask for that, or start one process.",
-            stacklevel=5,
         )
         found = DEVICES["cpu"]
     return found, facts
