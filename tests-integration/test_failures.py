@@ -108,6 +108,32 @@ else:
 )
 
 
+UNEVEN = (
+    PREAMBLE
+    + """
+accelerator.gather(torch.zeros(2 + accelerator.process_index))
+accelerator.wait_for_everyone()
+"""
+)
+
+
+def test_a_gather_that_does_not_fit_suggests_debug_mode(launched):
+    run = launched(UNEVEN, launch_args=["--cpu"], timeout_s=120)
+
+    assert run.returncode != 0
+    assert "accel launch --debug" in run.stderr.rstrip().splitlines()[-1]
+
+
+def test_one_exception_on_two_ranks_takes_one_traceback_and_a_line(launched):
+    run = launched(ONE_RAISES, launch_args=["--cpu"], timeout_s=120)
+    summary = run.stderr[run.stderr.index("accel launch: ") :]
+
+    assert "accel launch: rank 1 of 2" in summary
+    assert run.stderr.count("Traceback (most recent call last):") == 1
+    assert summary.rstrip().endswith("RuntimeError: planted in step 3")
+    assert len(summary.splitlines()) <= 12, summary
+
+
 def test_debug_mode_of_the_launcher_names_every_processs_operation_and_place(launched):
     run = launched(MISMATCH, launch_args=["--cpu", "--debug"], timeout_s=120)
 

@@ -6,8 +6,8 @@ Fixtures:
     fresh_state: forget accel's process-wide state after the test, for tests that make an Accelerator.
 
 Every test is also checked for leaks: it must leave the environment, the working folder, threads, child
-processes, process groups, accel's state and torch's settings as it found them. What leaked is put back, so
-that the next test starts clean, and the test fails naming it.
+processes, signal handlers, process groups, accel's state and torch's settings as it found them. What leaked
+is put back, so that the next test starts clean, and the test fails naming it.
 """
 
 from __future__ import annotations

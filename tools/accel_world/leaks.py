@@ -34,6 +34,7 @@ SINGLETONS = (
     ("accel_state.process", "PartialState"),
 )
 own_children: set[int] = set()  # ids of processes that belong to the plugin, not to a test
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 # Prefixes: pytest, torch and OpenMP set these themselves, at any time.
 VOLATILE_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
 
@@ -159,6 +160,17 @@ def _end(pid: int) -> str:
     return command.strip()[:200]
 
 
+def _signal_handlers() -> dict[str, Any]:
+    return {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+
+
+def _restore_signal_handlers(before: dict[str, Any]) -> list[str]:
+    changed = {name: now for name, now in _signal_handlers().items() if now != before[name]}
+    for name in changed:
+        signal.signal(getattr(signal, name), before[name])
+    return [f"{name} is handled by {handler!r}" for name, handler in changed.items()]
+
+
 def _groups() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
@@ -232,6 +244,7 @@ ASPECTS = (
     Aspect("process group", _groups, _restore_groups),
     Aspect("threads", _threads, _restore_threads),
     Aspect("child processes", children, _restore_children),
+    Aspect("signal handlers", _signal_handlers, _restore_signal_handlers),
     Aspect("torch settings", _torch_settings, _restore_torch_settings),
     Aspect("working folder", _folder, _restore_folder),
     Aspect("environment", _environment, _restore_environment),

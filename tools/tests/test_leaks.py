@@ -14,7 +14,7 @@ from accel_world import leaks
 pytest_plugins = "pytester"
 
 LEAKS = """
-import os, subprocess, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 import torch
 import torch.distributed as dist
 
@@ -52,6 +52,12 @@ def test_group_1(tmp_path):
 def test_group_2():
     assert not dist.is_initialized()
 
+def test_signal_1():
+    signal.signal(signal.SIGTERM, print)
+
+def test_signal_2():
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
 def test_torch_1():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(torch.get_num_threads() + 1)
@@ -82,13 +88,14 @@ def inner(pytester, monkeypatch):
 
 def test_each_kind_of_leak_is_named_and_put_back(inner):
     result = inner(LEAKS)
-    result.assert_outcomes(passed=13, errors=6)
+    result.assert_outcomes(passed=15, errors=7)
     result.stdout.fnmatch_lines_random(
         [
             "environment: LEFT set to '1'; TAKEN removed",
             "working folder: changed to *",
             "*threads: thread 'lingerer' still runs",
             "*child processes: process * still ran: * import time; time.sleep(30)",
+            "*signal handlers: SIGTERM is handled by <built-in function print>",
             "*process group: torch.distributed was left initialised",
             "*default dtype changed from torch.float32 to torch.float64;*",
         ]

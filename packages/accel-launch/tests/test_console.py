@@ -4,7 +4,27 @@ import os
 import threading
 from pathlib import Path
 
-from accel_launch.console import Console
+import pytest
+
+from accel_launch.console import Console, has_colour
+
+
+def test_colour_is_for_terminals_whose_user_does_not_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, terminal = os.openpty()
+    reading, writing = os.pipe()
+    try:
+        assert has_colour(terminal)
+        assert not has_colour(writing)
+        monkeypatch.setenv("TERM", "dumb")
+        assert not has_colour(terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert not has_colour(terminal)
+    finally:
+        for descriptor in (ours, terminal, reading, writing):
+            os.close(descriptor)
 
 
 def test_it_writes_at_once_to_a_reader_and_to_a_file(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import subprocess
 import time
 from pathlib import Path
@@ -50,19 +52,42 @@ def test_groups_that_were_removed_are_left_alone(sleeper: subprocess.Popen[bytes
     sleeper.wait()
 
 
+def assert_its_copy_is_closed(reading: int) -> None:
+    until = time.monotonic() + 5
+    os.set_blocking(reading, False)
+    while True:  # the end shows as soon as the guard has closed its copy
+        try:
+            assert os.read(reading, 1) == b""
+            break
+        except BlockingIOError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def test_it_holds_none_of_our_files() -> None:
     reading, writing = os.pipe()
     guard = Guard()
     try:
         os.close(writing)
-        until = time.monotonic() + 5
-        os.set_blocking(reading, False)
-        while True:  # the end shows as soon as the guard has closed its copy
-            try:
-                assert os.read(reading, 1) == b""
-                break
-            except BlockingIOError:
-                assert time.monotonic() < until
+        assert_its_copy_is_closed(reading)
+    finally:
+        guard.close()
+        os.close(reading)
+
+
+def test_what_is_open_counts_and_not_the_limit_of_open_files() -> None:
+    reading, writing = os.pipe()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, soft - 1)
+    os.close(writing)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    try:
+        guard = Guard()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        os.close(high)
+        assert_its_copy_is_closed(reading)
     finally:
         guard.close()
         os.close(reading)

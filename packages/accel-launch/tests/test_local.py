@@ -165,8 +165,73 @@ def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: S
     assert "rank 0 of 2" in error
     assert error.rstrip().endswith("ValueError: the cause")
     assert error.count("ValueError: the cause") == 1
-    assert error.count("ConnectionError: the consequence") == 1
-    assert error.count("Traceback (most recent call last):") == 2
+    assert "  then rank 1 (exit code 1): ConnectionError: the consequence\n" in error
+    assert error.count("Traceback (most recent call last):") == 1
+
+
+TWO_FAIL = """
+import os, time
+from accel_state.failure import record_uncaught
+
+if {record}:
+    record_uncaught()
+open("ready" + os.environ["RANK"], "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    open("raised", "w").close()
+    raise {first}
+while not os.path.exists("raised"):
+    time.sleep(0.01)
+time.sleep(0.2)
+raise {second}
+"""
+LOST = "RuntimeError('[pair.cc:534] Connection closed by peer [127.0.0.1]:1')"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "record", "named"),
+    [
+        ("ValueError('cause')", "KeyError('later')", True, 1),
+        ("ValueError('cause')", LOST, True, 1),
+        ("ValueError('cause')", LOST, False, 1),
+        (LOST, "ValueError('cause')", True, 0),
+    ],
+)
+def test_of_two_that_ended_before_the_launcher_looked_the_cause_is_named(
+    start: Start, first: str, second: str, record: bool, named: int
+) -> None:
+    run = start(*TWO, script=TWO_FAIL.format(first=first, second=second, record=record))
+    wait_for_workers(run)
+    before = len(run.pids())
+    run.process.send_signal(signal.SIGSTOP)  # it sees both ends at once
+    (run.folder / "go").touch()
+    run.wait_until(lambda: len(run.pids()) == before - 2, "both to end")
+    run.process.send_signal(signal.SIGCONT)
+    code, _, error = run.finish()
+
+    assert code == 1
+    assert f"rank {named} of 2" in error
+    assert f"  then rank {1 - named} (exit code 1): " in error
+    assert error.rstrip().endswith("ValueError: cause")
+    assert error.count("Traceback") == 1
+
+
+def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) -> None:
+    script = (
+        "import os, sys, time\nfrom accel_state.failure import record_uncaught\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    sys.excepthook = lambda *_: (open('ready0', 'w').close(), time.sleep(60))\n"
+        "    record_uncaught()\n    raise ValueError('the cause')\n"
+        "while not os.path.exists('ready0'): time.sleep(0.01)\nos._exit(7)\n"
+    )
+    code, _, error = start(*TWO, script=script).finish()
+
+    assert code == 1
+    assert "rank 0 of 2" in error
+    assert "failed (stopped after its exception)" in error
+    assert "  then rank 1 (exit code 7): it wrote nothing to stderr\n" in error
+    assert error.rstrip().endswith("ValueError: the cause")
 
 
 def test_a_worker_that_was_killed_is_named_before_one_that_noticed_it(start: Start) -> None:
@@ -204,6 +269,44 @@ def test_a_worker_stuck_after_its_traceback_is_ended_too(start: Start) -> None:
     assert time.monotonic() - begin < 10
     assert "ValueError: stuck" in error
     run.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_a_traceback_that_had_to_be_shown_is_not_repeated(start: Start) -> None:
+    script = "import atexit, time\natexit.register(time.sleep, 3.5)\nraise ValueError('boom')\n"
+    code, _, error = start("launch", "--launcher", "local", script=script).finish()
+
+    assert code == 1
+    assert error.count("Traceback (most recent call last):") == 1
+    assert error.rstrip().endswith("Its traceback is shown above: ValueError: boom")
+
+
+@pytest.mark.parametrize(("environ", "begin"), [({}, "\x1b[31m"), ({"NO_COLOR": "1"}, "")])
+def test_the_summary_has_colour_on_a_terminal(start: Start, environ: dict[str, str], begin: str) -> None:
+    ours, terminal = os.openpty()
+    run = start(*TWO, script="raise SystemExit(3)\n", env=environ, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    while b"stderr" not in shown:
+        shown += os.read(ours, 1000)
+    run.process.wait(20)
+    os.close(ours)
+
+    assert shown.decode().startswith(f"{begin}accel launch: rank ")
+
+
+def test_frames_of_libraries_are_left_out_unless_in_debug_mode(start: Start) -> None:
+    script = (
+        "from accel_state import env\nfrom accel_state.env import purge_accelerate_environment\n"
+        "@purge_accelerate_environment\ndef main(): env.put({}, 'RANK', 'x')\nmain()\n"
+    )
+    _, _, error = start("launch", "--launcher", "local", script=script).finish()
+    _, _, whole = start("launch", "--launcher", "local", "--debug", script=script).finish()
+
+    assert "  ... 1 frame of accel\n" in error
+    assert "in plain" in whole
+    assert "in plain" not in error
+    assert error.splitlines()[-1] == whole.splitlines()[-1]
 
 
 def test_a_logged_traceback_ends_nothing(start: Start) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,33 @@ def test_text_keeps_all_but_the_secrets() -> None:
         ("api_key:hf_x tokenizer:y --key z", "api_key:*** tokenizer:y --key z"),
         ("git+https://hf_x@host/a https://host:80/a@b", "git+https://***@host/a https://host:80/a@b"),
         ("https://me:a@b@host", "https://***@host"),
+        ("s.py --api_key='never closed", "s.py --api_key=***"),
+        ("sh -c 's.py --api_key=x' --n 4", "sh -c 's.py --api_key=***' --n 4"),
+        ("s.py {secrets: {a: {b: x}, c: y}, n: 4}", "s.py {secrets: ***, n: 4}"),
+        ("s.py {secrets: [x", "s.py {secrets: ***"),
     ],
 )
 def test_keys_and_addresses_are_masked_in_text(text: str, shown: str) -> None:
     assert mask_text(text) == shown
+
+
+_WORST = [
+    *("a_", "-", "_token", "token1", "pass", "1", "a b", "\\", "'", '"'),
+    *("token=", "token: ", "--token ", 'token="', "token=\\", 'token:\\"', "token:[", "token:{", "a://b"),
+    *("[", '["token",'),
+]
+
+
+@pytest.mark.parametrize("piece", _WORST)
+def test_the_time_grows_with_the_text_up_to_a_megabyte(piece: str) -> None:
+    def seconds(size: int) -> float:
+        text = piece * (size // len(piece)) + "=x"
+        begin = time.process_time()
+        mask_text(text)
+        return time.process_time() - begin
+
+    # 16 times the text: where the time grows with its square it is 256 times.
+    assert any(seconds(1 << 20) < 64 * seconds(1 << 16) for _ in range(5))
 
 
 def test_no_launch_setting_is_taken_for_a_secret() -> None:

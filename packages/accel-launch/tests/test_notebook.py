@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accel_launch.errors import LaunchError
 from accel_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher
@@ -108,11 +113,64 @@ def test_one_process_is_this_one() -> None:
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
-def test_a_failing_rank_of_notebook_launcher_shows_its_traceback() -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def fail_on_both_ranks(folder: str) -> None:
+    other = Path(folder, "1")
+    if os.environ["RANK"] == "1":
+        other.touch()
+        raise ValueError("boom")
+    while not other.exists():
+        time.sleep(0.01)
+    raise RuntimeError("[pair.cc:534] Connection closed by peer [::1]:1")
 
-    with pytest.raises(ChildFailedError, match=r"(?s)rank      : 1 .*ValueError: boom"):
+
+def test_a_failing_rank_of_notebook_launcher_gives_the_launchers_summary(capfd: Any) -> None:
+    with pytest.raises(ChildFailedError) as raised:
         notebook_launcher(fail_on_rank_1, num_processes=2, use_port="0")
+    lines = str(raised.value).splitlines()
+
+    assert lines[0].startswith("notebook_launcher: rank 1 of 2 on ")
+    assert lines[0].endswith(" failed (exit code 1).")
+    assert lines[1:3] == ["The end of its stderr:", "Traceback (most recent call last):"]
+    assert lines[3:4] == ["  ... 2 frames of accel and torch"]
+    assert lines[-1] == "ValueError: boom"
+    assert capfd.readouterr().err == ""  # torch's log lines
+
+
+def test_notebook_launcher_names_the_cause_and_not_a_lost_connection(tmp_path: Path) -> None:
+    for attempt in range(3):  # torch's agent looks at either first
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        with pytest.raises(ChildFailedError) as raised:
+            notebook_launcher(fail_on_both_ranks, (str(folder),), 2, use_port="0")
+
+        assert "rank 1 of 2" in str(raised.value)
+        assert str(raised.value).rstrip().endswith("ValueError: boom")
+
+
+@pytest.mark.parametrize(
+    ("end", "text"), [(lambda: sys.exit(3), "exit code 3"), (os.abort, "killed by SIGABRT")]
+)
+def test_notebook_launcher_says_how_a_rank_ended_without_an_exception(
+    end: Callable[[], Any], text: str
+) -> None:
+    def leave() -> None:
+        if os.environ["RANK"] == "1":
+            end()
+        time.sleep(60)
+
+    with pytest.raises(ChildFailedError, match=rf"rank 1 of 2 on .* failed \({text}\)"):
+        notebook_launcher(leave, num_processes=2, use_port="0")
+
+
+def test_notebook_launcher_leaves_signals_as_they_were() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+    def handlers() -> list[str]:
+        return [repr(signal.getsignal(number)) for number in numbers]
+
+    before = handlers()
+    assert notebook_launcher(handlers, num_processes=2, use_port="0") == before
+    assert handlers() == before
 
 
 @pytest.mark.usefixtures("fresh_state")

@@ -7,7 +7,12 @@ import threading
 import pytest
 
 from accel_launch.errors import LaunchError
-from accel_launch.signals import SignalPipe, ended_by_sigterm
+from accel_launch.signals import SignalPipe, ended_by_sigterm, signal_name
+
+
+def test_signals_have_names_and_some_none() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(40) == "signal 40"
 
 
 def test_signals_can_be_read_and_handlers_come_back() -> None:

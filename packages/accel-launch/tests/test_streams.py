@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from accel_launch.console import Console
+from accel_launch.log import Log
 from accel_launch.streams import Stream, open_capture
 
 TRACEBACK = b'Traceback (most recent call last):\n  File "x", line 1\nValueError: boom\n'
@@ -100,7 +101,7 @@ def test_the_prefix_stands_once_before_each_line(pipes: Any) -> None:
 
 
 def test_the_log_gets_every_byte_without_prefix(pipes: Any, tmp_path: Path) -> None:
-    log = (tmp_path / "log").open("wb", buffering=0)
+    log = Log(tmp_path / "log", pytest.fail)
     stream = pipes(prefix=b"[rank1]: ", log=log)
     stream.send(b"one\ntw")
 
@@ -142,6 +143,21 @@ def test_a_worker_that_goes_on_writing_shows_its_traceback_sooner(pipes: Any) ->
     stream.send(b" 10%\r", now=5.6)
 
     assert stream.shown() == TRACEBACK + b" 10%\r"
+    stream.end()
+
+
+def test_the_last_traceback_of_a_worker_that_fails_is_held_longer(pipes: Any, tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    stream = pipes(hold=True, record=record)
+    stream.send(TRACEBACK, now=5.0)
+    record.touch()
+    stream.send(b"[W1122] the group was not destroyed\n", now=6.0)
+    stream.stream.tick(24.9)
+    assert stream.shown() == b""
+    assert stream.stream.deadline() == pytest.approx(25.0)
+
+    stream.stream.tick(25.1)
+    assert stream.shown().startswith(TRACEBACK)
     stream.end()
 
 

@@ -310,9 +310,9 @@ def test_processes_that_agree_get_their_results(world: Any, size: int) -> None:
 
 
 def test_a_broadcast_may_be_called_from_two_lines_and_says_so_once(world: Any) -> None:
-    for messages in world.run(from_two_lines):
-        assert len(messages) == 1
-        assert "they differ in line of code" in messages[0]
+    (message,), none = world.run(from_two_lines)
+    assert "they differ in line of code" in message
+    assert none == []
 
 
 # Absence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from accel_ckpt.slots import Slots
 from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import model_has_dtensor
 from accel_state.process import current_process
+from accel_state.warning import warn
 
 __all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
 
@@ -111,15 +111,14 @@ def load_checkpoint_in_model(
     if model_has_dtensor(model) and device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
     if broadcast_from_rank0 and device_map is not None:
-        warnings.warn(
-            "broadcast_from_rank0 is ignored: with a device_map each process reads for itself.", stacklevel=2
+        warn(
+            "broadcast_from_rank0 is ignored: with a device_map each process reads for itself."
         )
     elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
         if dtype is not None:
-            warnings.warn(
+            warn(
                 "dtype is ignored: weights that are sharded or sent take the model's dtype. Convert the "
                 "model instead.",
-                stacklevel=2,
             )
         _load_collectively(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
@@ -247,4 +246,4 @@ def _tell_differences(
     message = f"{checkpoint} and {type(model).__name__} have different weights; {'; '.join(told)}."
     if strict:
         raise RuntimeError(f"{message} Load what fits with strict=False.")
-    warnings.warn(message, stacklevel=4)
+    warn(message)

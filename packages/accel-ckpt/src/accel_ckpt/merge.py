@@ -9,7 +9,6 @@ import math
 import os
 import secrets
 import shutil
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from accel_ckpt.layout import sharded_model_folder
 from accel_ckpt.recovery import flush
 from accel_ckpt.safe_file import DTYPES, make_header
 from accel_ops.layout import as_bytes
+from accel_state.warning import warn
 
 __all__ = ["merge_fsdp_weights"]
 
@@ -98,7 +98,7 @@ def _merge(folder: Path, merged: Path) -> None:
         raise CheckpointError(f"{folder} holds no tensors.")
     others = sorted(metadata.state_dict_metadata.keys() - parts.keys())
     if others:
-        warnings.warn(f"{folder} holds more than tensors; left out: {', '.join(others)}.", stacklevel=4)
+        warn(f"{folder} holds more than tensors; left out: {', '.join(others)}.")
     prefix = "model." if all(name.startswith("model.") for name in parts) else ""
     described = {}
     for name, (kind, _) in parts.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zipfile
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from accel_ckpt.progress import Progress
 from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process
+from accel_state.warning import warn
 
 __all__ = ["Reading", "open_checkpoint"]
 
@@ -123,7 +123,7 @@ def open_checkpoint(
         described = manifest.read(folder)
         if described is None:
             names = frozenset(manifest.files_in(folder))
-            _tell_foreign(folder, names, process)
+            _tell_foreign(folder, names)
             return Reading(folder, names, frozenset(), {}, False, device, options)
         facts = dict(described.facts)
         reading = Reading(folder, described.paths(), frozenset(), facts, True, device, options)
@@ -150,18 +150,16 @@ def _check_same(reading: Reading, saved: str | None) -> None:
         )
 
 
-def _tell_foreign(folder: Path, names: frozenset[str], process: Process) -> None:
+def _tell_foreign(folder: Path, names: frozenset[str]) -> None:
     if all(layout.role_of(name) == "other" for name in names):
         raise FileNotFoundError(
             f"{folder} is no checkpoint: it has neither {layout.MANIFEST} nor any file of one. Name the "
             "folder that save_state returned."
         )
-    if process.is_main:
-        warnings.warn(
-            f"{folder} has no {layout.MANIFEST}: another implementation wrote it, and its files cannot "
-            "be checked.",
-            stacklevel=6,
-        )
+    warn(
+        f"{folder} has no {layout.MANIFEST}: another implementation wrote it, and its files cannot be "
+        "checked."
+    )
 
 
 def _device(map_location: Any, process: Process) -> torch.device:

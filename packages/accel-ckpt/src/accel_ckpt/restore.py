@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from accel_ckpt.resharding import random_states_for
 from accel_ckpt.rng import set_rng_state
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process, current_process
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel_ckpt.sharded import Parts
@@ -368,4 +368,6 @@ def _tell(reading: Reading, findings: Findings, process: Process) -> None:
     if not process.is_main:
         lines = [line for line in lines if layout.random_states_file(process.rank) in line]
     if lines:
-        warnings.warn(f"Checkpoint {reading.folder}: {'; '.join(lines)}.", stacklevel=5)
+        warn(
+            f"Checkpoint {reading.folder}: {'; '.join(lines)}.", about="run" if process.is_main else "process"
+        )

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from accel_ckpt import tensors
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.paths import listed_file
 from accel_ckpt.recovery import flush
+from accel_state.warning import warn
 
 __all__ = ["convert_file_size_to_int", "find_weight_files", "read_index", "save_weights", "split_by_size"]
 
@@ -103,10 +103,9 @@ def save_weights(
     if not safe_serialization and any(
         (root / name).exists() for name in (SAFE_NAME, f"{SAFE_NAME}.index.json")
     ):
-        warnings.warn(
+        warn(
             f"{root} has {SAFE_NAME} of an earlier save, which is read before {TORCH_NAME}. Delete "
             "what is not wanted.",
-            stacklevel=2,
         )
     kept, tied = _split(state_dict, safe_serialization)
     sizes = {name: value.numel() * value.element_size() for name, value in kept.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from accel_state.enums import RNGType
+from accel_state.warning import warn
 
 __all__ = [
     "check_divides",
@@ -74,18 +74,16 @@ def check_loader(dataloader: object) -> None:
         )
     iterate = type(dataloader).__iter__
     if iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata."):
-        warnings.warn(
+        warn(
             f"{type(dataloader).__name__} has an __iter__ of its own, which the prepared loader does not "
             "use: it reads the same dataset with the same settings. Put what __iter__ does into the "
             "dataset or the collate_fn.",
-            stacklevel=3,
         )
     if not getattr(dataloader, "in_order", True) and dataloader.num_workers > 0:
-        warnings.warn(
+        warn(
             "With in_order=False batches come in the order in which workers finish: which of them are "
             "padded and where to resume is then not exact. Use in_order=True, or drop_last=True where only "
             "padding matters.",
-            stacklevel=3,
         )
 
 

@@ -7,7 +7,6 @@ stream of theirs with one shard for each process is split here.
 
 from __future__ import annotations
 
-import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from accel_data import hugging_face
 from accel_data.iterable import IterableDatasetShard
 from accel_ops.objects import gather_object
-from accel_state.process import current_process
 
 __all__ = ["Split", "find_split", "split_everywhere"]
 
@@ -236,16 +234,13 @@ def _split_by_shards(dataset: Any, place: tuple[int, int], everyone: Sequence[_F
 
 
 def _tell_loose(split: Split) -> None:
-    """Warn on process 0 that attributes of a dataset alone say that it is shared out."""
-    if not current_process().is_main:
-        return
+    """Warn that attributes of a dataset alone say that it is shared out."""
     name, (rank, size) = type(split.holder).__name__, split.names
-    warnings.warn(
+    warn(
         f"{name} has {rank}={split.rank} and {size}={split.size}, so it passes as one that holds the samples "
         f"of this process alone, and is not shared out. If it holds the same on all processes, each of them "
         f"reads all of it: give {rank} and {size} other names. If it does hold its own, name the second one "
         "num_replicas, and this warning does not come.",
-        stacklevel=4,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -27,6 +26,7 @@ from accel_data.scatter import ABSENT, Message, Receiver, Sender
 from accel_ops import contract
 from accel_ops.tree import slice_tensors
 from accel_state.process import Process, current_process
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,10 +113,9 @@ class DataLoaderDispatcher(PreparedLoader):
             check_divides(self.batch_size, self.num_processes)
             self.__dict__["batch_size"] = self.batch_size // self.num_processes
         if slice_fn is not None and self._unbatched and not split_batches:
-            warnings.warn(
+            warn(
                 "slice_fn is ignored: the dataset gives whole batches, and each process gets one of them. "
                 "Pass split_batches=True to divide every batch over the processes.",
-                stacklevel=3,
             )
 
     def _num_batches(self) -> int:

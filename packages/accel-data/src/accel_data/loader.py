@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from accel_data.prefetch import SideStream, copied_ahead
 from accel_ops.random import synchronize_rng_states
 from accel_ops.tree import send_to_device
 from accel_state.enums import RNGType
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,11 +117,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return
         others = None if self._shard is None or begin.ended else self._shard.batches_of_each
         if not any(others or ()):
-            warnings.warn(
+            warn(
                 f"Nothing is left of epoch {begin.epoch} after its first {begin.batches} batches "
                 f"({begin.consumed} samples of all processes), from where the loaded state, or skipping "
                 "after it, wanted to go on. The next pass is the next epoch.",
-                stacklevel=3,
             )
 
     def _check_skip_fits(self, epoch: int) -> None:
@@ -132,10 +131,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             count = None
         if count is None or self.skip_batches > count:
             have = f"the loader has {'no more' if count is None else count}"
-            warnings.warn(
+            warn(
                 f"Nothing is left of epoch {epoch} after skipping {self.skip_batches} batches: {have}. This "
                 "pass was empty, and the next pass is the next epoch.",
-                stacklevel=4,
             )
 
     def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None], started: Pass) -> None:

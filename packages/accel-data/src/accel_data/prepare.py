@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +32,7 @@ from accel_data.shard import DataLoaderShard, SkipDataLoader
 from accel_data.stateful import as_plain, is_stateful, loader_class
 from accel_state.enums import RNGType
 from accel_state.process import current_process
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,7 +154,7 @@ def prepare_data_loader(
     if split is not None:
         _check_split_fits(split, plan, dispatch_batches)
     if slice_fn_for_dispatch is not None and not dispatch_batches:
-        warnings.warn("slice_fn_for_dispatch is ignored without dispatch_batches=True.", stacklevel=2)
+        warn("slice_fn_for_dispatch is ignored without dispatch_batches=True.")
     if put_on_device and device is None:
         device = current_process().device
     common = {
@@ -374,10 +374,9 @@ def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
         )
     ours = split.part is not None or isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
     if plan.split_batches and plan.num_processes > 1 and not ours:
-        warnings.warn(
+        warn(
             f"split_batches=True is ignored: the {name} has shared the data out already, and the loader's "
             "batch size is that of one process.",
-            stacklevel=3,
         )
 
 
@@ -398,9 +397,7 @@ def _check_skip_fits(loader: DataLoader[Any], num_batches: int) -> None:
     except TypeError:
         return
     if num_batches > length:
-        warnings.warn(
-            f"Nothing is left after skipping {num_batches} batches: the loader has {length}.", stacklevel=3
-        )
+        warn(f"Nothing is left after skipping {num_batches} batches: the loader has {length}.")
 
 
 def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> type[Any]:

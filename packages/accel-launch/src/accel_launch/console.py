@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 import select
 
-__all__ = ["Console"]
+from accel_state import env
+
+__all__ = ["Console", "has_colour"]
 
 _ATOMIC = 4096  # what a pipe or terminal takes without blocking once poll calls it writable
 _FULL = 1 << 20
+
+
+def has_colour(descriptor: int) -> bool:
+    """Tell whether to write in colour: to a terminal, unless NO_COLOR is set.
+
+    Args:
+        descriptor: What is written to.
+    """
+    return os.isatty(descriptor) and not env.is_set("NO_COLOR") and env.raw("TERM") != "dumb"
 
 
 class Console:

@@ -71,7 +71,8 @@ def _watch(pipe: int) -> None:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        _let_go(pipe)
+        with contextlib.suppress(OSError):  # it can do its work without
+            _let_go(pipe)
         groups: set[int] = set()
         with open(pipe, encoding="ascii") as lines:
             for line in lines:
@@ -89,5 +90,8 @@ def _let_go(pipe: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
+    # Not every number up to the limit, which takes minutes where that is huge and the kernel old.
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2 and descriptor != pipe:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(descriptor)

@@ -9,12 +9,14 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from accel_launch.environment import worker_environment
 from accel_launch.guard import Guard
 from accel_launch.output import Output
 from accel_launch.plan import Plan
 from accel_launch.ports import reserve_port
+from accel_launch.record import record_folder
 from accel_launch.signals import SignalPipe
 from accel_launch.starters import Prepared
 from accel_launch.supervisor import Member, Run
@@ -43,11 +45,12 @@ def run_local(plan: Plan) -> int:
         reserve_port(port.value, port.detail if port.given else "") as held,
         contextlib.closing(Guard()) as guard,
         SignalPipe() as signals,
+        record_folder() as records,
     ):
         run = Run(plan, Output.of(plan))
         adopt_orphans(True)
         try:
-            _start(run, guard, held.getsockname()[1])
+            _start(run, guard, held.getsockname()[1], records)
             run.loop(signals, guard.remove)
         finally:
             for member in run.members:
@@ -83,10 +86,11 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _start(run: Run, guard: Guard, port: int) -> None:
+def _start(run: Run, guard: Guard, port: int, records: Path | None) -> None:
     for rank in range(run.plan.processes):
         environ = _worker_environment(run.plan, rank, port)
-        channel = run.output.open(rank)
+        record = records and records / f"{rank}.json"
+        channel = run.output.open(rank, record)
         try:
             worker = Worker(
                 rank,
@@ -96,6 +100,7 @@ def _start(run: Run, guard: Guard, port: int) -> None:
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=channel.stdout,
                 stderr=channel.stderr,
+                record=record,
             )
         finally:
             channel.close_writing()

@@ -14,27 +14,31 @@ __all__ = ["MASK", "is_secret", "mask_command", "mask_text", "mask_values"]
 
 MASK = "***"
 
+_WORD = re.compile(r"[\w.-]+")
+# The end of a secret's name. `max_tokens` is a number: a plural of tokens counts with their purpose alone.
+_SECRET = re.compile(
+    r"(?:(?:token|secrets?|credentials?|(?:api|access|private|auth|license)[_-]?keys?)(?:[_-]?(?:id|key))?|"
+    r"(?:api|access|auth|hf)[_-]?tokens|passw(?:or)?ds?|passphrases?|(?<![^\W_])pass|"
+    r"(?<=\w[_.-])(?:keys?|pwd))(?:[_-]?\d+)?\Z",
+    re.IGNORECASE,
+)
 # What data and tokenizers name: `pad_token_id`, `text_key`, `missing_keys`, `forward_pass`.
-_HARMLESS = (
-    r"(?:[\w.-]*[_.-])?(?:(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|start|special)_token(?:_id)?|"
+_HARMLESS = re.compile(
+    r"(?:\A|[_.-])(?:(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|start|special)_token(?:_id)?|"
     r"(?:text|image|label|input|output|target|prompt|sort|group|primary|foreign|public|metric|feature|column|"
-    r"dict|skip|ignore|missing|unexpected)[_-]keys?|(?:forward|backward)[_-]pass)(?![\w.-])"
+    r"dict|skip|ignore|missing|unexpected)[_-]keys?|(?:forward|backward)[_-]pass)\Z",
+    re.IGNORECASE,
 )
-# `max_tokens` is a number, so that a plural of tokens counts with what they are for alone.
-_NAME = (
-    rf"(?!{_HARMLESS})[\w.-]*(?:(?:token|secrets?|credentials?|(?:api|access|private|auth|license)[_-]?keys?)"
-    r"(?:[_-]?(?:id|key))?|(?:api|access|auth|hf)[_-]?tokens|passw(?:or)?ds?|passphrases?|(?<![^\W_])pass|"
-    r"(?<=\w[_.-])(?:keys?|pwd))(?:[_-]?\d+)?"
+_CLOSED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
+_UNCLOSED = r"""'[^']*\Z|"(?:\\.?|[^"\\])*\Z"""  # it holds all the rest
+_SHELL_VALUE = re.compile(rf"""(?:{_CLOSED}|\\.?|[^\s;'"\\]+)+|{_UNCLOSED}""", re.DOTALL)
+_JSON_VALUE = re.compile(
+    rf"""(?:{_CLOSED})+|\\".*?(?:\\"|\Z)|(?:\\[^"']|[^\s;'"\\])+|{_UNCLOSED}""", re.DOTALL
 )
-_QUOTED = r"""(?:'[^']*'|"(?:\\.|[^"\\])*")"""
-_SHELL_WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s;'"\\])+"""
-_JSON_VALUE = rf"""{_QUOTED}+|\\".*?\\"|\[[^\]]*\]|\{{[^}}]*\}}|(?:\\[^"']|[^\s;'"\\])+"""
-# Whole names: `max_tokens` and `tokenizer` are no secrets.
-_SECRET = re.compile(_NAME, re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?<![\w.-])((?:--?)?{_NAME})(=)({_SHELL_WORD})", re.IGNORECASE)
-_FLAG = re.compile(rf"(?<![\w.-])(--?{_NAME})(\s+)(?!--)({_SHELL_WORD})", re.IGNORECASE)
-_KEYED = re.compile(rf"""(?<![\w.-])({_NAME}\\*["']?\s*)(:\s*)({_JSON_VALUE})""", re.IGNORECASE)
-_IN_ADDRESS = re.compile(r"(\w+://)[^\s/]+@")
+_COLON = re.compile(r"""\\*["']?\s*:\s*""")
+_SPACE = re.compile(r"\s+(?!--)")
+_OPENING_QUOTE = re.compile(r"""\\*["']|""")
+_IN_ADDRESS = re.compile(r"(?<=\w)://[^\s/]+@")
 
 
 def is_secret(name: str) -> bool:
@@ -43,7 +47,12 @@ def is_secret(name: str) -> bool:
     Args:
         name: Such as `HF_TOKEN`, `--api-key` or `aws_secret_access_key`.
     """
-    return _SECRET.fullmatch(name.lstrip("-")) is not None
+    return _WORD.fullmatch(name) is not None and _is_secret_word(name)
+
+
+def _is_secret_word(word: str) -> bool:
+    word = word.lstrip("-")
+    return _SECRET.search(word) is not None and _HARMLESS.search(word) is None
 
 
 def mask_text(text: str) -> str:
@@ -60,16 +69,60 @@ def mask_text(text: str) -> str:
         else:
             masked = mask_values(found)
             return text if masked == found else json.dumps(masked)
-    for pattern in (_ASSIGNED, _FLAG):
-        text = pattern.sub(rf"\1\2{MASK}", text)
-    text = _KEYED.sub(_mask_keyed, text)
-    return _IN_ADDRESS.sub(rf"\1{MASK}@", text)
+    return _IN_ADDRESS.sub(f"://{MASK}@", _mask_named(text))
 
 
-def _mask_keyed(found: re.Match[str]) -> str:
-    quote = re.match(r"""\\*["']|""", found[3])
-    assert quote is not None, "it may be empty"
-    return f"{found[1]}{found[2]}{quote[0]}{MASK}{quote[0]}"
+def _mask_named(text: str) -> str:
+    """Return text with masked values, in one pass: its length counts once, whatever it holds."""
+    parts: list[str] = []
+    done = 0
+    while word := _WORD.search(text, done):
+        value = _find_value(text, word) if _is_secret_word(word[0]) else None
+        if value is None:
+            parts.append(text[done : word.end()])
+            done = word.end()
+        else:
+            begin, end, shown = value
+            parts += text[done:begin], shown
+            done = end
+    return "".join([*parts, text[done:]])
+
+
+def _find_value(text: str, name: re.Match[str]) -> tuple[int, int, str] | None:
+    """Return where a secret's value begins and ends and what stands for it, if it has one."""
+    at = name.end()
+    if colon := _COLON.match(text, at):
+        begin, end = colon.end(), _json_value_end(text, colon.end())
+        if end > begin:
+            quote = _OPENING_QUOTE.match(text, begin)
+            assert quote is not None, "it may be empty"
+            return begin, end, f"{quote[0]}{MASK}{quote[0]}"
+    if text.startswith("=", at):
+        begin = at + 1
+    elif name[0].startswith("-") and (space := _SPACE.match(text, at)):
+        begin = space.end()
+    else:
+        return None
+    value = _SHELL_VALUE.match(text, begin)
+    return (begin, value.end(), MASK) if value else None
+
+
+def _json_value_end(text: str, begin: int) -> int:
+    if text.startswith(("[", "{"), begin):
+        return _bracket_end(text, begin)
+    value = _JSON_VALUE.match(text, begin)
+    return value.end() if value else begin
+
+
+def _bracket_end(text: str, begin: int) -> int:
+    """Return where the bracket that opens at `begin` closes; the end of the text if it does not."""
+    opening, closing = text[begin], {"[": "]", "{": "}"}[text[begin]]
+    depth = 0
+    for bracket in re.compile(rf"\{opening}|\{closing}").finditer(text, begin):
+        depth += 1 if bracket[0] == opening else -1
+        if depth == 0:
+            return bracket.end()
+    return len(text)
 
 
 def mask_command(words: Sequence[str]) -> list[str]:

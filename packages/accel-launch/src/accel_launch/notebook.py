@@ -5,19 +5,27 @@ torch is imported when a launch function is called.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_launch.elastic import (
+    HANDLED,
+    elastic_summary,
+    log_lines_dropped,
+    set_handlers,
+    signal_handlers_kept,
+)
 from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_launch.ports import reserve_port
 from accel_state import env
+from accel_state.warning import warn
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
 
@@ -152,8 +160,8 @@ def notebook_launcher(
     Raises:
         LaunchError: If the numbers do not fit, the port is in use, or this process has initialised an
             accelerator, a state or a process group already.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: If a worker fails; it shows the
-            first failing rank's traceback.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: If a worker fails; its text is the
+            summary of `accel launch`: the first failing rank's traceback, and a line for each other rank.
     """
     gpus = len(Machine.detect().visible_gpus(env.raw("CUDA_VISIBLE_DEVICES")))
     size = max(gpus, 1) if num_processes is None else num_processes
@@ -184,8 +192,11 @@ def notebook_launcher(
             "start_method": "fork",
         }
         # torch sets this one itself and leaves it behind; patching takes it away again.
-        with env.patch_environment(**values, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT"):
-            return _elastic(options, _forked(function, one_thread=not gpus), args)
+        with (
+            env.patch_environment(**values, TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(HANDLED)),
+            signal_handlers_kept() as handlers,
+        ):
+            return _elastic(options, _forked(function, handlers, one_thread=not gpus), args)
     finally:
         if held is not None:
             held.close()
@@ -219,11 +230,14 @@ def _refuse_initialized(size: int) -> None:
         raise LaunchError(f"This process has a process group already. {fix}")
 
 
-def _forked(function: Callable[..., Any], one_thread: bool) -> Callable[..., Any]:
+def _forked(
+    function: Callable[..., Any], handlers: Mapping[str, Any], *, one_thread: bool
+) -> Callable[..., Any]:
     """Return what torch's elastic agent calls in each worker, after it has set the ranks."""
 
     @functools.wraps(function)
     def worker(*args: Any) -> Any:
+        set_handlers(handlers)  # the agent's would make an exception of each signal
         values: dict[str, str] = {}
         env.put(values, "FORK_LAUNCHED", True)
         if one_thread:
@@ -257,17 +271,24 @@ def _sendable(result: Any) -> Any:
 
 def _elastic(options: dict[str, Any], worker: Callable[..., Any], args: Sequence[Any]) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with tempfile.TemporaryDirectory() as folder:  # torch would leave its own one behind
         config = LaunchConfig(**options, logs_specs=DefaultLogsSpecs(log_dir=folder))
-        result = elastic_launch(config, worker)(*args).get(0)
+        try:
+            # A failure that is followed by a restart is told by these lines alone.
+            with contextlib.nullcontext() if options["max_restarts"] else log_lines_dropped():
+                result = elastic_launch(config, worker)(*args).get(0)
+        except ChildFailedError as error:
+            size = options["nproc_per_node"] * options["max_nodes"]
+            error.args = (elastic_summary(error.failures, Path(folder), size),)
+            raise error.with_traceback(None) from None
     if isinstance(result, _Unsendable):
-        warnings.warn(
+        warn(
             f"The function's result cannot be sent back from its process ({result.reason}); "
             "notebook_launcher returns None.",
             UserWarning,
-            stacklevel=3,
         )
         return None
     return result

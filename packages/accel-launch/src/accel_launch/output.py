@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from accel_launch.console import Console
+from accel_launch.log import Log
 from accel_launch.plan import Plan
 from accel_launch.streams import Stream, copy_window_size, open_capture
 
@@ -52,6 +52,7 @@ class Output:
         folder: The log files' folder, new for each run; None for no log files.
         logged: Streams that are copied to log files: 1, 2.
         captured: Whether stdout passes through the launcher.
+        log_errors: Why log files are incomplete; the first one is told at once.
     """
 
     stdout: Console
@@ -61,6 +62,7 @@ class Output:
     folder: Path | None
     logged: frozenset[int]
     captured: bool
+    log_errors: list[OSError] = field(default_factory=list)
 
     @classmethod
     def of(cls, plan: Plan, *, captured: bool = False) -> Output:
@@ -92,27 +94,39 @@ class Output:
         """The launcher's streams."""
         return self.stdout, self.stderr
 
-    def open(self, rank: int) -> Channel:
+    def open(self, rank: int, record: Path | None = None) -> Channel:
         """Open the streams of a worker.
 
         Args:
             rank: The worker's rank.
+            record: The file in which it writes down the exception by which it ends, if this machine has it.
         """
-        error, stderr = self._stream(rank, 2, self.stderr)
+        error, stderr = self._stream(rank, 2, self.stderr, record)
         if not self.captured:
             return Channel([error], None, stderr)
         out, stdout = self._stream(rank, 1, self.stdout)
         return Channel([error, out], stdout, stderr)
 
-    def _stream(self, rank: int, number: int, console: Console) -> tuple[Stream, int]:
-        log: BinaryIO | None = None
+    def _stream(
+        self, rank: int, number: int, console: Console, record: Path | None = None
+    ) -> tuple[Stream, int]:
+        log = None
         if self.folder is not None and number in self.logged:
             (self.folder / str(rank)).mkdir(exist_ok=True)
             name = "stdout.log" if number == 1 else "stderr.log"
-            log = (self.folder / str(rank) / name).open("wb", buffering=0)
+            log = Log(self.folder / str(rank) / name, self._on_log_error)
         reading, writing = open_capture(console.descriptor)
         prefix = f"[{self.role}{rank}]: ".encode() if number in self.prefixed else b""
-        return Stream(reading, console, log=log, prefix=prefix, hold=number == 2), writing
+        stream = Stream(reading, console, log=log, prefix=prefix, hold=number == 2, record=record)
+        return stream, writing
+
+    def _on_log_error(self, error: OSError) -> None:
+        if not self.log_errors:
+            self.say(
+                f"accel launch: warning: the log files in {self.folder} are incomplete from here on: "
+                f"{error.strerror or error}. The run goes on.\n"
+            )
+        self.log_errors.append(error)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return a worker's environment: a captured stdout must not wait in the worker's buffer.

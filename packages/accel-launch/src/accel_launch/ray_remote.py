@@ -68,7 +68,9 @@ class RayRemote(Supervised):
         try:
             for reference in events:
                 kind, value = self._ray.get(reference)
-                if kind == "end":
+                if kind == "raised":
+                    self.raised = value
+                elif kind == "end":
                     self._ended = value
                     wake()
                 else:

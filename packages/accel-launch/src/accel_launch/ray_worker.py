@@ -16,11 +16,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from accel_launch.guard import Guard
 from accel_launch.network import interface_of
 from accel_launch.ports import reserve_port
+from accel_launch.record import Raised, record_folder
 from accel_launch.signals import ENDING
 from accel_launch.worker import Worker, adopt_orphans
 from accel_state import env
@@ -31,8 +33,8 @@ _CHUNK = 32768
 _LOOK_S = 0.05
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
 
-Event = tuple[str, bytes | int]
-"""("1" or "2", what came on that stream), or ("end", the exit code)."""
+Event = tuple[str, bytes | int | Raised]
+"""("1" or "2", what came on that stream), ("raised", its exception), or ("end", the exit code)."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,13 @@ class RayWorker:
         command = [sys.executable if command[0] == python else command[0], *command[1:]]
         readers: dict[int, str] = {}
         # Ray kills an actor's children with it.
-        with contextlib.closing(Guard(detached=True)) as guard:
+        with contextlib.closing(Guard(detached=True)) as guard, record_folder() as records:
             adopt_orphans(True)
             try:
                 try:
-                    self._worker = _begin(command, _environment(changes, address), folder, readers)
+                    environ = _environment(changes, address)
+                    record = records and records / "error.json"
+                    self._worker = _begin(command, environ, folder, readers, record)
                 except OSError as error:
                     yield "2", f"{command[0]}: {error.strerror}\n".encode()
                     yield "end", 127
@@ -135,7 +139,11 @@ class RayWorker:
 
 
 def _begin(
-    command: Sequence[str], environ: Mapping[str, str], folder: str, readers: dict[int, str]
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    folder: str,
+    readers: dict[int, str],
+    record: Path | None,
 ) -> Worker:
     """Start the worker; add the reading ends of its streams to `readers`, even if it cannot be started."""
     writers = []
@@ -154,6 +162,7 @@ def _begin(
             stderr=writers[1],
             folder=folder if os.path.isdir(folder) else None,
             heed=ENDING,  # a cluster that was started in the background ignores Ctrl-C
+            record=record,
         )
     finally:
         for writing in writers:
@@ -192,6 +201,8 @@ def _follow(worker: Worker, readers: dict[int, str]) -> Iterator[Event]:
                         break
                     yield stream, data
         if ended:
+            if worker.raised is not None:
+                yield "raised", worker.raised
             yield "end", int(worker.returncode or 0)
 
 

@@ -11,12 +11,24 @@ from types import FrameType, TracebackType
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["ENDING", "SignalPipe", "ended_by_sigterm"]
+__all__ = ["ENDING", "SignalPipe", "ended_by_sigterm", "signal_name"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask the launcher, and so the workers, to end."""
 
 _OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGWINCH)
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, e.g. SIGKILL.
+
+    Args:
+        number: The signal.
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -12,15 +12,19 @@ import fcntl
 import os
 import termios
 import tty
-from typing import BinaryIO
+from pathlib import Path
 
 from accel_launch.console import Console
+from accel_launch.log import Log
 
-__all__ = ["Stream", "copy_window_size", "open_capture"]
+__all__ = ["TRACEBACK", "Stream", "copy_window_size", "open_capture"]
 
-_HEADER = b"Traceback (most recent call last):"
+TRACEBACK = b"Traceback (most recent call last):"
+"""How a traceback begins."""
+
 _PARTIAL_S = 0.05
 _HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
+_HOLD_LAST_S = 20.0  # the same, where the worker has written down that it fails
 _GOING_ON_S = 0.5  # output this long after the traceback says that the worker goes on
 _TAIL_BYTES = 32768
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
@@ -63,9 +67,11 @@ class Stream:
     Args:
         descriptor: The reading end, non-blocking; the stream closes it.
         console: Where it is shown; None for nowhere.
-        log: The file that gets a copy; None for none.
+        log: What gets a copy; None for none.
         prefix: Shown before every line.
         hold: Hold tracebacks back.
+        record: The file in which the worker writes down the exception by which it ends; where it has, the
+            traceback is its last and is held longer.
     """
 
     def __init__(
@@ -73,9 +79,10 @@ class Stream:
         descriptor: int,
         console: Console | None,
         *,
-        log: BinaryIO | None = None,
+        log: Log | None = None,
         prefix: bytes = b"",
         hold: bool = False,
+        record: Path | None = None,
     ) -> None:
         self.descriptor = descriptor
         self.console = console
@@ -84,6 +91,7 @@ class Stream:
         self._log = log
         self._prefix = prefix
         self._hold = hold
+        self._record = record
         self._held = bytearray()
         self._partial = bytearray()
         self._partial_since = 0.0
@@ -126,8 +134,19 @@ class Stream:
         """Return when `tick` has something to do."""
         times = [self._partial_since + _PARTIAL_S] if self._partial else []
         if self.held_since is not None:
-            times.append(self.held_since + _HOLD_S)
+            times.append(self._held_until(self.held_since))
         return min(times, default=None)
+
+    def _held_until(self, since: float) -> float:
+        return since + (_HOLD_LAST_S if self._is_failing() else _HOLD_S)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether the worker has just shown a traceback, or is ending by an exception."""
+        return self.held_since is not None or self._is_failing()
+
+    def _is_failing(self) -> bool:
+        return self._record is not None and self._record.exists()
 
     def tick(self, now: float) -> None:
         """Show what has waited long enough.
@@ -137,7 +156,7 @@ class Stream:
         """
         if self._partial and now >= self._partial_since + _PARTIAL_S:
             self._flush_partial(now)
-        if self.held_since is not None and now >= self.held_since + _HOLD_S:
+        if self.held_since is not None and now >= self._held_until(self.held_since):
             self._show(self.take_held())
 
     def take_held(self) -> bytes:
@@ -149,7 +168,7 @@ class Stream:
 
     def last_words(self) -> bytes:
         """Return the end of what was written: the last traceback in it, else the last lines."""
-        start = self._tail.rfind(_HEADER)
+        start = self._tail.rfind(TRACEBACK)
         if start >= 0:
             return bytes(self._tail[self._tail.rfind(b"\n", 0, start) + 1 :])
         return b"".join(bytes(self._tail).splitlines(keepends=True)[-20:])
@@ -194,9 +213,10 @@ class Stream:
             self._pass_on(partial, now)
 
     def _pass_on(self, text: bytes, now: float) -> None:
-        if self.held_since is not None and now >= self.held_since + _GOING_ON_S:
+        goes_on = self.held_since is not None and now >= self.held_since + _GOING_ON_S
+        if goes_on and not self._is_failing():
             self._show(self.take_held())
-        if self._hold and self.held_since is None and (start := text.find(_HEADER)) >= 0:
+        if self._hold and self.held_since is None and (start := text.find(TRACEBACK)) >= 0:
             start = text.rfind(b"\n", 0, start) + 1
             self._show(text[:start])
             self.held_since, text = now, text[start:]

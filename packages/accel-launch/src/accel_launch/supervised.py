@@ -6,6 +6,8 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 
+from accel_launch.record import Raised
+
 __all__ = ["Supervised"]
 
 
@@ -17,6 +19,10 @@ class Supervised(ABC):
     Args:
         rank: The worker's rank.
         host: The name of its machine; this one's by default.
+
+    Attributes:
+        returncode: Its exit code, or minus the signal that ended it; None while it runs.
+        raised: The exception by which it ended, if it wrote it down.
     """
 
     pid: int
@@ -25,6 +31,7 @@ class Supervised(ABC):
         self.rank = rank
         self.host = socket.gethostname() if host is None else host
         self.returncode: int | None = None
+        self.raised: Raised | None = None
         self.gone = False
         self.term_at: float | None = None
         self.kill_at: float | None = None

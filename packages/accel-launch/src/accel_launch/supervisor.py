@@ -12,13 +12,17 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from accel_launch.console import has_colour
 from accel_launch.output import Output
 from accel_launch.plan import Plan
-from accel_launch.signals import ENDING, SignalPipe
-from accel_launch.streams import Stream
-from accel_launch.summary import failure_summary, signal_name
+from accel_launch.signals import ENDING, SignalPipe, signal_name
+from accel_launch.streams import TRACEBACK, Stream
 from accel_launch.supervised import Supervised
+
+if TYPE_CHECKING:
+    from accel_launch.summary import Failure
 
 __all__ = ["Member", "Run"]
 
@@ -37,14 +41,16 @@ class Member:
     Args:
         worker: The worker.
         streams: Its streams, stderr first.
-        trouble_at: When it got into the trouble that it ended by.
-        words: The end of its stderr.
+        failed_at: When it got into the trouble that it ended by, from time.time().
+        stopped: Whether it was stopped, as another had failed.
+        words: The end of its stderr, where it failed.
         unshown: Whether those words have not been shown.
     """
 
     worker: Supervised
     streams: list[Stream]
-    trouble_at: float | None = None
+    failed_at: float | None = None
+    stopped: bool = False
     words: bytes = b""
     unshown: bool = False
 
@@ -157,15 +163,7 @@ class Run:
             stream.drain(now)
         worker = member.worker
         if worker.returncode:
-            number = -worker.returncode
-            stopped_by_us = (
-                worker.killed if number == signal.SIGKILL else self.failed and number == signal.SIGTERM
-            )
-            held_since = member.stderr.held_since
-            if not stopped_by_us:
-                member.trouble_at = now if held_since is None else held_since
-            member.unshown = held_since is not None
-            member.words = member.stderr.take_held() or member.stderr.last_words()
+            self._note_failure(member, now)
         if not worker.gone:  # something that it started is still running
             worker.signal_group(signal.SIGTERM)
             worker.kill_by(now + _LEFTOVER_GRACE_S)
@@ -173,15 +171,27 @@ class Run:
             self.failed = True
             self._stop(now)
 
+    def _note_failure(self, member: Member, now: float) -> None:
+        worker, held_since = member.worker, member.stderr.held_since
+        by_sigterm, by_sigkill = (worker.returncode == -end for end in (signal.SIGTERM, signal.SIGKILL))
+        member.stopped = (by_sigterm and self.failed) or (by_sigkill and worker.killed)
+        member.unshown = held_since is not None
+        member.words = member.stderr.take_held() or member.stderr.last_words()
+        if worker.raised is not None:
+            member.failed_at = worker.raised.at
+            if TRACEBACK not in member.words:  # it was stopped before it showed it
+                member.unshown, member.words = True, worker.raised.text.encode()
+        elif not member.stopped:
+            member.failed_at = time.time() - (now - (held_since or now))
+
     def _stop(self, now: float) -> None:
         grace = self.plan.settings.value("grace_period")
         grace = _FAILURE_GRACE_S if grace is None else grace
         for member in self.members:
             worker = member.worker
             self.stopped += worker.running
-            # One that has just shown a traceback is ending by itself, and may be the cause of it all.
-            in_trouble = member.stderr.held_since is not None
-            worker.term_at = now + (min(_SETTLE_S, grace / 2) if in_trouble else 0)
+            # One in trouble is ending by itself, and may be the cause of it all.
+            worker.term_at = now + (min(_SETTLE_S, grace / 2) if member.stderr.in_trouble else 0)
             worker.kill_by(now + grace)
 
     def _asked_to_end(self, number: int) -> None:
@@ -221,54 +231,52 @@ class Run:
             75 where the run was asked to end and every worker ended with 75.
         """
         now = time.monotonic()
-        culprit = self._culprit() if self.failed else None
+        reported = self.failed and not self.plan.settings.value("quiet")
         for member in self.members:
-            if member.unshown and member is not culprit:
+            if member.unshown and not (reported and member.failed_at is not None):
                 member.stderr.show(member.words)
             for stream in member.streams:
                 stream.drain(now)
                 stream.show(stream.take_held())
                 stream.close()
-        if culprit is not None:
-            self._report(culprit)
-            return _exit_code(culprit.worker.returncode or 0)
+        if self.failed:
+            return self._report()
         if self.asked is not None and any(member.worker.returncode for member in self.members):
             saved = all(member.worker.returncode == _SAVED for member in self.members)
             return _SAVED if saved else 128 + self.asked
         return 0
 
-    def _culprit(self) -> Member:
-        """The failed worker that was in trouble first, by its traceback or by its end.
+    def _report(self) -> int:
+        """Show the summary and return the exit code of the worker that failed first."""
+        from accel_launch.summary import Report, failure_summary, first_failure
 
-        One that was killed comes before those that failed by themselves: a peer can notice the lost
-        connection, and say so, before the end of the killed one is seen.
-        """
-        suspects = [member for member in self.members if member.trouble_at is not None]
-        return min(suspects, key=lambda member: (not _was_killed(member), member.trouble_at or 0.0))
-
-    def _report(self, culprit: Member) -> None:
-        if self.plan.settings.value("quiet"):
-            if culprit.unshown:
-                self.output.say(culprit.words.decode(errors="replace"))
-            return
-        self.output.say(
-            failure_summary(
-                culprit.worker.rank,
-                culprit.worker.host,
+        failures = [_failure(member, at) for member in self.members if (at := member.failed_at) is not None]
+        value = self.plan.settings.value
+        if not value("quiet"):
+            report = Report(
+                "accel launch",
                 len(self.members),
-                culprit.worker.returncode or 0,
                 self.stopped,
                 self.plan.command,
-                culprit.words,
                 self.output.folder,
+                debug=value("debug"),
+                colour=has_colour(self.output.stderr.descriptor),
             )
-        )
+            self.output.say(failure_summary(failures, report))
+        return first_failure(failures).exit_code
 
 
-def _exit_code(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
+def _failure(member: Member, at: float) -> Failure:
+    from accel_launch.summary import Failure
+    from accel_launch.tracebacks import clean
 
-
-def _was_killed(member: Member) -> bool:
-    # Not SIGABRT: a worker whose peers are gone may abort.
-    return member.worker.returncode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL)
+    worker = member.worker
+    return Failure(
+        worker.rank,
+        worker.host,
+        worker.returncode or 0,
+        at,
+        clean(member.words),
+        shown=not member.unshown,
+        stopped=member.stopped,
+    )

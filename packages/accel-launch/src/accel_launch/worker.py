@@ -10,7 +10,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from accel_launch.record import read_record
 from accel_launch.supervised import Supervised
 
 __all__ = ["Worker", "adopt_orphans"]
@@ -63,6 +65,7 @@ class Worker(Supervised):
         stderr: The same.
         folder: Its working directory; this process's by default.
         heed: Signals that it does not ignore even where this process does (Linux).
+        record: The file in which it writes down the exception by which it ends (see `accel_state.failure`).
     """
 
     def __init__(
@@ -76,8 +79,12 @@ class Worker(Supervised):
         stderr: int | None = None,
         folder: str | None = None,
         heed: Sequence[int] = (),
+        record: Path | None = None,
     ) -> None:
         super().__init__(rank)
+        self._record = record
+        if record is not None:
+            environ = {**environ, "TORCHELASTIC_ERROR_FILE": str(record)}
         with warnings.catch_warnings():
             # Python 3.12 warns when a program with threads forks; the child makes two system calls and execs.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -113,6 +120,7 @@ class Worker(Supervised):
                 break
             if pid == self.pid:
                 self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.raised = None if self._record is None else read_record(self._record)
                 ended = True
         return ended
 

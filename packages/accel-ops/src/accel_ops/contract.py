@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,24 +23,10 @@ from accel_ops.session import DistributedOperationException, Session, current_se
 from accel_ops.walk import children, keys
 from accel_state import watch
 from accel_state.process import Process
+from accel_state.warning import user_frame, warn
 
 __all__ = ["DistributedOperationException", "check", "leave"]
 
-# Frames that do not say where the user's code is: these packages', those of `with`, decorators and loggers.
-_TRANSPARENT = frozenset(
-    [
-        "accel",
-        "accel_ckpt",
-        "accel_data",
-        "accel_launch",
-        "accel_ops",
-        "accel_optim",
-        "accel_state",
-        "contextlib",
-        "functools",
-        "logging",
-    ]
-)
 _SHOWN = 6  # lines of tensors that an error shows for each process
 
 
@@ -86,7 +69,7 @@ def check(
     """
     if process.world_size == 1:
         return
-    frame = _calling_frame()
+    frame = user_frame()
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     site = place.replace("\\", "/").rpartition("/")[2]
     account = _Account(operation, detail, list(_describe(data, shapes)), place, site)
@@ -130,7 +113,7 @@ def _compare(session: Session, accounts: list[_Account], one_place: bool) -> Non
     if differing != ["line of code"] or one_place:
         session.fail(f"{text}Every process must call the same operations, on tensors alike, in one order.")
     if session.first_time(f"places of {accounts[0].operation}"):
-        warnings.warn(f"{text}This works as long as it is meant so.", RuntimeWarning, stacklevel=4)
+        warn(f"{text}This works as long as it is meant so.", RuntimeWarning)
 
 
 def _accounts_text(accounts: list[_Account]) -> str:
@@ -175,11 +158,3 @@ def _describe(data: Any, shapes: bool, path: str = "data") -> Iterator[tuple[str
     named = not isinstance(data, (list, tuple, Mapping))
     for key, child in zip(keys(data), inside, strict=True):
         yield from _describe(child, shapes, f"{path}.{key}" if named else f"{path}[{key!r}]")
-
-
-def _calling_frame() -> FrameType:
-    """Return the innermost frame of the user's code."""
-    frame: FrameType = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _TRANSPARENT and frame.f_back is not None:
-        frame = frame.f_back
-    return frame

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from accel_ops import contract
 from accel_ops.checks import require_group, require_plain
 from accel_ops.walk import flatten, recursively_apply
 from accel_state.process import Process, current_process
+from accel_state.warning import warn
 
 __all__ = ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"]
 
@@ -68,11 +68,10 @@ def pad_across_processes(
 
 def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
     if leaf.is_nested:
-        warnings.warn(
+        warn(
             "pad_across_processes cannot pad a nested tensor, which comes back as it is. Pass its values, or "
             "pad it with to_padded_tensor() first.",
             CannotPadNestedTensorWarning,
-            stacklevel=4,
         )
         return False
     return -leaf.dim() <= dim < leaf.dim()

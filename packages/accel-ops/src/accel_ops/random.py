@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, SupportsIndex
@@ -15,6 +14,7 @@ from accel_ops.objects import broadcast_object_list
 from accel_state.devices import row
 from accel_state.enums import RNGType
 from accel_state.process import Process, current_process
+from accel_state.warning import warn
 
 __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
@@ -143,8 +143,8 @@ def _generator(
         return generator.get_state, generator.set_state
     device = row(kind.value)
     if not device.is_available():
-        warnings.warn(
-            f"rng type {kind.value!r} is left out: there is no {kind.value} device here.", stacklevel=4
+        warn(
+            f"rng type {kind.value!r} is left out: there is no {kind.value} device here."
         )
         return None
     return device.get_rng_state, device.set_rng_state

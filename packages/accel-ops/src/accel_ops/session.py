@@ -13,13 +13,13 @@ import json
 import sys
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
 from accel_ops.whereabouts import Monitor
 from accel_state.process import Process
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -178,10 +178,10 @@ class Session:
             self.fail("\n".join([waits, *notes, "Every process must call the same operations."]))
 
     def _warn(self, waited_s: float) -> None:
-        warnings.warn(
+        warn(
             f"Process {self.rank} has waited {waited_s:.0f} s in {self.last}.\n{self._where_missing()}",
             RuntimeWarning,
-            stacklevel=5,
+            about="process",
         )
 
     def _give_up(self, waited_s: float) -> None:

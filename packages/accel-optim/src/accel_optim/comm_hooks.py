@@ -7,12 +7,12 @@ that are checked by name, a repair of its batched form, and PowerSGD that goes o
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_state.enums import DDPCommunicationHookType
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,9 @@ def register(
     """
     compresses = hook_type in _POWER_SGD
     if options and not compresses:
-        warnings.warn(
+        warn(
             f"comm_state_option={options} is ignored: it belongs to the hooks power_sgd and "
             f"batched_power_sgd, and comm_hook is {hook_type.value!r}.",
-            stacklevel=3,
         )
     if hook_type == DDPCommunicationHookType.NO and wrapper == "no":
         return

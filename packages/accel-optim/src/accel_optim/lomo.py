@@ -6,11 +6,12 @@ itself (`lomo-optim`) is never imported.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from accel_state.warning import warn
 
 __all__ = ["find_lomo", "lomo_backward", "refuse_lomo", "steps_in_backward", "warn_of_clipping"]
 
@@ -100,8 +101,7 @@ def warn_of_clipping(optimizer: Any) -> None:
         optimizer: What `find_lomo` found.
     """
     name = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    warnings.warn(
+    warn(
         f"Clipping is ignored: {name} steps during the backward pass, which leaves no gradients to clip. Use "
         "the optimizer's own clipping (clip_grad_norm= or clip_grad_value= where it is made).",
-        stacklevel=4,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from accel_ops.tree import send_to_device
 from accel_optim import scaler as scaling
 from accel_optim.lomo import steps_in_backward
 from accel_state.gradient import GradientState
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -180,10 +180,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return
         if self._held_back:
             self._held_back = 0
-            warnings.warn(
+            warn(
                 "zero_grad() before step() in the last micro-batch of an accumulation window discards the "
                 "gradients of the micro-batches before it. Call zero_grad() after step().",
-                stacklevel=2,
             )
         if self.scaler is not None:
             scaling.leave_out_step(self.scaler, self.optimizer)
@@ -266,10 +265,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _hold_back(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None and not self._held_back:
-            warnings.warn(
+            warn(
                 "step(closure) inside an accumulation window does not call the closure. Call backward "
                 "outside of the closure, or set gradient_accumulation_steps=1.",
-                stacklevel=3,
             )
         self._held_back += 1
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from functools import cache
 from pathlib import Path
 
 from accel_state import env
 from accel_state.devices import detect
+from accel_state.warning import warn
 
 __all__ = ["override_numa_affinity", "set_numa_affinity"]
 
@@ -43,15 +43,15 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         verbose: Log the cores; None does so in debug mode (ACCELERATE_DEBUG_MODE).
     """
     if not hasattr(os, "sched_setaffinity"):
-        warnings.warn("CPU affinity is ignored: this system cannot bind processes to cores.", stacklevel=2)
+        warn("CPU affinity is ignored: this system cannot bind processes to cores.", about="machine")
         return
     near = _device_cores(local_process_index) or _node_cores(local_process_index)
     cores = near & _allowed_cores()
     if not cores:
-        warnings.warn(
+        warn(
             f"CPU affinity is ignored for local process {local_process_index}: its NUMA node has the cores "
             f"{sorted(near)}, and this process may only use {sorted(_allowed_cores())}.",
-            stacklevel=2,
+            about="process",
         )
         return
     os.sched_setaffinity(0, cores)

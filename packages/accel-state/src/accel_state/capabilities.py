@@ -6,11 +6,11 @@ Answers about hardware are kept for the life of the process.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 from accel_state import env
 from accel_state.packages import compare_versions, is_package_available, is_torch_version
+from accel_state.warning import warn
 
 __all__ = [
     "check_cuda_fp8_capability",
@@ -184,8 +184,8 @@ def _has_plugin(module: str) -> bool:
     try:
         import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        warnings.warn(
-            f"{module} is installed but cannot be imported, so it is not used: {error}", stacklevel=3
+        warn(
+            f"{module} is installed but cannot be imported, so it is not used: {error}", about="machine"
         )
         return False
     return True

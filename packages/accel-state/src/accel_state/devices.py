@@ -8,7 +8,6 @@ for hardware leaves CUDA uninitialised, so that processes can still be forked af
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -17,6 +16,7 @@ import torch
 from accel_state import capabilities, device_calls, env
 from accel_state.device_row import DeviceRow
 from accel_state.enums import DistributedType, RNGType
+from accel_state.warning import warn
 
 __all__ = ["DEVICES", "DeviceRow", "default_device", "detect", "row"]
 
@@ -189,10 +189,9 @@ def detect(cpu: bool = False) -> DeviceRow:
     asked = env.get("ACCELERATE_TORCH_DEVICE")
     if cpu or env.get("ACCELERATE_USE_CPU"):
         if asked and row(asked).type != "cpu":
-            warnings.warn(
+            warn(
                 f"ACCELERATE_TORCH_DEVICE={asked} is ignored, because the CPU was asked for (cpu=True or "
                 "ACCELERATE_USE_CPU). Unset one of the two.",
-                stacklevel=2,
             )
         return DEVICES["cpu"]
     if asked:

@@ -6,8 +6,9 @@ value, and a string in any letter case names it.
 
 from __future__ import annotations
 
-import warnings
 from enum import Enum, EnumMeta
+
+from accel_state.warning import warn
 
 __all__ = [
     "ComputeEnvironment",
@@ -61,8 +62,8 @@ class _StringEnum(str, Enum, metaclass=_ContainsValues):
                     return member
             if wanted in cls._old_spellings():
                 new = cls._old_spellings()[wanted]
-                warnings.warn(
-                    f"{cls.__name__} {value!r} is an old spelling; use {new!r}.", FutureWarning, stacklevel=4
+                warn(
+                    f"{cls.__name__} {value!r} is an old spelling; use {new!r}.", FutureWarning
                 )
                 return cls(new)
         raise ValueError(_unknown(cls, value))

@@ -196,17 +196,16 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         One line per variable, each with its line break. A variable that such a file cannot hold (one of `;`,
         `<`, `>`, space or a line break in its name or value) is left out with a warning.
     """
-    import warnings
+    from accel_state.warning import warn
 
     lines = []
     for name, value in current_env.items():
         if name and not any(character in name + value for character in ";\n<> "):
             lines.append(f"{name}={value}\n")
         else:
-            warnings.warn(
+            warn(
                 f"Environment variable {name!r} is left out: an environment file cannot hold ';', '<', '>', "
                 f"a space or a line break, and its value is {value!r}.",
-                stacklevel=2,
             )
     return lines
 

@@ -6,7 +6,8 @@ import platform
 import re
 import shutil
 import subprocess
-import warnings
+
+from accel_state.warning import warn
 
 __all__ = ["check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"]
 
@@ -63,7 +64,7 @@ def check_os_kernel() -> None:
     release = platform.release()
     found = re.match(r"(\d+)\.(\d+)", release)
     if found and (int(found[1]), int(found[2])) < _OLDEST_LINUX:
-        warnings.warn(
+        warn(
             f"The Linux kernel is {release}; with one older than 5.5 processes may hang. Update it.",
-            stacklevel=2,
+            about="machine",
         )

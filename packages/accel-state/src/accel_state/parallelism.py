@@ -16,7 +16,6 @@ torch is imported where a mesh is built.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +27,7 @@ from accel_state.parallel_handlers import (
     check_count,
     or_environment,
 )
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,7 +112,7 @@ class ParallelismConfig:
             raise TypeError(f"{axis}_handler must be a {kind.__name__}, not {given!r}.")
         if self._size(axis) == 1:
             if given is not None:
-                warnings.warn(f"{axis}_handler is ignored, for {axis}_size is 1.", stacklevel=5)
+                warn(f"{axis}_handler is ignored, for {axis}_size is 1.")
             return given
         return kind() if given is None else given
 

@@ -7,13 +7,12 @@ any state.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from accel_state import env, rendezvous, watch
+from accel_state import env, failure, rendezvous, watch
 from accel_state.affinity import set_numa_affinity
 from accel_state.control import ProcessControl, describe, wait
 from accel_state.devices import DEVICES, DeviceRow, default_device, detect, row
@@ -22,6 +21,7 @@ from accel_state.env import CPUInformation
 from accel_state.placement import device_index, find_place
 from accel_state.shared import shared_dict
 from accel_state.tracebacks import set_tracebacks
+from accel_state.warning import warn
 
 __all__ = ["PartialState", "Process", "current_process", "wait_for_everyone"]
 
@@ -193,6 +193,7 @@ def wait_for_everyone() -> None:
 
 
 def _initialize(cpu: bool, options: dict[str, Any]) -> None:
+    failure.record_uncaught()
     found, facts = _where(cpu, options)
     device = found.device(device_index(found, facts))
     found.set_device(device.index)
@@ -210,10 +211,9 @@ def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformatio
     found = detect(cpu)
     facts = find_place(found, options)
     if facts.world_size > 1 and found.backend is None:
-        warnings.warn(
+        warn(
             f"{found.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
             "ACCELERATE_USE_CPU=true to ask for that, or start one process.",
-            stacklevel=5,
         )
         found = DEVICES["cpu"]
     return found, facts

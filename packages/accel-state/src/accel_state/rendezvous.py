@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from accel_state.devices import DeviceRow
 from accel_state.env import CPUInformation
 from accel_state.settle import settle
 from accel_state.stores import open_store
+from accel_state.warning import warn
 
 __all__ = [
     "backend_for",
@@ -170,11 +170,10 @@ def warn_ignored(options: Mapping[str, Any]) -> None:
         given = {name: value for name, value in given.items() if _made.options.get(name) != value}
     if given:
         listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        warnings.warn(
+        warn(
             f"{listed} ignored: the process group is already there (backend {dist.get_backend_config()}). "
             "Give these settings where the first PartialState or Accelerator is made, or to "
             "init_process_group.",
-            stacklevel=4,
         )
 
 

@@ -5,10 +5,9 @@ Standard library and rich only.
 
 from __future__ import annotations
 
-import warnings
-
 from accel_state import env
 from accel_state.imports import is_rich_available
+from accel_state.warning import warn
 
 __all__ = ["set_tracebacks"]
 
@@ -22,16 +21,14 @@ def set_tracebacks() -> None:
     if not env.get("ACCELERATE_ENABLE_RICH"):
         return
     if env.get("ACCELERATE_DISABLE_RICH"):
-        warnings.warn(
+        warn(
             "ACCELERATE_ENABLE_RICH is ignored, as ACCELERATE_DISABLE_RICH is set too: unset that one. Rich "
             "is off where neither is set.",
-            stacklevel=4,
         )
     elif not is_rich_available():
-        warnings.warn(
+        warn(
             "ACCELERATE_ENABLE_RICH is ignored, as rich is not installed: `pip install rich`, or unset the "
             "variable.",
-            stacklevel=4,
         )
     else:
         from rich.traceback import install

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
 from accel_optim.scaler import end_round
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     import torch
@@ -197,9 +197,8 @@ def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
     if config.project_dir is None:
         raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
     if output_dir is not None:
-        warnings.warn(
+        warn(
             f"save_state ignores output_dir={str(output_dir)!r}: checkpoints are named automatically.",
-            stacklevel=4,
         )
     folder = layout.checkpoint_dir(config.project_dir, config.iteration)
     if from_main(folder.exists, accelerator.process, "naming the checkpoint"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from accel_state.handlers import (
 )
 from accel_state.logging import get_logger
 from accel_state.parallelism import ParallelismConfig
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.engines import Engine
@@ -116,7 +116,7 @@ def tell_unread(handlers: Handlers, engine: Engine) -> None:
             said = ", ".join(f"{name}={vars(handler)[name]!r}" for name in chosen or given)
             message = f"{type(handler).__name__}({said}) is ignored under {engine.name}: {reason}."
             if chosen:
-                warnings.warn(message, stacklevel=3)
+                warn(message)
             else:
                 _logger.info("%s", message)
 
@@ -288,10 +288,9 @@ def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> Pr
     if config.project_dir is None:
         config.set_directories(project_dir)
     elif os.fspath(project_dir) != os.fspath(config.project_dir):
-        warnings.warn(
+        warn(
             f"Accelerator ignores project_dir={os.fspath(project_dir)!r}: its project_config has "
             f"project_dir={os.fspath(config.project_dir)!r}. Leave one of them out.",
-            stacklevel=3,
         )
     return config
 
@@ -348,4 +347,4 @@ def resolve_old_spellings(
 
 
 def _warn_old(name: str, now: str) -> None:
-    warnings.warn(f"Accelerator({name}=...) is the old spelling; write {now}.", FutureWarning, stacklevel=4)
+    warn(f"Accelerator({name}=...) is the old spelling; write {now}.", FutureWarning)

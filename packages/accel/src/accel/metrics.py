@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from accel_ops.collectives import gather
 from accel_ops.objects import gather_object
 from accel_ops.padding import pad_across_processes
 from accel_ops.walk import children, flatten, is_namedtuple, rebuild, recursively_apply
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel_state.process import Process
@@ -119,12 +119,11 @@ def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts
         return groups.mean(1).flatten()
     first = groups[:, :1]
     if may_be_parts and not _are_alike(groups, first.expand_as(groups)):
-        warnings.warn(
+        warn(
             f"gather_for_metrics got tensors {tuple(gathered.shape[1:])} per sample that differ between the "
             "processes of a context-parallel group, and keeps those of the first, which has a part of each "
             "sequence. Evaluate outside of maybe_context_parallel, where all see whole ones.",
             UserWarning,
-            stacklevel=2,
         )
     return first.flatten(0, 2)
 
@@ -164,12 +163,11 @@ def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:
     if fill is None or rows == fill.rows:
         return rows if fill is None else fill.real
     if set(rows) != {1}:
-        warnings.warn(
+        warn(
             f"gather_for_metrics got {sum(rows)} rows from {len(rows)} processes, whose batches have "
             f"{', '.join(map(str, fill.rows))} rows in this padded step: it cannot tell which rows belong to "
             "padding and keeps all. Return one row per sample to have the padding dropped.",
             UserWarning,
-            stacklevel=2,
         )
     return rows
 
@@ -204,12 +202,11 @@ def _is_structure(data: Sequence[Any], rows: int) -> bool:
     if isinstance(data, tuple) or len({_kind(value) for value in data}) > 1:
         return True
     if rows > 1:
-        warnings.warn(
+        warn(
             f"gather_for_metrics got a list of {rows} entries with {rows} rows each, from a padded batch of "
             f"{rows} samples: it is taken for one entry per sample. If each entry has a row per sample, as "
             "in [predictions, labels], pass a tuple or a dict.",
             UserWarning,
-            stacklevel=2,
         )
     return False
 

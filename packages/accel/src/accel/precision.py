@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_optim.handlers import AutocastKwargs
 from accel_optim.precision import autocast
 from accel_state.enums import PrecisionType
+from accel_state.warning import warn
 
 __all__ = ["AutocastForward", "Precision", "wrap_forward"]
 
@@ -66,12 +66,11 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
     if present == precision or (present is None and hasattr(model, "_original_forward")):
         return  # done, or the forward was replaced after it was done
     if present is not None:
-        warnings.warn(
+        warn(
             f"{type(model).__name__} was prepared by another Accelerator with "
             f"mixed_precision={present.name!r}, and computes with {precision.name!r} from now on. Give each "
             "Accelerator a model of its own (copy.deepcopy) to have both.",
             UserWarning,
-            stacklevel=2,
         )
         extract_model_from_parallel(model, keep_fp32_wrapper=False)
     if not precision.is_mixed:

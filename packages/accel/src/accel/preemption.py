@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel.agreement import Agreement
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -81,7 +81,7 @@ def save_on_preemption(
     try:
         accelerator.wait_for_save()
     except Exception as error:  # this is the last chance to save
-        warnings.warn(f"The save before failed: {type(error).__name__}: {error}.", stacklevel=3)
+        warn(f"The save before failed: {type(error).__name__}: {error}.")
     folder = accelerator.save_state(output_dir)
     if accelerator.is_main_process:
         why = received or "a signal to another process"

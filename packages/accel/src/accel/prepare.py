@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -285,12 +285,11 @@ def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
             "LRScheduler, DataLoader). Leave it out of the call."
         )
     accelerator._unprepared.append(item)
-    warnings.warn(
+    warn(
         f"prepare got a {kind}, which it does not prepare: it comes back unchanged. It prepares torch "
         f"Module, "
         "Optimizer, LRScheduler and DataLoader objects.",
         UserWarning,
-        stacklevel=5,
     )
 
 

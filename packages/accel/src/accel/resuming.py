@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
 from accel_optim.scaler import forget_round
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -134,7 +134,7 @@ def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Readi
                 raise
             damage.append(told[0])
             continue
-        if damage and process.is_main:
-            warnings.warn(f"Going on from {folder}. {' '.join(damage)}", stacklevel=4)
+        if damage:
+            warn(f"Going on from {folder}. {' '.join(damage)}")
         return reading, found[-1]
     raise CheckpointError(f"no checkpoint in {root} can be read. {' '.join(damage)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -12,6 +11,7 @@ from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.tensorboard import TensorBoardTracker
 from accel_state.enums import LoggerType
 from accel_state.packages import install_hint
+from accel_state.warning import warn
 
 __all__ = [
     "GeneralTracker",
@@ -78,10 +78,9 @@ def filter_trackers(
         name = str(getattr(item, "value", item)).lower()
         _check_known(name)
         if name not in get_available_trackers():
-            warnings.warn(
+            warn(
                 f"log_with asks for {name!r}, whose library is not installed: nothing is logged there. "
                 f"Install it with: {install_hint(name)}",
-                stacklevel=3,
             )
         elif name not in chosen:
             _check_logging_dir(name, logging_dir)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -29,9 +30,8 @@ def join_uneven_inputs(
     engine = accelerator.engine
     if not engine.joins_uneven_inputs:
         if accelerator.use_distributed:
-            warnings.warn(
+            warn(
                 f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
-                stacklevel=3,
             )
         yield
         return
@@ -56,12 +56,11 @@ def warn_of_uneven(owner: ReferenceType[Accelerator], counts: tuple[int, ...] | 
         seen += f"{min(counts)} to process {counts.index(min(counts))}"
     joins = accelerator.engine.joins_uneven_inputs
     way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joins else ""
-    warnings.warn(
+    warn(
         f"{seen}: one that is out of data takes no part in backward, gather or gather_for_metrics, which "
         f"wait for all processes. To train on it {way}pass even_batches=True (the default) with the whole "
         "dataset, or drop_last=True.",
         UserWarning,
-        stacklevel=4,
     )
 
 
@@ -74,9 +73,8 @@ def _even_batches(accelerator: Accelerator, even_batches: bool | None) -> Iterat
     samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in accelerator._dataloaders]
     settable = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(settable) < len(samplers):
-        warnings.warn(
+        warn(
             "join_uneven_inputs(even_batches=...) does not affect iterable-style and dispatched loaders.",
-            stacklevel=4,
         )
     before = [sampler.even_batches for sampler in settable]
     for sampler in settable:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from accel.plugins.ignored import tell_ignored
 from accel_state import env
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
@@ -66,10 +66,9 @@ def tell_replicas(config: ParallelismConfig | None, stage: int | None) -> None:
         stage: ZeRO's stage.
     """
     if config is not None and config.dp_replicate_enabled and not config.sp_enabled and stage:
-        warnings.warn(
+        warn(
             f"dp_replicate_size={config.dp_replicate_size} in parallelism_config is ignored: stage {stage} "
             "of DeepSpeed's ZeRO shares out over all processes. Leave it out, or set zero_stage=0.",
-            stacklevel=6,
         )
 
 

@@ -8,7 +8,6 @@ steps when `optimizer.step()` is called there.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from accel.ds import gradients
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.warning import warn
 
 __all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
 
@@ -168,10 +168,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients or not self.driver.has_gathered:
             return
         if not self.driver.is_reduced:
-            warnings.warn(
+            warn(
                 "zero_grad() before backward() in the last micro-batch of an accumulation window discards "
                 "the gradients of the micro-batches before it. Call zero_grad() after step().",
-                stacklevel=2,
             )
         self.driver.discard()
 

@@ -8,7 +8,6 @@ collectives and files stay functions of their own packages.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -33,6 +32,7 @@ from accel_ops import collectives
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -326,9 +326,8 @@ class Engine:
             **options: What `save_state` was given for it; an engine that takes none tells so.
         """
         if options:
-            warnings.warn(
+            warn(
                 f"save_state ignores {', '.join(options)}: the {self.name} engine saves without options.",
-                stacklevel=4,
             )
 
     def check_own(self, names: Collection[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from accel.megatron.optimizers import (
 from accel.megatron.options import refuse_without_transformer_engine
 from accel.megatron.t5 import T5TrainStep
 from accel_ops.objects import gather_object
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.megatron.steps import AbstractTrainStep
@@ -124,11 +124,10 @@ class MegatronLMEngine(Engine):
             plugin.set_training_args(size, self.data_shard[1])
         if plugin.custom_model_provider_function is None:
             plugin.set_network_size_args(objects.models[0])
-        warnings.warn(
+        warn(
             "Megatron-LM builds a model of its own from the configuration of "
             f"{type(objects.models[0]).__name__}, "
             "whose weights are not used. load_state restores what save_state wrote under Megatron-LM.",
-            stacklevel=2,
         )
         for optimizer in objects.optimizers:
             plugin.set_optimizer_type(optimizer)

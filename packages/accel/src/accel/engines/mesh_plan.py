@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from accel.parallel.filling import Filling, fill_group, fill_rest
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.parallel.tensor import is_split, split_weights, tensor_plan
 from accel.parallel.wrapping import choose_groups
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,10 +164,9 @@ def find_meshes(context: EngineContext) -> Meshes:
         return Meshes(init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",)))
     tensor = mesh["tp"] if config.tp_enabled else None
     if tensor is not None and config.tp_handler is not None and config.tp_handler.enable_async_tp:
-        warnings.warn(
+        warn(
             "TorchTensorParallelConfig(enable_async_tp=True) is ignored: only compiled code on accelerators "
             "can overlap these, and that is not there yet. Leave it out.",
-            stacklevel=2,
         )
     if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
         # Replicas alone, each one shard, on one mesh with the axis that splits weights.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from accel.parallel.alone import ensure_group
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.parallel.wrapping import choose_groups
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_state.warning import warn
 
 __all__ = ["ShardedEngine", "tell_upcast"]
 
@@ -162,8 +162,7 @@ def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence
     """
     if trained:
         beside = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
-        warnings.warn(
+        warn(
             f"Mixed precision keeps trainable parameters in float32: {len(trained)} of "
             f"{type(model).__name__} became float32 ({trained[0]} and others){beside}.",
-            stacklevel=2,
         )

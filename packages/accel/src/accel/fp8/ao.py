@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -12,6 +11,7 @@ import torch
 
 from accel_state.imports import is_torchao_available
 from accel_state.packages import install_hint, require
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.fp8.recipes import AORecipeKwargs
@@ -114,19 +114,17 @@ def apply(model: torch.nn.Module, recipe: AORecipeKwargs, gathers: bool) -> None
     if has_ao_layers(model):
         return
     if not gathers and recipe.asks_for("enable_fsdp_float8_all_gather"):
-        warnings.warn(
+        warn(
             f"enable_fsdp_float8_all_gather is ignored for {type(model).__name__}: FSDP2 alone gathers "
             "weights, those of models that it trains. Leave it out, or set "
             "FullyShardedDataParallelPlugin(fsdp_version=2).",
-            stacklevel=2,
         )
     convert_model_to_fp8_ao(model, recipe.build(gathers), recipe.module_filter_func)
     if not has_ao_layers(model):
-        warnings.warn(
+        warn(
             f"mixed_precision='fp8' computes no layer of {type(model).__name__} in fp8, but in bf16: by "
             "default the first and the last linear layer, and those whose sizes are no multiples of 16, stay "
             "as they are. AORecipeKwargs(module_filter_func=...) chooses others.",
-            stacklevel=2,
         )
 
 

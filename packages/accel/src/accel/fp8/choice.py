@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from accel_state import env
 from accel_state.capabilities import is_cuda_available
 from accel_state.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
 from accel_state.packages import install_hint
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     import torch
@@ -83,18 +83,16 @@ def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
     """
     if mixed_precision != "fp8":
         if recipe is not None:
-            warnings.warn(
+            warn(
                 f"{type(recipe).__name__} is ignored: mixed_precision is {mixed_precision!r}. Set "
                 "mixed_precision='fp8' to train in fp8.",
-                stacklevel=4,
             )
         return None
     asked = env.get("ACCELERATE_FP8_BACKEND")
     backend = _backend_of(recipe) or asked or _installed()
     if asked is not None and asked != backend:
-        warnings.warn(
+        warn(
             f"ACCELERATE_FP8_BACKEND={asked} is ignored: kwargs_handlers has {type(recipe).__name__}.",
-            stacklevel=4,
         )
     _check_installed(backend)
     return Fp8(backend, recipe if recipe is not None else _RECIPES[backend]())

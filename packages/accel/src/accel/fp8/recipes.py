@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import env
 from accel_state.handlers import KwargsHandler
 from accel_state.imports import is_msamp_available
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     import torch
@@ -173,10 +173,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
-        warnings.warn(
+        warn(
             "FP8RecipeKwargs is the old name; write TERecipeKwargs or MSAMPRecipeKwargs.",
             FutureWarning,
-            stacklevel=3,
         )
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.packages import install_hint
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.fp8.recipes import TERecipeKwargs
@@ -143,10 +143,9 @@ def recipe_arguments(handler: TERecipeKwargs, known: tuple[str, ...]) -> dict[st
     for name in [name for name in values if name not in known]:
         value = values.pop(name)
         if value != always.get(name):
-            warnings.warn(
+            warn(
                 f"TERecipeKwargs({name}={value!r}) is ignored: the installed version of Transformer Engine "
                 "has no such setting. Leave it out.",
-                stacklevel=3,
             )
     return values
 

@@ -7,7 +7,6 @@ A checkpoint of one arrangement of processes loads in another, as megatron-core'
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel.megatron.runtime import core, parallel_state
 from accel_ckpt.errors import CheckpointError
 from accel_state.packages import require
+from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.megatron.model import MegatronEngine
@@ -74,10 +74,9 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     if saved != _arrangement():
         # Each process has generators of its own, which mean nothing to other parts of the model.
         del wanted["random"]
-        warnings.warn(
+        warn(
             f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, and they are {_arrangement()} "
             "here: weights and optimizer states are restored, and dropout begins with new random numbers.",
-            stacklevel=2,
         )
     found = checkpoints.load(wanted, source)
     for index, part in enumerate(model.parts):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterator
 from functools import partialmethod
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from accel.ds.settings import tell_unused
 from accel.ds.transformers import show_to_transformers
 from accel_state import env
 from accel_state.packages import require
+from accel_state.warning import warn
 
 __all__ = ["DeepSpeedPlugin"]
 
@@ -181,10 +181,9 @@ class DeepSpeedPlugin:
         if wanted is None:
             wanted = env.get(f"{_PREFIX}ZERO3_INIT")
         if wanted and self.zero_stage != 3:
-            warnings.warn(
+            warn(
                 f"zero3_init_flag=True is ignored: with zero_stage={self.zero_stage} parameters are not "
                 "sharded. Leave it out, or set zero_stage=3.",
-                stacklevel=4,
             )
         default = has_config if wanted is None else bool(wanted)
         self.zero3_init_flag = default and self.zero_stage == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import wrap
 
 from accel.plugins.unused import tell_unused
 from accel_state import env
+from accel_state.warning import warn
 
 __all__ = [
     "FSDP_AUTO_WRAP_POLICY",
@@ -167,10 +167,9 @@ class FullyShardedDataParallelPlugin:
             ignored = [name for name in (*unused, "optim_state_dict_config") if name in given]
             ignored += ["forward_prefetch"] * (self.forward_prefetch is True and "forward_prefetch" in given)
             if ignored:
-                warnings.warn(
+                warn(
                     f"fsdp_version=2 ignores {', '.join(ignored)}: they are settings of version 1. Leave "
                     "them out.",
-                    stacklevel=4,
                 )
             self.backward_prefetch = self.use_orig_params = None
             if self.sync_module_states is None:
@@ -184,10 +183,9 @@ class FullyShardedDataParallelPlugin:
         self.sync_module_states = _or_env(self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             if "sync_module_states" in given:
-                warnings.warn(
+                warn(
                     "sync_module_states=False is ignored: with cpu_ram_efficient_loading only rank 0 has the "
                     "weights. Leave it out.",
-                    stacklevel=4,
                 )
             self.sync_module_states = True
 
@@ -389,11 +387,10 @@ def _find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[ty
     by_name = {type(module).__name__: type(module) for module in model.modules()}
     wanted = names or getattr(model, "_no_split_modules", None)
     if not wanted:
-        warnings.warn(
+        warn(
             f"{type(model).__name__} is sharded, and gathered, in one piece: auto_wrap_policy is "
             "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its "
             f"layer classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
-            stacklevel=4,
         )
         return set()
     # A model's own list may name layers that this configuration of it does not have.

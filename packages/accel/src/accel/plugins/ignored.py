@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from accel_state.warning import warn
 
 __all__ = ["tell_ignored"]
 
@@ -18,4 +19,4 @@ def tell_ignored(plugin: Any, reasons: Mapping[str, str]) -> None:
     """
     for name, reason in reasons.items():
         message = f"{type(plugin).__name__} ignores {name}={getattr(plugin, name)!r}: {reason}."
-        warnings.warn(message, stacklevel=5)
+        warn(message)

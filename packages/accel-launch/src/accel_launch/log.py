@@ -1,0 +1,48 @@
+"""A log file that never ends the run: where it cannot be written, the run goes on without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["Log"]
+
+
+class Log:
+    """A copy of one stream in a file.
+
+    Args:
+        path: The file, which is made.
+        failed: Called with the error when the file cannot be written (a full disk); nothing is written from
+            then on.
+    """
+
+    def __init__(self, path: Path, failed: Callable[[OSError], None]) -> None:
+        self._file: BinaryIO | None = path.open("wb", buffering=0)
+        self._failed = failed
+
+    def write(self, data: bytes) -> None:
+        """Add to the file.
+
+        Args:
+            data: What to add.
+        """
+        if self._file is None:
+            return
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._failed(error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except OSError as error:  # a quota, or a server, may say only now that there was no room
+            self._failed(error)

@@ -1,0 +1,110 @@
+"""Read tracebacks in a worker's words: which exception, and the frames of libraries in one line each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from itertools import groupby
+
+__all__ = ["FOLDED", "HEADER", "clean", "fold_frames", "last_exception", "library_folders"]
+
+HEADER = "Traceback (most recent call last):"
+"""How a traceback begins."""
+
+FOLDED = "  ... "
+"""How the line begins that stands for frames."""
+
+_LIBRARIES = (
+    *("accel", "accel_ckpt", "accel_data", "accel_launch", "accel_ops", "accel_optim", "accel_state"),
+    "torch",
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RANK = re.compile(r"^\[rank\d+\]: ?(?!\[)", re.MULTILINE)  # torch puts it before each line of a traceback
+_TORCH_LOG = re.compile(r"(?:\[rank\d+\]:)?\[[WEIF]\d{4} ")
+_FRAME = re.compile(r'  File "([^"]+)", line \d+, in ')
+
+
+def clean(words: bytes) -> str:
+    """Return what a worker wrote as plain text: without colours, and without torch's rank before each line.
+
+    Args:
+        words: The end of its stderr.
+    """
+    return _RANK.sub("", _COLOUR.sub("", words.decode(errors="replace")))
+
+
+def last_exception(text: str) -> str:
+    """Return the type and message of the exception of the last traceback.
+
+    Args:
+        text: Clean text.
+
+    Returns:
+        `ValueError: boom`, with further lines where the message has some; "" if there is no traceback.
+    """
+    start = text.rfind(HEADER)
+    if start < 0:
+        return ""
+    lines = text[start:].splitlines()[1:]
+    begin = next((i for i, line in enumerate(lines) if line and line[0] != " "), len(lines))
+    end = next((i for i in range(begin, len(lines)) if _TORCH_LOG.match(lines[i])), len(lines))
+    return "\n".join(lines[begin:end]).rstrip()
+
+
+def library_folders() -> dict[str, str]:
+    """Return the folders of torch and accel's packages, as far as they are here, with their names."""
+    found = {}
+    for name in _LIBRARIES:
+        spec = find_spec(name)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            found[os.path.join(folder, "")] = name.partition("_")[0]
+    return found
+
+
+def fold_frames(text: str, folders: dict[str, str]) -> str:
+    """Replace frames of libraries that follow each other by one line, but for the last frame of a traceback.
+
+    Args:
+        text: Clean text.
+        folders: Names of libraries by their folders, which end with a separator.
+    """
+    lines: list[str] = []
+    for of_frames, entries in groupby(_entries(text.splitlines()), key=lambda entry: entry[0] is not None):
+        found = list(entries)
+        shown = _fold(found, folders) if of_frames else (line for _, part in found for line in part)
+        lines += shown
+    return "\n".join(lines)
+
+
+def _entries(lines: Iterable[str]) -> Iterator[tuple[str | None, list[str]]]:
+    """Take text apart into frames, each with its file and lines, and other lines."""
+    frame: tuple[str | None, list[str]] | None = None
+    for line in lines:
+        found = _FRAME.match(line)
+        if frame is not None and not found and line.startswith(("    ", "  [Previous line")):
+            frame[1].append(line)
+            continue
+        if frame is not None:
+            yield frame
+        frame = (found[1], [line]) if found else None
+        if frame is None:
+            yield None, [line]
+    if frame is not None:
+        yield frame
+
+
+def _fold(frames: list[tuple[str | None, list[str]]], folders: dict[str, str]) -> Iterator[str]:
+    def library(frame: tuple[str | None, list[str]]) -> str | None:
+        return next((name for folder, name in folders.items() if (frame[0] or "").startswith(folder)), None)
+
+    *before, last = frames
+    for in_library, run in groupby(before, key=lambda frame: library(frame) is not None):
+        found = list(run)
+        if in_library:
+            names = " and ".join(sorted({str(library(frame)) for frame in found}))
+            yield f"{FOLDED}{len(found)} frame{'s' if len(found) > 1 else ''} of {names}"
+        else:
+            yield from (line for _, part in found for line in part)
+    yield from last[1]

@@ -1,0 +1,57 @@
+"""Write down by which exception this process ends, and when, for what started it.
+
+A launcher names a file in TORCHELASTIC_ERROR_FILE: `accel launch` and torchrun do, which compare the times to
+tell the first failure from those that follow from it. The format is torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from accel_state import env
+
+__all__ = ["record_uncaught"]
+
+_installed_in: int | None = None
+
+
+def record_uncaught() -> None:
+    """From now on, write an exception that nobody catches to the file that a launcher asked for, if it did.
+
+    The file's time of modification is when the exception came; `sys.excepthook` goes on as before.
+    """
+    global _installed_in
+    path = env.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or _installed_in == os.getpid():
+        return
+    pid = _installed_in = os.getpid()
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == pid:  # else a fork, whose end is not that of the worker
+            _write(path, error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _write(path: str, error: BaseException) -> None:
+    now = time.time_ns()
+    text = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(now // 10**9),
+        },
+    }
+    # What wrote before this one, as torch's decorator `record` does, was closer to the exception.
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+        json.dump({"message": text}, file)
+        file.flush()
+        os.utime(path, ns=(now, now))
