@@ -352,6 +352,7 @@ def make_session(
     else:
         done = [accelerator.prepare(objects[name]) for name in names]
     prepared = dict(zip(names, done, strict=True))
+    assert prepared["model"]._is_accelerate_prepared
     return Session(accelerator, **prepared)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accel_launch.errors import LaunchError
 from accel_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher
+from accel_state import watch
 
 
 def all_ranks(folder: str) -> None:
@@ -94,6 +95,22 @@ def test_notebook_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.M
     notebook_launcher(os.getpid, num_processes=2, use_port="0")
 
     assert list(tmp_path.iterdir()) == []
+
+
+def leave_one_by_one(folder: str) -> None:
+    """Rank 0 ends only when it sees that rank 1 has left."""
+    rank = os.environ["RANK"]
+    watch.register(lambda process: None, lambda process: None, leaves=Path(folder, rank).touch)
+    until = time.monotonic() + 30
+    while rank == "0" and not Path(folder, "1").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_debug_mode_hears_of_the_end_of_each_function(tmp_path: Path) -> None:
+    notebook_launcher(leave_one_by_one, (str(tmp_path),), num_processes=2, use_port="0")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def test_a_result_that_cannot_be_sent_is_none() -> None:

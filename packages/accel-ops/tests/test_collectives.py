@@ -24,6 +24,7 @@ Pair = namedtuple("Pair", "x y")
 Leaf = namedtuple("Leaf", "dtype shape layout seed")  # describes a tensor; each rank makes its own
 
 EXACT = ["uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
+ORDERED = [name for name in EXACT if name != "complex64"]
 ALL = [*EXACT, "bool", "int16", "uint16", "uint32", "uint64", "float8_e5m2", "complex32", "complex128"]
 LAYOUTS = ["plain", "transposed", "strided", "expanded", "conjugate", "negative", "grad", "offset"]
 
@@ -94,7 +95,7 @@ def naive_gather(leaf: torch.Tensor) -> torch.Tensor:
 
 def naive_reduce(leaf: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
     total = own(leaf)
-    dist.all_reduce(total)
+    dist.all_reduce(total, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
     if reduction == "mean":
         total = total / dist.get_world_size()
     return total if scale == 1 else total * scale
@@ -236,6 +237,7 @@ def error_of_odd(name: str, kind: str) -> str:
 
 def after_destroying() -> list[str]:
     process = current_process()
+    dist.barrier()  # who leaves while others still connect takes their connections along
     dist.destroy_process_group()
     errors = []
     for operation in (gather, reduce, broadcast):
@@ -332,14 +334,17 @@ def test_gather_equals_gathering_leaf_by_leaf(world: Any, trees: list[Any], size
 
 @quick
 @given(
-    trees=forests(EXACT),
+    given=st.one_of(
+        st.tuples(forests(EXACT), st.sampled_from(["mean", "sum"])),
+        st.tuples(forests(ORDERED), st.just("max")),
+    ),
     size=st.sampled_from([2, 3]),
-    reduction=st.sampled_from(["mean", "sum"]),
     scale=st.sampled_from([1.0, 2, 0.5]),
 )
 def test_reduce_equals_reducing_leaf_by_leaf(
-    world: Any, trees: list[Any], size: int, reduction: str, scale: float
+    world: Any, given: tuple[list[Any], str], size: int, scale: float
 ) -> None:
+    trees, reduction = given
     world.run(check_reduce, trees, reduction, scale, size=size)
 
 
@@ -365,6 +370,8 @@ def test_large_tensors_travel_like_small_ones(world: Any, layout: str, dtype: st
     world.run(check_broadcast, [plain if layout in ("expanded", "grad") else tree], 1)
     if dtype != "bool":
         world.run(check_reduce, [tree], "mean", 1.0)
+    if dtype == "float32":
+        world.run(check_reduce, [tree], "max", 1.0)
 
 
 def test_reduce_rounds_as_torch_does(world: Any) -> None:
@@ -429,6 +436,8 @@ def test_one_process_gathers_what_it_has() -> None:
         ("mean", 1.0, [3, 4], torch.float32),
         ("sum", 2, [6, 8], torch.int64),
         ("sum", 0.5, [1.5, 2], torch.float32),
+        ("max", 1.0, [3, 4], torch.int64),
+        ("max", 0.5, [1.5, 2], torch.float32),
         ("none", 5.0, [3, 4], torch.int64),
     ],
 )
@@ -508,18 +517,35 @@ def test_what_cannot_be_moved_is_named(world: Any, name: str, kind: str, message
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("bool", "reduce adds numbers, but data['b'][0] is boolean. Pass its .int()"),
-        ("int16", "cannot add tensors of torch.int16"),
+        ("bool", "reduce takes numbers, but data['b'][0] is boolean. Pass its .int()"),
+        ("int16", "cannot reduce tensors of torch.int16"),
     ],
 )
-def test_what_cannot_be_added_is_named(world: Any, kind: str, message: str) -> None:
+def test_what_cannot_be_reduced_is_named(world: Any, kind: str, message: str) -> None:
     for error in world.run(error_of_odd, "reduce", kind):
         assert error.startswith("TypeError")
         assert message in error
 
 
+def largest() -> torch.Tensor:
+    rank = dist.get_rank()
+    return reduce(torch.tensor([rank, -rank, 7]), "max")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_max_is_the_largest_of_each_element(world: Any, size: int) -> None:
+    for result in world.run(largest, size=size):
+        assert result.tolist() == [size - 1, 0, 7]
+
+
+def test_complex_numbers_have_no_largest() -> None:
+    with pytest.raises(TypeError, match=r"order, but data\['a'\] is complex. Pass its .abs\(\)"):
+        reduce({"a": torch.ones(1, dtype=torch.complex64)}, "max")
+
+
 def test_unknown_reductions_and_ranks_are_named(world: Any) -> None:
-    assert "reduction='max' is unknown; allowed: mean, sum, none" in error_of("reduce", torch.ones(1), "max")
+    error = error_of("reduce", torch.ones(1), "min")
+    assert error == "ValueError: reduce: reduction='min' is unknown; allowed: mean, sum, max, none."
     assert "from_process=1, but there are 1 process(es)" in error_of("broadcast", torch.ones(1), 1)
     for error in world.run(error_of, "broadcast", torch.ones(1), 2):
         assert "from_process=2, but there are 2 process(es); give a rank from 0 to 1" in error

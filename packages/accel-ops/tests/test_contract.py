@@ -396,6 +396,15 @@ SCENARIOS = {
     "ends 1": (2, "if rank != 1:\n    meet()"),
     "fails 0": (2, "if rank == 0:\n    time.sleep(0.3)\n    raise ValueError('bad sample')\nmeet()"),
     "fails 1": (2, "if rank == 1:\n    time.sleep(0.3)\n    raise ValueError('bad sample')\nmeet()"),
+    "worker ends 1": (2, "if rank != 1:\n    meet()"),
+    "worker exits 1": (
+        2,
+        # As torch's launchers answer an exception.
+        (
+            "if rank == 1:\n    try:\n        raise ValueError('bad sample')\n"
+            "    except ValueError:\n        sys.exit(1)\nmeet()"
+        ),
+    ),
     "killed 0": (2, "if rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.5)\nmeet()"),
     "disagree": (
         3,
@@ -409,9 +418,10 @@ SCENARIOS = {
     ),
 }
 
-# Imports torch once and forks the processes of all scenarios, which then end as any script does.
+# Imports torch once and forks the processes of all scenarios, which then end as any script does, or as a function
+# does that a launcher runs in a process of multiprocessing.
 SCRIPT = """
-import dataclasses, os, signal, sys, time
+import dataclasses, multiprocessing, os, signal, sys, time
 import torch
 from accel_ops import session
 from accel_ops.collectives import gather
@@ -428,13 +438,22 @@ for name, (size, body, port) in scenarios.items():
         errors = os.open(f"{folder}/{name} {rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(errors, 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
-        process = dataclasses.replace(PartialState().process, debug=True)
 
-        def meet(n=1):
-            gather(torch.ones(n), process=process)
+        def main():
+            process = dataclasses.replace(PartialState().process, debug=True)
 
-        meet()
-        exec(body)
+            def meet(n=1):
+                gather(torch.ones(n), process=process)
+
+            meet()
+            exec(body)
+
+        if name.startswith("worker"):
+            worker = multiprocessing.get_context("fork").Process(target=main)
+            worker.start()
+            worker.join()
+            sys.exit(worker.exitcode)
+        main()
         sys.exit()
 codes = {name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children}
 print(codes)
@@ -460,7 +479,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
             command, env=os.environ | environment, stdout=subprocess.PIPE, start_new_session=True
         )
         try:
-            output, _ = process.communicate(timeout=90)
+            output, _ = process.communicate(timeout=110)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -474,21 +493,25 @@ def message_of(errors: str) -> str:
     return errors[errors.rindex("DistributedOperationException") :]
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_script_that_ends_early_is_named(ended: dict[str, tuple[int, str]], leaver: int) -> None:
-    assert ended[f"ends {leaver} {leaver}"][0] == 0
-    code, errors = ended[f"ends {leaver} {1 - leaver}"]
+@pytest.mark.parametrize(("how", "leaver"), [("ends", 0), ("ends", 1), ("worker ends", 1)])
+def test_a_script_that_ends_early_is_named(
+    ended: dict[str, tuple[int, str]], how: str, leaver: int
+) -> None:
+    assert ended[f"{how} {leaver} {leaver}"][0] == 0
+    code, errors = ended[f"{how} {leaver} {1 - leaver}"]
     assert code == 1
-    assert f"process {leaver} left after operation 1 (gather at <string>:22 in meet)" in message_of(errors)
+    assert f"process {leaver} left after operation 1 (gather at <string>:24 in meet)" in message_of(errors)
     assert "because its script ended" in message_of(errors)
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_script_that_fails_is_named_with_its_error(ended: dict[str, tuple[int, str]], leaver: int) -> None:
-    assert "ValueError: bad sample" in ended[f"fails {leaver} {leaver}"][1]
-    code, errors = ended[f"fails {leaver} {1 - leaver}"]
+@pytest.mark.parametrize(("how", "leaver"), [("fails", 0), ("fails", 1), ("worker exits", 1)])
+def test_a_script_that_fails_is_named_with_its_error(
+    ended: dict[str, tuple[int, str]], how: str, leaver: int
+) -> None:
+    assert ended[f"{how} {leaver} {leaver}"][0] == 1
+    code, errors = ended[f"{how} {leaver} {1 - leaver}"]
     assert code == 1
-    assert f"process {leaver} left after operation 1 (gather at <string>:22 in meet)" in message_of(errors)
+    assert f"process {leaver} left after operation 1 (gather at <string>:24 in meet)" in message_of(errors)
     assert "because of ValueError: bad sample" in message_of(errors)
 
 

@@ -221,14 +221,23 @@ def test_device_mesh_is_built_once_and_on_demand() -> None:
     assert built == ["cpu"]
 
 
-def test_reset_forgets_the_newest_but_not_the_handles() -> None:
+def test_handles_have_no_settings_from_a_reset_to_the_next_state() -> None:
     state = AcceleratorState(mixed_precision="bf16")
     AcceleratorState._reset_state()
 
     assert AcceleratorState._shared_state == {}
     assert PartialState._shared_state
-    assert state.mixed_precision == "bf16"
+    plugins = "dynamo_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin deepspeed_plugin deepspeed_plugins"
+    others = "mixed_precision distributed_type parallelism_config device_mesh is_fsdp2"
+    for name in f"{plugins} {others}".split():
+        assert not hasattr(state, name), name
+    with pytest.raises(AttributeError, match=r"AcceleratorState\._reset_state\(\) was called.*Make a new"):
+        _ = state.mixed_precision
+    assert not state.initialized
+    assert repr(state) == "AcceleratorState(reset)"
+
     assert AcceleratorState().mixed_precision == "no"
+    assert state.mixed_precision == "bf16"
 
 
 def test_reset_of_the_process_is_told() -> None:
@@ -238,7 +247,7 @@ def test_reset_of_the_process_is_told() -> None:
     assert PartialState._shared_state == {}
     with pytest.raises(AttributeError, match=r"reset_partial_state=True.*Make a new PartialState"):
         _ = state.device
-    with pytest.raises(AttributeError, match="reset_partial_state=True"):
+    with pytest.raises(AttributeError, match="settings of the Accelerator are not there"):
         _ = state.distributed_type
 
 

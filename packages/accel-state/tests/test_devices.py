@@ -80,6 +80,8 @@ def test_torch_device_is_honoured(machine_with_cuda: None, monkeypatch: pytest.M
     assert default_device() == torch.device("cuda", 1)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     assert default_device() == torch.device("cpu")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
+    assert default_device() == torch.device("cpu", 64)
 
 
 def test_torch_device_beside_cpu_is_not_ignored_in_silence(
@@ -119,7 +121,7 @@ def test_cpu_row_runs() -> None:
     cpu.set_rng_state(state)
 
     assert torch.equal(torch.rand(3), first)
-    assert (cpu.count(), cpu.is_available(), cpu.device(3)) == (1, True, torch.device("cpu"))
+    assert (cpu.count(), cpu.is_available(), cpu.device()) == (1, True, torch.device("cpu"))
     assert (cpu.memory_allocated(), cpu.max_memory_allocated(), cpu.pci_address(0)) == (0, 0, None)
     cpu.set_device(None)
     cpu.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 
 import pytest
@@ -105,6 +106,31 @@ class TestOneProcess:
 
         helper()
         assert caplog.records[0].funcName == "test_a_stacklevel_of_the_caller_counts_from_the_caller"
+
+    @pytest.mark.parametrize("stacklevel", [None, 1, 2, 3, 4])
+    def test_records_through_another_adapter_name_the_line_of_the_call(self, logger, caplog, stacklevel):
+        # Adapters that were written for other loggers count with or without the logger's own frames.
+        class Outer(logging.LoggerAdapter):
+            def log(self, level, msg, *args, **kwargs):
+                if stacklevel is not None:
+                    kwargs["stacklevel"] = stacklevel
+                self.logger.log(level, msg, *args, **kwargs)
+
+        outer = Outer(logger, {})
+        outer.warning("here")
+        outer.log(logging.INFO, "here")
+        outer.info("here", in_order=True)
+        here = sys._getframe()
+        assert [record.lineno for record in caplog.records] == [here.f_lineno - n for n in (4, 3, 2)]
+        for record in caplog.records:
+            assert (record.funcName, record.pathname) == (here.f_code.co_name, __file__)
+
+    def test_a_plain_adapter_passes_the_stacklevel_of_the_call_on(self, logger, caplog):
+        def helper():
+            logging.LoggerAdapter(logger, {}).info("here", stacklevel=2)
+
+        helper()
+        assert caplog.records[0].funcName == "test_a_plain_adapter_passes_the_stacklevel_of_the_call_on"
 
     def test_exceptions_and_extra_fields_pass_through(self, logger, caplog):
         try:

@@ -123,6 +123,12 @@ def test_hardware_without_indices_has_none() -> None:
     assert placement.device_index(CPU, CPUInformation(7, 8, 3, 4)) is None
 
 
+def test_one_process_keeps_an_index_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
+
+    assert placement.device_index(CPU, CPUInformation(0, 1, 0, 1)) == 64
+
+
 def test_one_process_keeps_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.device_index(hardware(4), CPUInformation(0, 1, 0, 1)) is None
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:2")

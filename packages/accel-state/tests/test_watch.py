@@ -15,6 +15,7 @@ def _calls_of_a_run() -> list[tuple[str, int]]:
         watch.register(
             joined=lambda process: calls.append(("joined", process.rank)),
             waits=lambda process: calls.append(("waits", process.rank)),
+            leaves=lambda: None,
         )
         state = PartialState()
         PartialState()

@@ -291,6 +291,7 @@ def check_collectives() -> None:
     rank, size = accelerator.process_index, accelerator.num_processes
     assert accelerator.gather(torch.tensor([rank])).tolist() == list(range(size))
     assert accelerator.reduce(torch.tensor([1.0 + rank]), "sum").item() == sum(range(1, size + 1))
+    assert accelerator.reduce(torch.tensor([1.0 + rank]), "max").item() == size
     padded = accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=7)
     assert padded.tolist() == [1.0] * (rank + 1) + [7.0] * (size - rank - 1)
     if rank == size - 1:

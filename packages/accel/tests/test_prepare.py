@@ -51,6 +51,33 @@ def test_preparing_twice_is_preparing_once():
     assert (len(accelerator._schedulers), len(accelerator._dataloaders)) == (1, 1)
 
 
+def test_a_prepared_model_says_so():
+    accelerator = Accelerator()
+    evaluated, trained, raw = (torch.nn.Linear(2, 1) for _ in range(3))
+
+    accelerator.prepare_model(evaluated, evaluation_mode=True)
+    accelerator.prepare(trained)
+
+    assert evaluated._is_accelerate_prepared
+    assert trained._is_accelerate_prepared
+    assert not hasattr(raw, "_is_accelerate_prepared")
+
+
+def wrapped_when_it_trains() -> list[bool]:
+    """A model that is wrapped only when it is prepared a second time."""
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    model.requires_grad_(False)
+    frozen = accelerator.prepare(model)
+    model.requires_grad_(True)
+    training = accelerator.prepare(model)
+    return [training is frozen, frozen._is_accelerate_prepared, training._is_accelerate_prepared]
+
+
+def test_a_model_that_is_wrapped_later_says_so_too(world):
+    assert world.run(wrapped_when_it_trains, init=False) == [[False, True, True]] * 2
+
+
 def test_one_loader_is_prepared_once_for_each_way():
     accelerator = Accelerator()
     *_, raw, _ = make()

@@ -24,7 +24,7 @@ from accel_launch.elastic import (
 from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_launch.ports import reserve_port
-from accel_state import env
+from accel_state import env, watch
 from accel_state.warning import warn
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
@@ -242,8 +242,11 @@ def _forked(
         env.put(values, "FORK_LAUNCHED", True)
         if one_thread:
             _one_thread()
-        with env.patch_environment(**values):
-            result = function(*args)
+        try:
+            with env.patch_environment(**values):
+                result = function(*args)
+        finally:
+            watch.leaves()  # the agent lets no process end before all have returned
         return _sendable(result) if env.get("RANK") == 0 else None
 
     # The agent reads these, and a partial or a callable object has none.

@@ -8,7 +8,7 @@ flow through any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from accel_state.process import Process, current_process
 __all__ = ["broadcast", "copy_tensor_to_devices", "gather", "reduce"]
 
 _USUAL = {torch.Tensor, torch.nn.Parameter}
-_REDUCTIONS = ("mean", "sum", "none")
+_REDUCTIONS = ("mean", "sum", "max", "none")
 
 
 def gather(tensor: Any, *, process: Process | None = None) -> Any:
@@ -97,13 +97,13 @@ def _all_gather(output: torch.Tensor, tensor: torch.Tensor, async_op: bool = Fal
 def reduce(
     tensor: Any, reduction: str = "mean", scale: float = 1.0, *, process: Process | None = None
 ) -> Any:
-    """Add up the tensors of all processes element by element, on every process.
+    """Combine the tensors of all processes element by element, on every process.
 
     Args:
         tensor: A tree of tensors, of the same structure, shapes and dtypes on every process. It is not
             changed.
         reduction: "sum"; "mean", which divides the sum by the number of processes (integers become floating
-            point); or "none", which does nothing at all.
+            point); "max", the largest of each element; or "none", which does nothing at all.
         scale: The result is multiplied by this (integers become floating point, unless it is 1 or an int).
         process: The facts of this process; the current one by default.
 
@@ -113,8 +113,8 @@ def reduce(
 
     Raises:
         ValueError: If `reduction` is unknown, or a tensor is on a device that the process group cannot move.
-        TypeError: If a leaf is not a dense tensor, is boolean (sums of which have no agreed meaning), or has
-            a dtype that the backend cannot add.
+        TypeError: If a leaf is not a dense tensor, is boolean (sums of which have no agreed meaning), is
+            complex under "max", or has a dtype that the backend cannot reduce.
         RuntimeError: If the process group has been destroyed.
         DistributedOperationException: In debug mode, if the processes disagree.
     """
@@ -123,7 +123,7 @@ def reduce(
     process = process or current_process()
     leaves, rebuild = flatten(tensor, required_by="reduce")
     require_plain("reduce", tensor, leaves)
-    _refuse_bool(tensor, leaves)
+    _require_numbers(tensor, leaves, ordered=reduction == "max")
     if reduction == "none":
         return tensor
     divisor = process.world_size if reduction == "mean" else 0
@@ -132,19 +132,23 @@ def reduce(
     if process.debug:
         contract.check("reduce", tensor, process=process, detail=f"reduction={reduction!r}, scale={scale}")
     with torch.no_grad():
-        return rebuild(_reduce(leaves, _plan("reduce", tensor, leaves, process), divisor, scale))
+        found = _plan("reduce", tensor, leaves, process)
+        op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        return rebuild(_reduce(leaves, found, op, divisor, scale))
 
 
-def _reduce(leaves: Sequence[torch.Tensor], plan: Plan, divisor: int, scale: float) -> list[torch.Tensor]:
+def _reduce(
+    leaves: Sequence[torch.Tensor], plan: Plan, op: dist.ReduceOp.RedOpType, divisor: int, scale: float
+) -> list[torch.Tensor]:
     reduced: list[Any] = [None] * len(leaves)
     works = []
     for i in plan.large:
         reduced[i] = _owned(leaves[i])
-        works.append(_all_reduce(reduced[i], async_op=True))
+        works.append(_all_reduce(reduced[i], op, async_op=True))
     for part in (part for pack in plan.packs for part in pack.parts):
         total = part.lay_out(leaves)
         total = _owned(total) if len(part.positions) == 1 else total  # of one tensor it may be a view
-        _all_reduce(total)
+        _all_reduce(total, op)
         for i, piece in zip(part.positions, part.take_apart(_finish(total, divisor, scale)), strict=True):
             reduced[i] = piece
     for i, work in zip(plan.large, works, strict=True):
@@ -167,25 +171,36 @@ def _finish(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
     return total
 
 
-def _all_reduce(total: torch.Tensor, async_op: bool = False) -> Any:
+def _all_reduce(total: torch.Tensor, op: dist.ReduceOp.RedOpType, async_op: bool = False) -> Any:
     try:
-        return dist.all_reduce(total, async_op=async_op)
+        return dist.all_reduce(total, op, async_op=async_op)
     except RuntimeError as error:
         if "type" not in str(error):
             raise
         raise TypeError(
-            f"reduce: the backend {dist.get_backend()} cannot add tensors of {total.dtype} ({error}). "
+            f"reduce: the backend {dist.get_backend()} cannot reduce tensors of {total.dtype} ({error}). "
             "Convert them first, for example to torch.float32 or torch.int64."
         ) from error
 
 
-def _refuse_bool(data: Any, leaves: Sequence[torch.Tensor]) -> None:
+def _require_numbers(data: Any, leaves: Sequence[torch.Tensor], ordered: bool) -> None:
     if any(leaf.dtype is torch.bool for leaf in leaves):
-        found = find_path(data, lambda node: isinstance(node, torch.Tensor) and node.dtype is torch.bool)
+        where = _first(data, lambda leaf: leaf.dtype is torch.bool)
         raise TypeError(
-            f"reduce adds numbers, but {found[0] if found else 'a tensor'} is boolean. Pass its .int() to "
-            "count (above 0: true anywhere), or gather it."
+            f"reduce takes numbers, but {where} is boolean. Pass its .int() to count (above 0: true "
+            "anywhere), or gather it."
         )
+    if ordered and any(map(torch.is_complex, leaves)):
+        where = _first(data, torch.is_complex)
+        raise TypeError(
+            f"reduce: reduction='max' needs numbers that have an order, but {where} is complex. Pass its "
+            ".abs(), or gather it."
+        )
+
+
+def _first(data: Any, wanted: Callable[[torch.Tensor], bool]) -> str:
+    found = find_path(data, lambda node: isinstance(node, torch.Tensor) and wanted(node))
+    return found[0] if found else "a tensor"
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, process: Process | None = None) -> Any:

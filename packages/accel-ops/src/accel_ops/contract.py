@@ -90,7 +90,7 @@ def _check_wait(process: Process) -> None:
     check("wait_for_everyone", process=process, one_place=False)
 
 
-watch.register(joined=_begin, waits=_check_wait)
+watch.register(joined=_begin, waits=_check_wait, leaves=leave)
 
 
 def _compare(session: Session, accounts: list[_Account], one_place: bool) -> None:

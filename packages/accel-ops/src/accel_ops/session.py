@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import multiprocessing.util
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
@@ -250,16 +252,23 @@ def current_session(process: Process) -> Session:
     with _lock:
         if _session is None or _session.base is not store:  # the old one's thread sees that it is over
             _session = Session(store, process)
-            # Registered now, so that it runs before what the owner of the process group has registered.
-            atexit.unregister(_exit)
-            atexit.register(_exit)
+            _call_at_the_end(_exit)
         return _session
+
+
+def _call_at_the_end(function: Callable[[], None]) -> None:
+    """Have a function called when this process ends, before what was registered earlier."""
+    atexit.unregister(function)
+    atexit.register(function)
+    if multiprocessing.parent_process() is not None:
+        # What multiprocessing forks (so do torch's and the notebook launcher) ends without atexit.
+        multiprocessing.util.Finalize(None, function, exitpriority=0)
 
 
 def leave(reason: str | None = None) -> None:
     """Tell the other processes that this one takes part in no more collectives.
 
-    It happens by itself when the interpreter exits; call it where a process stops early but lives on. Nothing
+    It happens by itself when the process ends; call it where a process stops early but lives on. Nothing
     happens outside debug mode. A later collective takes it back.
 
     Args:
@@ -285,7 +294,10 @@ def _forget(session: Session) -> None:
 
 
 def _why_exiting() -> str:
-    error: Any = getattr(sys, "last_value", None)  # set where an exception was not caught
+    # The last value is an exception that nothing caught. A worker of multiprocessing ends while it handles one.
+    error: Any = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__  # torch's launchers exit so in answer to the function's exception
     return f"of {type(error).__name__}: {_first_line(error)}" if error else "its script ended"
 
 

@@ -107,12 +107,18 @@ class AcceleratorState(ProcessControl):
         process = PartialState(cpu, **kwargs).process
         if newest is None or _from_accelerator or newest.differs(given):
             newest = AcceleratorState._shared_state["newest"] = _settings(given, process)
-        self._settings = newest
+        self._made_with = newest
 
     @property
     def process(self) -> Process:
         """The facts of this process."""
         return PartialState._held()
+
+    @property
+    def _settings(self) -> _Settings:
+        if not is_initialized():
+            raise AttributeError(_RESET)
+        return self._made_with
 
     @property
     def initialized(self) -> bool:
@@ -122,7 +128,7 @@ class AcceleratorState(ProcessControl):
     @property
     def fork_launched(self) -> bool:
         """Whether a launch function forked this process."""
-        return bool(PartialState._shared_state.get("fork_launched", False))
+        return PartialState._fork_launched()
 
     @property
     def mixed_precision(self) -> str:
@@ -228,7 +234,7 @@ class AcceleratorState(ProcessControl):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the newest state; handles on it keep its settings.
+        """Forget the newest state. Until another one is made, handles have no settings (AttributeError).
 
         Args:
             reset_partial_state: Forget the facts of the process too.
@@ -238,7 +244,15 @@ class AcceleratorState(ProcessControl):
             PartialState._reset_state()
 
     def __repr__(self) -> str:
+        if not is_initialized():
+            return f"{type(self).__name__}(reset)"
         return f"{describe(self)}\nMixed precision type: {self.mixed_precision}\n"
+
+
+_RESET = (
+    "The settings of the Accelerator are not there, because AcceleratorState._reset_state() was called after "
+    "this handle was made. Make a new AcceleratorState or Accelerator."
+)
 
 
 def is_initialized() -> bool:

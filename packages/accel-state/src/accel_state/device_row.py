@@ -77,9 +77,7 @@ class DeviceRow:
         self._extend()
         if "device" in self.calls:
             return torch.device(self.calls["device"]())
-        return (
-            torch.device(self.type, index) if self.indexed and index is not None else torch.device(self.type)
-        )
+        return torch.device(self.type) if index is None else torch.device(self.type, index)
 
     def asked_index(self) -> int | None:
         """Return the index that ACCELERATE_TORCH_DEVICE gives for this hardware, or None."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_state import env
@@ -17,6 +19,8 @@ else:
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
+_COUNTS_OWN_FRAMES = sys.version_info < (3, 11)  # whether a stacklevel counts the frames of logging too
+
 
 class MultiProcessAdapter(_Adapter):
     """A logger for code that runs in many processes at once.
@@ -26,6 +30,9 @@ class MultiProcessAdapter(_Adapter):
         in_order: Every process logs, one after the other in order of rank. All processes must make the
             call, and wait for each other, whatever their log levels. Has no effect beside an explicit
             `main_process_only=True`.
+
+    A `stacklevel` counts from the call, as in `logging`. Where another adapter with methods of its own
+    wraps this one, records name the line that called the other one, whatever `stacklevel` that passes on.
 
     Args:
         logger: The logger to write to.
@@ -59,7 +66,6 @@ class MultiProcessAdapter(_Adapter):
     def _log_in_order(self, process: Process, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         from accel_state.process import wait_for_everyone
 
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         for _ in range(process.rank):
             wait_for_everyone()
         try:
@@ -71,10 +77,27 @@ class MultiProcessAdapter(_Adapter):
 
     def _emit(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if self.isEnabledFor(level):
-            # Two frames, log and this one, are between the caller and the logger.
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
+            kwargs["stacklevel"] = self._stacklevel(kwargs.get("stacklevel", 1))
             msg, processed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **processed)
+
+    def _stacklevel(self, asked: int) -> int:
+        """Return the stacklevel, for a logger called by the caller of this, that names the line of the call."""
+        frame: FrameType | None = sys._getframe(1)
+        level, wrapped = 0, False
+        while frame is not None:
+            module = frame.f_globals.get("__name__")
+            level += module != "logging" or _COUNTS_OWN_FRAMES
+            if module not in ("logging", __name__):
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, logging.LoggerAdapter) and owner is not self:
+                    wrapped = True
+                else:
+                    asked -= 1
+                    if asked < 1 or wrapped:
+                        break
+            frame = frame.f_back
+        return level
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the adapter's extra fields to those of the call.
@@ -99,7 +122,7 @@ class MultiProcessAdapter(_Adapter):
         """
         key = repr((args, sorted(kwargs.items())))
         if key not in self._warned:
-            self.log(logging.WARNING, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            self.log(logging.WARNING, *args, **kwargs)
             self._warned.add(key)
 
 

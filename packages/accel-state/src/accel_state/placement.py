@@ -83,10 +83,10 @@ def device_index(row: DeviceRow, facts: CPUInformation) -> int | None:
     Raises:
         ValueError: If there are fewer devices than processes on this machine.
     """
-    if not row.indexed:
-        return None
     if facts.world_size == 1:
         return row.asked_index()
+    if not row.indexed:
+        return None
     count = row.count()
     if facts.local_rank < count:
         return facts.local_rank

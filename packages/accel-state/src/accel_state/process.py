@@ -110,7 +110,7 @@ class PartialState(ProcessControl):
     @property
     def fork_launched(self) -> bool:
         """Whether a launch function forked this process."""
-        return bool(PartialState._shared_state.get("fork_launched", False))
+        return PartialState._fork_launched()
 
     @property
     def default_device(self) -> torch.device:
@@ -140,6 +140,11 @@ class PartialState(ProcessControl):
         if held is None:
             raise AttributeError(_RESET)
         return held
+
+    @classmethod
+    def _fork_launched(cls) -> bool:
+        PartialState._held()
+        return bool(PartialState._shared_state["fork_launched"])
 
     @classmethod
     def _destroy_group(cls, group: Any) -> None:

@@ -451,7 +451,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce the tensors of all processes, leaf by leaf; every process gets the result."""
+        """Reduce the tensors of all processes ("sum", "mean", "max", "none"); every process gets the result."""
         return collectives.reduce(tensor, reduction, scale, process=self.process)
 
     def pad_across_processes(

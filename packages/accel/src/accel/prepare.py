@@ -140,7 +140,7 @@ def prepare_models_and_optimizers(
     )
     accelerator.engine.check_together(request)
     done = accelerator.engine.prepare(request)
-    accelerator._models.extend(done.models)
+    accelerator._models.extend(map(_marked, done.models))
     accelerator._optimizers.extend(done.optimizers)
     accelerator._lomo = find_lomo(accelerator._optimizers)
     _attach_schedulers(accelerator)
@@ -316,7 +316,13 @@ def _wrap_what_trains_now(accelerator: Accelerator, objects: Sequence[Any]) -> N
         if any(
             isinstance(item, torch.nn.Module) and _is_form_of(accelerator, item, model) for item in objects
         ):
-            accelerator._models[index] = accelerator.engine.wrap_model(model)
+            accelerator._models[index] = _marked(accelerator.engine.wrap_model(model))
+
+
+def _marked(model: torch.nn.Module) -> torch.nn.Module:
+    """Mark a prepared model as clients expect it, who ask before they prepare it themselves."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    return model
 
 
 def _inner(optimizer: Any) -> Any:
