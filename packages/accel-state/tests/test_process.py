@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import inspect
 import datetime
+import inspect
 import os
 from dataclasses import FrozenInstanceError
 from pathlib import Path
