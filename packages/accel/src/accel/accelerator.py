@@ -176,7 +176,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self._lomo: Any = None
         self._dataloaders: list[Any] = []
         self._custom_objects = []
-        self._unprepared: list[Any] = []
+        self._unknown_types: set[type] = set()
         self._save_state_hooks = OrderedDict()
         self._load_state_hooks = OrderedDict()
 
@@ -354,7 +354,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release these objects and everything prepared, collect garbage, and count steps anew."""
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._unprepared):
+        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
         self._lomo = None
         self.window.reset()

@@ -259,19 +259,14 @@ def _is_like_an_optimizer(item: Any) -> bool:
 
 
 def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
-    """Warn the first time, refuse the second: a loop that prepares it again expects something to happen."""
-    kind = type(item).__name__
-    if any(known is item for known in accelerator._unprepared):
-        raise TypeError(
-            f"prepare got a {kind} a second time, and it is of no kind that it prepares (torch Module, "
-            f"Optimizer, "
-            "LRScheduler, DataLoader). Leave it out of the call."
-        )
-    accelerator._unprepared.append(item)
+    """Warn once of each type: programs prepare what they have."""
+    kind = type(item)
+    if kind in accelerator._unknown_types:
+        return
+    accelerator._unknown_types.add(kind)
     warnings.warn(
-        f"prepare got a {kind}, which it does not prepare: it comes back unchanged. It prepares torch "
-        f"Module, "
-        "Optimizer, LRScheduler and DataLoader objects.",
+        f"prepare got a {kind.__name__}, which it does not prepare: it comes back unchanged. It prepares "
+        "torch Module, Optimizer, LRScheduler and DataLoader objects.",
         UserWarning,
         stacklevel=5,
     )
