@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import os
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from accel import configuration, metrics, tracking
 from accel.agreement import Agreement
 from accel.checkpoints import CheckpointControl
 from accel.configuration import UNSET
-from accel.ds.settings import precision_under, resolve_deepspeed, steps_under
+from accel.ds.settings import active_plugin, precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
 from accel.fp8.choice import resolve_fp8
 from accel.gradients import GradientControl
@@ -201,9 +201,8 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             fsdp=self.state.fsdp_plugin,
             parallelism=self.parallelism_config,
             fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
-            deepspeed=lambda: self.deepspeed_plugin,
+            deepspeed=partial(active_plugin, self.state),
             megatron=self.state.megatron_lm_plugin,
-            owner=weakref.ref(self),
         )
 
     # State

@@ -88,7 +88,7 @@ def prepare(
             if "model" in kinds:
                 result[index] = accelerator.engine.share_loader(result[index])
         elif kind == "own":
-            result[index] = accelerator.engine.prepare_own(objects[index])
+            result[index] = accelerator.engine.prepare_own(objects[index], accelerator)
     return result
 
 
@@ -123,6 +123,7 @@ def prepare_models_and_optimizers(
         place_models=tuple(put for _, put in models),
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
+        accelerator=accelerator,
         **_around(accelerator, beside),
     )
     accelerator.engine.check_together(request)
@@ -231,7 +232,7 @@ def prepare_loader(
         prepared = copy.copy(prepared)
         prepared.gradient_state = accelerator.gradient_state
     if accelerator.use_distributed:
-        prepared.tell_uneven = partial(warn_of_uneven, ref(accelerator))
+        prepared.tell_uneven = partial(warn_of_uneven, accelerator.engine.joining)
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
     if prepared is not loader:
