@@ -180,6 +180,11 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self._save_state_hooks = OrderedDict()
         self._load_state_hooks = OrderedDict()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for optimizer in self._optimizers:  # which are pickled without the state that they follow
+            optimizer.gradient_state = self.gradient_state  # type: ignore[attr-defined]
+
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         scales_itself = self.deepspeed_plugin is not None or self.state.megatron_lm_plugin is not None
         if self.mixed_precision != "fp16" or scales_itself:

@@ -169,7 +169,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
     one that is not torch's has no hooks for it.
     """
 
-    free_gathered: Callable[[], None]
+    free_gathered: Callable[[], None] = staticmethod(lambda: None)  # of one that was unpickled, alone
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As AcceleratedOptimizer does, on shards."""
@@ -186,13 +186,6 @@ class ShardedOptimizer(AcceleratedOptimizer):
         """As `train`."""
         self.free_gathered()
         super().eval()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "free_gathered": self.free_gathered}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.free_gathered = state["free_gathered"]
 
 
 def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
