@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from accel import Accelerator
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.utils import GradScalerKwargs
 
 # The first use of a library imports it, and with it others, which takes seconds.
@@ -197,6 +198,59 @@ def test_schedule_free_does_not_depend_on_the_number_of_processes(world):
     for rank in world.run(schedule_free_share, timeout_s=SLOW_S):
         for name, value in alone.items():
             torch.testing.assert_close(rank[name], value, rtol=0, atol=1e-10)
+
+
+SHARDED: list[dict[str, Any]] = [
+    {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+    {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
+    {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT"},
+    {"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT", "use_orig_params": False},
+]
+
+
+def schedule_free_in_shards(name: str, options: dict[str, Any] | None, folder: str) -> list[float]:
+    """The losses of training, evaluating, saving in evaluation mode, and going on twice from what was saved."""
+    plugin = None if options is None else FullyShardedDataParallelPlugin(**options)
+    accelerator, model = Accelerator(fsdp_plugin=plugin), make_model(torch.float64)
+    model, optimizer = accelerator.prepare(model, SCHEDULE_FREE[name](model.parameters()))
+    rank, size = accelerator.process_index, accelerator.num_processes
+    losses = []
+
+    def evaluate() -> None:
+        optimizer.eval()
+        with torch.no_grad():
+            loss = loss_of(model, batches(5, torch.float64)[4, rank::size])
+        losses.append(accelerator.reduce(loss, "mean").item())
+
+    def train() -> None:
+        optimizer.train()
+        for batch in batches(4, torch.float64):
+            accelerator.backward(loss_of(model, batch[rank::size]))
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluate()
+
+    train()
+    train()
+    accelerator.save_state(folder)
+    train()
+    optimizer.eval()
+    accelerator.load_state(folder)
+    evaluate()
+    train()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Wrapper", "Wrapper-reference"])
+def test_schedule_free_in_shards_is_as_alone(name, world, tmp_path):
+    alone = schedule_free_in_shards(name, None, str(tmp_path / "alone"))
+    assert alone[3:] == [alone[1], alone[2]]
+    assert len(set(alone)) == 3
+    for number, options in enumerate(SHARDED):
+        folder = str(tmp_path / str(number))
+        ranks = world.run(schedule_free_in_shards, name, options, folder, timeout_s=SLOW_S)
+        for losses in ranks:
+            assert losses == pytest.approx(alone, rel=1e-9), options
 
 
 def bnb(name: str, **options: Any) -> Make:

@@ -156,17 +156,19 @@ def test_a_scheduler_follows_its_own_optimizer_whichever_is_prepared_first():
     assert late.optimizers == [second]
 
 
-def test_unknown_objects_pass_with_a_warning_then_are_refused():
+def test_unknown_objects_come_back_as_often_as_they_are_given_with_one_warning():
     accelerator = Accelerator()
-    stranger = object()
+    stranger, other = object(), object()
 
-    with pytest.warns(UserWarning, match="object, which it does not prepare"):
+    with pytest.warns(UserWarning, match="object, which it does not prepare") as told:
         _, same, nothing = accelerator.prepare(torch.nn.Linear(1, 1), stranger, None)
+        assert accelerator.prepare(stranger) is stranger
+        accelerator.free_memory()
+        assert accelerator.prepare(stranger, other, stranger) == (stranger, other, stranger)
 
     assert same is stranger
     assert nothing is None
-    with pytest.raises(TypeError, match="object a second time"):
-        accelerator.prepare(stranger)
+    assert len(told) == 1
 
 
 def test_device_placement_has_one_entry_per_object():

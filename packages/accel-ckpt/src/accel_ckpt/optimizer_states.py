@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -54,7 +54,7 @@ def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
     """
     _reshard(model)
     with quiet(), _without_a_step(optimizer):
-        return get_optimizer_state_dict(model, optimizer)
+        return get_optimizer_state_dict(model, [optimizer])  # a list: it may be no class of torch's
 
 
 def parts_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def set_state(
     _reshard(model)
     with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
         try:
-            set_optimizer_state_dict(model, optimizer, state, options=options)
+            set_optimizer_state_dict(model, [optimizer], state, options=options)
         except ValueError as error:
             if "single flat parameter" not in str(error):
                 raise
@@ -186,13 +186,14 @@ def unchanged_by_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return what puts an optimizer's state and groups back, if the state's tensors are not written to."""
-    kept, state = optimizer.state, dict(optimizer.state)
+    state, others = dict(optimizer.state), {**vars(optimizer)}
     put_groups_back = _remember_groups(optimizer)
 
     def put_back() -> None:
-        kept.clear()
-        kept.update(state)
-        optimizer.state = kept
+        vars(optimizer).update(others)
+        # In place: what wraps another optimizer lets nobody set these two.
+        optimizer.state.clear()
+        optimizer.state.update(state)
         put_groups_back()
 
     return put_back
@@ -211,7 +212,7 @@ def _remember_groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             group.update(values)
             for key, copy in copies.items():
                 group[key].copy_(copy)
-        optimizer.param_groups = [group for group, *_ in groups]
+        optimizer.param_groups[:] = [group for group, *_ in groups]
 
     return put_back
 
@@ -270,7 +271,7 @@ def _state_to_read(
         if name not in known or f"optimizer.state.{name}" in there
     }
     # Steps and schedulers add to groups, which torch replaces. Copied, as tensors are the optimizer's own.
-    needed = {"params", *optimizer.defaults}
+    needed = {"params", *getattr(optimizer, "defaults", ())}
     groups = [
         {
             key: deepcopy(value)
@@ -291,7 +292,11 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
     gradients = [item.grad for item in parameters]
     trained = [item for item in parameters if item.requires_grad]
-    put_back, put_groups_back = _remember(optimizer), _remember_groups(optimizer)
+    put_back = _remember(optimizer)
+    optimizer.state.clear()
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # of a schedule-free one, which makes steps in no other mode; without state nothing changes
+    put_groups_back = _remember_groups(optimizer)
 
     def step() -> None:
         for index in range(min(_SHARES, len(trained))):
@@ -299,12 +304,11 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
             _step_and_undo(optimizer, trained[index::_SHARES])
 
     try:
-        optimizer.state = defaultdict(dict)
         for item in parameters:
             item.grad = None
         together(step, process, "making the state of an optimizer")
         with quiet():
-            return get_optimizer_state_dict(model, optimizer)
+            return get_optimizer_state_dict(model, [optimizer])
     finally:
         put_back()
         for item, gradient in zip(parameters, gradients, strict=True):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 
 __all__ = [
+    "OwnForward",
     "extract_model_from_parallel",
     "get_module_children_bottom_up",
     "has_compiled_regions",
     "is_compiled_module",
     "model_has_dtensor",
+    "own_forward",
     "recursive_getattr",
 ]
 
@@ -81,10 +86,71 @@ def _free_children(model: torch.nn.Module) -> None:
         _free_children(freed)
 
 
+class OwnForward:
+    """A module's forward method, for what the module itself keeps: it holds the module weakly.
+
+    A bound method in the place of `module.forward`, or behind what is there, is a cycle: the module's memory
+    would be freed by the garbage collector alone.
+
+    Args:
+        method: The bound method.
+    """
+
+    __slots__ = ("_function", "_module")
+
+    def __init__(self, method: MethodType) -> None:
+        self.__setstate__(method)
+
+    @property
+    def bound(self) -> MethodType:
+        """The bound method.
+
+        Raises:
+            ReferenceError: If the module is gone.
+        """
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                f"the module of {self._function.__qualname__} has been freed: keep the module, and not its "
+                "forward alone."
+            )
+        return MethodType(self._function, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        module = self._module()  # and not `bound`: this is called in every step
+        return self._function(module, *args, **kwargs) if module is not None else self.bound()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__signature__":
+            return inspect.signature(self.bound)
+        return getattr(self.bound, name)
+
+    def __getstate__(self) -> MethodType:
+        return self.bound
+
+    def __setstate__(self, method: MethodType) -> None:
+        self._function: Callable[..., Any] = method.__func__
+        self._module = ref(method.__self__)
+
+
+def own_forward(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """Return a forward as its module can keep it: without a cycle, where it is the module's method.
+
+    Args:
+        forward: Any function.
+        module: The module.
+    """
+    is_own = isinstance(forward, MethodType) and forward.__self__ is module
+    return OwnForward(forward) if is_own else forward  # type: ignore[arg-type]
+
+
 def _restore_forward(model: torch.nn.Module) -> None:
     original = vars(model).pop("_original_forward", None)
     if original is None:
         return
+    if isinstance(original, OwnForward):
+        original = original.bound
     if original == MethodType(type(model).forward, model):
         del model.forward
     else:

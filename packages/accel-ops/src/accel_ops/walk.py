@@ -128,19 +128,30 @@ def recursively_apply(
     Raises:
         TypeError: If `error_on_other_type` is True and a leaf does not pass `test_type`.
     """
+    return _apply(data, data, func, test_type, error_on_other_type, args, kwargs)
 
-    def visit(node: Any) -> Any:
-        if test_type(node):
-            return func(node, *args, **kwargs)
-        inside = children(node)
-        if inside is not None:
-            return rebuild(node, [visit(child) for child in inside])
-        if error_on_other_type:
-            name = getattr(func, "__name__", type(func).__name__)
-            raise TypeError(_unsupported(name, data, test_type))
-        return node
 
-    return visit(data)
+# A function inside of another one that calls itself would be a cycle, and so keep the tensors that it saw until
+# the garbage collector runs.
+def _apply(
+    node: Any,
+    root: Any,
+    func: Callable[..., Any],
+    test_type: Callable[[Any], bool],
+    strict: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if test_type(node):
+        return func(node, *args, **kwargs)
+    inside = children(node)
+    if inside is not None:
+        values = [_apply(child, root, func, test_type, strict, args, kwargs) for child in inside]
+        return rebuild(node, values)
+    if strict:
+        name = getattr(func, "__name__", type(func).__name__)
+        raise TypeError(_unsupported(name, root, test_type))
+    return node
 
 
 def flatten(
@@ -164,23 +175,23 @@ def flatten(
     if inside is not None and _all_tensors(inside):
         return list(inside), lambda tensors: rebuild(tree, tensors)
     leaves: list[torch.Tensor] = []
-
-    def collect(node: Any) -> None:
-        if isinstance(node, torch.Tensor):
-            leaves.append(node)
-            return
-        inside = children(node)
-        if inside is not None:
-            if _all_tensors(inside):
-                leaves.extend(inside)
-                return
-            for child in inside:
-                collect(child)
-        elif required_by is not None:
-            raise TypeError(_unsupported(required_by, tree, is_torch_tensor))
-
-    collect(tree)
+    _collect(tree, tree, leaves, required_by)
     return leaves, lambda tensors: _replace(tree, iter(tensors))
+
+
+def _collect(node: Any, root: Any, leaves: list[torch.Tensor], required_by: str | None) -> None:
+    if isinstance(node, torch.Tensor):
+        leaves.append(node)
+        return
+    inside = children(node)
+    if inside is not None:
+        if _all_tensors(inside):
+            leaves.extend(inside)
+            return
+        for child in inside:
+            _collect(child, root, leaves, required_by)
+    elif required_by is not None:
+        raise TypeError(_unsupported(required_by, root, is_torch_tensor))
 
 
 def find_path(data: Any, test: Callable[[Any], bool], path: str = "data") -> tuple[str, Any] | None:

@@ -42,16 +42,17 @@ def autocast(
     Raises:
         ValueError: If the precision is unknown, or the device has no autocast to it.
     """
-    name = str(PrecisionType(precision).value)
+    # Most names are found as they are, which is faster than to make a member of them.
+    compute = _COMPUTE.get(precision) or _COMPUTE.get(PrecisionType(precision))
     if kwargs is not None and not kwargs.enabled:
         return torch.autocast(device_type, enabled=False)
-    if name == "no":
+    if compute is None:
         return nullcontext()
-    needed, dtype = _COMPUTE[name]
+    needed, dtype = compute
     allowed = row(device_type).autocast_dtypes
     if needed not in allowed:
         raise ValueError(
-            f"mixed_precision={name!r} needs autocast to {needed}, which device type {device_type!r} has "
+            f"mixed_precision={str(precision)!r} needs autocast to {needed}, which device type {device_type!r} has "
             f"not; it has {sorted(allowed) or 'none'}. Choose one of these or mixed_precision='no'."
         )
     return torch.autocast(device_type, dtype=dtype, cache_enabled=kwargs.cache_enabled if kwargs else None)

@@ -26,6 +26,9 @@ class _Window:
     is_xla_gradients_synced: bool = False
     loaders: list[weakref.ref[Any]] = field(default_factory=list)  # outermost first
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "loaders": []}  # a copy reads none
+
 
 class GradientState:
     """A handle on the state of gradient accumulation.

@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import os
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from accel import configuration, metrics, tracking
 from accel.agreement import Agreement
 from accel.checkpoints import CheckpointControl
 from accel.configuration import UNSET
-from accel.ds.settings import precision_under, resolve_deepspeed, steps_under
+from accel.ds.settings import active_plugin, precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
 from accel.engines.refusals import mapped_devices
 from accel.fp8.choice import resolve_fp8
@@ -179,9 +179,14 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self._lomo: Any = None
         self._dataloaders: list[Any] = []
         self._custom_objects = []
-        self._unprepared: list[Any] = []
+        self._unknown_types: set[type] = set()
         self._save_state_hooks = OrderedDict()
         self._load_state_hooks = OrderedDict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for optimizer in self._optimizers:  # which are pickled without the state that they follow
+            optimizer.gradient_state = self.gradient_state  # type: ignore[attr-defined]
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         scales_itself = self.deepspeed_plugin is not None or self.state.megatron_lm_plugin is not None
@@ -204,9 +209,8 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             fsdp=self.state.fsdp_plugin,
             parallelism=self.parallelism_config,
             fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
-            deepspeed=lambda: self.deepspeed_plugin,
+            deepspeed=partial(active_plugin, self.state),
             megatron=self.state.megatron_lm_plugin,
-            owner=weakref.ref(self),
         )
 
     # State
@@ -361,7 +365,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release these objects and everything prepared, collect garbage, and count steps anew."""
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._unprepared):
+        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
         self._lomo = None
         self.window.reset()

@@ -160,8 +160,9 @@ def parts_of(accelerator: Accelerator) -> dict[str, Any]:
     Raises:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
-    models = [accelerator.engine.state_root(model) for model in accelerator._models]
-    owned = [{id(parameter) for parameter in model.parameters()} for model in models]
+    engine = accelerator.engine
+    models = [engine.state_root(model) for model in accelerator._models]
+    owned = [{id(item) for item in engine.with_gradients(model.parameters())} for model in models]
     optimizers, owners = [], []
     for item in accelerator._optimizers:
         owner = next((index for index, wanted in enumerate(owned) if holds_any(item, wanted)), None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from accel_ops.convert import convert_outputs_to_fp32
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.modules import extract_model_from_parallel, own_forward
 from accel_optim.handlers import AutocastKwargs
 from accel_optim.precision import autocast
 from accel_state.enums import PrecisionType
@@ -45,11 +44,12 @@ class Precision:
 class AutocastForward:
     """A module's forward under autocast; a class, and not a closure, so that the module still pickles."""
 
-    def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
-        self.forward = forward
+    def __init__(self, module: torch.nn.Module, precision: Precision, device_type: str) -> None:
+        forward = module.forward
         self.precision = precision
         self.device_type = device_type
         functools.update_wrapper(self, forward)
+        self.__wrapped__ = self.forward = own_forward(forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in the precision's autocast context."""
@@ -75,8 +75,8 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
         extract_model_from_parallel(model, keep_fp32_wrapper=False)
     if not precision.is_mixed:
         return
-    model._original_forward = model.forward  # type: ignore[assignment]
-    forward = AutocastForward(model.forward, precision, device_type)
+    forward = AutocastForward(model, precision, device_type)
+    model._original_forward = forward.forward  # type: ignore[assignment]
     model.forward = convert_outputs_to_fp32(forward) if precision.converts_outputs else forward
 
 

@@ -90,7 +90,7 @@ def prepare(
             if "model" in kinds:
                 result[index] = accelerator.engine.share_loader(result[index])
         elif kind == "own":
-            result[index] = accelerator.engine.prepare_own(objects[index])
+            result[index] = accelerator.engine.prepare_own(objects[index], accelerator)
     return result
 
 
@@ -136,6 +136,7 @@ def prepare_models_and_optimizers(
         place_models=tuple(put for _, put in models),
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
+        accelerator=accelerator,
         **_around(accelerator, beside),
     )
     accelerator.engine.check_together(request)
@@ -248,7 +249,7 @@ def prepare_loader(
         prepared = copy.copy(prepared)
         prepared.gradient_state = accelerator.gradient_state
     if accelerator.use_distributed:
-        prepared.tell_uneven = partial(warn_of_uneven, ref(accelerator))
+        prepared.tell_uneven = partial(warn_of_uneven, accelerator.engine.joining)
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
     if prepared is not loader:
@@ -276,19 +277,14 @@ def _is_like_an_optimizer(item: Any) -> bool:
 
 
 def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
-    """Warn the first time, refuse the second: a loop that prepares it again expects something to happen."""
-    kind = type(item).__name__
-    if any(known is item for known in accelerator._unprepared):
-        raise TypeError(
-            f"prepare got a {kind} a second time, and it is of no kind that it prepares (torch Module, "
-            f"Optimizer, "
-            "LRScheduler, DataLoader). Leave it out of the call."
-        )
-    accelerator._unprepared.append(item)
+    """Warn once of each type: programs prepare what they have."""
+    kind = type(item)
+    if kind in accelerator._unknown_types:
+        return
+    accelerator._unknown_types.add(kind)
     warn(
-        f"prepare got a {kind}, which it does not prepare: it comes back unchanged. It prepares torch "
-        f"Module, "
-        "Optimizer, LRScheduler and DataLoader objects.",
+        f"prepare got a {kind.__name__}, which it does not prepare: it comes back unchanged. It prepares "
+        "torch Module, Optimizer, LRScheduler and DataLoader objects.",
         UserWarning,
     )
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from accel_state.warning import warn
 
 if TYPE_CHECKING:
-    from weakref import ReferenceType
-
     from accel.accelerator import Accelerator
+    from accel.engines.base import Joining
 
 __all__ = ["join_uneven_inputs", "warn_of_uneven"]
 
@@ -28,7 +27,7 @@ def join_uneven_inputs(
         even_batches: Overrides the setting of prepared map-style loaders inside the context.
     """
     engine = accelerator.engine
-    if not engine.joins_uneven_inputs:
+    if engine.joining is None:
         if accelerator.use_distributed:
             warn(
                 f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
@@ -39,23 +38,22 @@ def join_uneven_inputs(
         yield
 
 
-def warn_of_uneven(owner: ReferenceType[Accelerator], counts: tuple[int, ...] | None) -> None:
+def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> None:
     """Tell that the processes that run out of batches will leave the others waiting, unless they are joined.
 
     Args:
-        owner: The Accelerator whose loader is iterated.
+        joining: Whether they are joined, by the engine of the Accelerator whose loader is iterated; None if
+            it cannot join them.
         counts: Batches of each process; None if they are not known.
     """
-    accelerator = owner()
-    if accelerator is None or getattr(accelerator.engine, "_is_joining", False):
+    if joining is not None and joining.active:
         return
     if counts is None:
         seen = "This loader may give some processes fewer batches than others (it does not pad)"
     else:
         seen = f"This loader gives {max(counts)} batches to process {counts.index(max(counts))}, but only "
         seen += f"{min(counts)} to process {counts.index(min(counts))}"
-    joins = accelerator.engine.joins_uneven_inputs
-    way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joins else ""
+    way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joining else ""
     warn(
         f"{seen}: one that is out of data takes no part in backward, gather or gather_for_metrics, which "
         f"wait for all processes. To train on it {way}pass even_batches=True (the default) with the whole "

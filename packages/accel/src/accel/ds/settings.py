@@ -10,9 +10,27 @@ from accel_state.warning import warn
 
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
+    from accel_state.accelerator_state import AcceleratorState
     from accel_state.parallelism import ParallelismConfig
 
-__all__ = ["precision_under", "resolve_deepspeed", "steps_under", "tell_replicas", "tell_unused"]
+__all__ = [
+    "active_plugin",
+    "precision_under",
+    "resolve_deepspeed",
+    "steps_under",
+    "tell_replicas",
+    "tell_unused",
+]
+
+
+def active_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """The plugin that is active now, of an Accelerator that trains under DeepSpeed.
+
+    Args:
+        state: The Accelerator's.
+    """
+    plugin: DeepSpeedPlugin = state.deepspeed_plugin
+    return plugin
 
 
 def resolve_deepspeed(plugin: Any, plugins: Any) -> Any:

@@ -33,9 +33,9 @@ class DeepSpeedEngineWrapper:
         self._is_reduced = False
         self._has_gathered = False
         self._is_held_back = False
-        self._forwards = 0
+        self._forwards = _Forwards()
         self._factor: float | torch.Tensor | None = None
-        engine.register_forward_pre_hook(self._count_forward)
+        engine.register_forward_pre_hook(self._forwards)
 
     @property
     def is_reduced(self) -> bool:
@@ -72,7 +72,7 @@ class DeepSpeedEngineWrapper:
         self.engine.set_gradient_accumulation_boundary(is_boundary)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._is_reduced, self._has_gathered = is_boundary, True
-        self._forwards = 0
+        self._forwards.count = 0
 
     def _refuse_loss(self) -> None:
         stage = self.engine.zero_optimization_stage()
@@ -82,14 +82,11 @@ class DeepSpeedEngineWrapper:
                 "shared out the gradients of the first one, and would lose them. Add the losses up, or run "
                 "the other backward passes under accelerator.no_sync(model)."
             )
-        if self._forwards == 0 and stage == 3:
+        if self._forwards.count == 0 and stage == 3:
             raise RuntimeError(
                 "A second backward pass after one forward pass: ZeRO-3 would lose the gradients of the first "
                 "one. Add the losses up, or run the model once for each of them."
             )
-
-    def _count_forward(self, *_: Any) -> None:
-        self._forwards += 1
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -133,6 +130,16 @@ class DeepSpeedEngineWrapper:
     def get_global_grad_norm(self) -> Any:
         """The norm that the last step found, before clipping."""
         return self.engine.get_global_grad_norm()
+
+
+class _Forwards:
+    """A hook that counts forward passes: the engine keeps it, and so it does not know the engine's driver."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):

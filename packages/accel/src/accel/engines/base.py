@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -38,7 +38,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Joining"]
+
+
+@dataclass
+class Joining:
+    """Whether processes that are out of data are shadowed now; loaders share it with their engine."""
+
+    active: bool = False
 
 
 class Engine:
@@ -177,8 +184,8 @@ class Engine:
     own_kinds: tuple[type, ...] = ()
     """Types of objects that this engine alone prepares."""
 
-    def prepare_own(self, item: Any) -> Any:
-        """The prepared form of an object of `own_kinds`."""
+    def prepare_own(self, item: Any, accelerator: Any) -> Any:
+        """The prepared form of an object of `own_kinds`, for an Accelerator."""
         raise NotImplementedError
 
     def share_loader(self, loader: Any) -> Any:
@@ -349,10 +356,8 @@ class Engine:
             **options: What `load_state` was given for it.
         """
 
-    @property
-    def joins_uneven_inputs(self) -> bool:
-        """Whether `join` does something; where it does not, the caller is told."""
-        return False
+    joining: Joining | None = None
+    """Whether `join` is at work; None where it does nothing, of which the caller is told."""
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """A context for training on uneven inputs; nothing to do where no collective runs in backward."""

@@ -44,7 +44,6 @@ class EngineContext:
         fp8: The library that computes in fp8, when that is the precision.
         deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
         megatron: Options for Megatron-LM.
-        owner: Refers to the Accelerator, for code of the user's that an engine hands it to.
     """
 
     process: Process
@@ -59,7 +58,6 @@ class EngineContext:
     fp8: Fp8 | None = None
     deepspeed: Callable[[], DeepSpeedPlugin] | None = None
     megatron: MegatronLMPlugin | None = None
-    owner: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,7 @@ class Prepared:
         earlier_batch_size: The smallest of loaders that were prepared before; None without any.
         schedule_moves: How often each optimizer step moves a schedule.
         own: Objects of the same call that this engine alone knows.
+        accelerator: Whose call it is, for code of the user's that an engine hands it to. No engine keeps it.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -89,3 +88,4 @@ class Prepared:
     earlier_batch_size: int | None = None
     schedule_moves: int = 1
     own: tuple[Any, ...] = ()
+    accelerator: Any = None

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.engines.base import Engine
-from accel.engines.context import Prepared
+from accel.engines.base import Engine, Joining
+from accel.engines.context import EngineContext, Prepared
 from accel.engines.missing_weights import refusing_together
 from accel_optim.optimizer import AcceleratedOptimizer
 
@@ -28,7 +28,9 @@ class DDPEngine(Engine):
 
     name = "ddp"
 
-    _is_joining = False
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.joining: Joining = Joining()  # torch has a Join for DDP
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -94,7 +96,7 @@ class DDPEngine(Engine):
         Raises:
             RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
         """
-        if self._is_joining:
+        if self.joining.active:
             raise RuntimeError(
                 "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
                 "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
@@ -103,11 +105,6 @@ class DDPEngine(Engine):
             )
         total = self.sum_weight(weight, dtype)
         return total if total.device.type != "cpu" else float(total)
-
-    @property
-    def joins_uneven_inputs(self) -> bool:
-        """DDP has torch's Join."""
-        return True
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """Torch's Join: a process out of data shadows the collectives of the others.
@@ -120,12 +117,12 @@ class DDPEngine(Engine):
 
     @contextlib.contextmanager
     def _joined(self, members: list[Joinable]) -> Iterator[None]:
-        self._is_joining = True
+        self.joining.active = True
         try:
             with Join(members):
                 yield
         finally:
-            self._is_joining = False
+            self.joining.active = False
 
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,11 +137,10 @@ class FSDP1Engine(ShardedEngine):
         filling = Filling(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
         return flat.FlatSharding(filling, options)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
-        """As for all sharded engines; no forward pass computes with what was gathered before a step."""
-        models = self._models  # not the engine, which the optimizer may outlive
-        optimizer.register_step_pre_hook(lambda *_: flat.free_gathered(models))
-        return super().prepare_optimizer(optimizer, place)
+    @property
+    def free_gathered(self) -> Callable[[], None]:
+        """Puts shards in the place of gathered parameters."""
+        return partial(flat.free_gathered, self._models)
 
     def repoint(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now."""

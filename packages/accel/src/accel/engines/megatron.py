@@ -137,7 +137,7 @@ class MegatronLMEngine(Engine):
         args = plugin.megatron_lm_default_args
         parts = wrap(build(plugin), args, self.context.process.device)
         assert plugin.num_micro_batches is not None, "filled when the plugin was made"
-        self._model = MegatronEngine(parts, self._make_step(), plugin.num_micro_batches)
+        self._model = MegatronEngine(parts, self._make_step(objects.accelerator), plugin.num_micro_batches)
         if not objects.optimizers:
             return replace(objects, models=(self._model.eval(),))
         own = build_optimizer(self._model.parts, plugin)
@@ -145,12 +145,11 @@ class MegatronLMEngine(Engine):
         self._model.attach(self._optimizer)
         return replace(objects, models=(self._model,), optimizers=(self._optimizer,))
 
-    def _make_step(self) -> AbstractTrainStep:
+    def _make_step(self, accelerator: Any) -> AbstractTrainStep:
         args = SimpleNamespace(**self.plugin.megatron_lm_default_args)
-        owner = self._owner()
         if self.plugin.custom_train_step_class is not None:
             options = self.plugin.custom_train_step_kwargs or {}
-            made: AbstractTrainStep = self.plugin.custom_train_step_class(owner, args, **options)
+            made: AbstractTrainStep = self.plugin.custom_train_step_class(accelerator, args, **options)
             return made
         kind = getattr(args, "model_type_name", None)
         if kind not in _STEPS:
@@ -172,12 +171,7 @@ class MegatronLMEngine(Engine):
                 "made of a whole batch, and each process has a part of it. Give custom_get_batch_function, "
                 "which makes them for the part, or use Megatron's datasets (megatron_dataset_flag=True)."
             )
-        return _STEPS[kind](owner, args)
-
-    def _owner(self) -> Any:
-        """The Accelerator, which train steps and datasets are given."""
-        assert self.context.owner is not None, "an Accelerator made the engine"
-        return self.context.owner()
+        return _STEPS[kind](accelerator, args)
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
         """Megatron-LM's schedule, in the place of the stand-in.
@@ -205,12 +199,12 @@ class MegatronLMEngine(Engine):
 
     own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
 
-    def prepare_own(self, item: Any) -> Any:
+    def prepare_own(self, item: Any, accelerator: Any) -> Any:
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
         if isinstance(item, IndexedLoader):
             return item
         if not self._loaders:
-            self._loaders = list(item.build_train_valid_test_data_iterators(self._owner()))
+            self._loaders = list(item.build_train_valid_test_data_iterators(accelerator))
         return self._loaders.pop(0)
 
     def unwrap_model(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,11 +122,10 @@ class MeshEngine(ShardedEngine):
         self._parts.update(part for part in plain.modules() if isinstance(part, FSDPModule))
         return model
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
-        """As for all sharded engines; no forward pass computes with what was gathered before a step."""
-        parts = self._parts  # not the engine, which the optimizer may outlive
-        optimizer.register_step_pre_hook(lambda *_: held_back.free_gathered(parts))
-        return super().prepare_optimizer(optimizer, place)
+    @property
+    def free_gathered(self) -> Callable[[], None]:
+        """Puts shards in the place of gathered parameters."""
+        return partial(held_back.free_gathered, self._parts)
 
     # Gradients
 

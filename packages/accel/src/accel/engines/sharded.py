@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +18,10 @@ from accel.parallel.alone import ensure_group
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.parallel.wrapping import choose_groups
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.warning import warn
 
-__all__ = ["ShardedEngine", "tell_upcast"]
+__all__ = ["ShardedEngine", "ShardedOptimizer", "tell_upcast"]
 
 
 class ShardedEngine(Engine):
@@ -120,9 +121,20 @@ class ShardedEngine(Engine):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """Point an optimizer to the parameters that its model has now, and wrap it."""
         self.repoint(optimizer)
-        prepared = super().prepare_optimizer(optimizer, place)
+        prepared = ShardedOptimizer(
+            optimizer,
+            device_placement=place,
+            scaler=self.context.scaler,
+            gradient_state=self.context.gradient_state,
+        )
+        prepared.free_gathered = self.free_gathered
         self._known[prepared] = None
         return prepared
+
+    @property
+    def free_gathered(self) -> Callable[[], None]:
+        """What puts shards in the place of gathered parameters; it holds models weakly, and no engine."""
+        raise NotImplementedError
 
     @property
     def refused_optimizers(self) -> tuple[str, ...]:
@@ -150,6 +162,32 @@ class ShardedEngine(Engine):
     def saves_parts(self) -> bool:
         """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
         return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+
+class ShardedOptimizer(AcceleratedOptimizer):
+    """An optimizer over shards: what a forward pass left gathered is freed before it changes them.
+
+    Otherwise the next forward pass would compute with what was gathered before. Any optimizer can be wrapped:
+    one that is not torch's has no hooks for it.
+    """
+
+    free_gathered: Callable[[], None] = staticmethod(lambda: None)  # of one that was unpickled, alone
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As AcceleratedOptimizer does, on shards."""
+        if self.gradient_state.sync_gradients:
+            self.free_gathered()
+        return super().step(closure)
+
+    def train(self) -> None:
+        """As AcceleratedOptimizer does, on shards: schedule-free optimizers change parameters here."""
+        self.free_gathered()
+        super().train()
+
+    def eval(self) -> None:
+        """As `train`."""
+        self.free_gathered()
+        super().eval()
 
 
 def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:

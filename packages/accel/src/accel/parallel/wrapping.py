@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,27 +103,35 @@ def modules_to_shard(
     """
     if policy is None:
         return []
-    names = aliases(model)
-    chosen: dict[torch.nn.Module, None] = {}
+    choice = _Choice(policy, ignored, aliases(model))
+    choice.visit("", model)
+    return list(choice.modules)
 
-    def visit(name: str, module: torch.nn.Module) -> int:
+
+@dataclass
+class _Choice:
+    """The modules that a policy chooses; no closure, which would keep the model by calling itself."""
+
+    policy: Policy
+    ignored: set[torch.nn.Parameter]
+    names: dict[torch.nn.Parameter, list[str]]
+    modules: dict[torch.nn.Module, None] = field(default_factory=dict)
+
+    def visit(self, name: str, module: torch.nn.Module) -> int:
         """Choose below and here; returns how many of the module's parameters are in chosen modules."""
-        total = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
-        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+        total = sum(item.numel() for item in module.parameters() if item not in self.ignored)
+        if not self.policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
         taken = sum(
-            visit(f"{name}.{child_name}" if name else child_name, child)
+            self.visit(f"{name}.{child_name}" if name else child_name, child)
             for child_name, child in module.named_children()
         )
         rest = total - taken
-        stands = bool(name) and _stands_alone(name, module, names)
-        if stands and policy(module=module, recurse=False, nonwrapped_numel=rest):
-            chosen.setdefault(module)
+        stands = bool(name) and _stands_alone(name, module, self.names)
+        if stands and self.policy(module=module, recurse=False, nonwrapped_numel=rest):
+            self.modules.setdefault(module)
             return total
         return taken
-
-    visit("", model)
-    return list(chosen)
 
 
 def _stands_alone(name: str, module: torch.nn.Module, names: dict[torch.nn.Parameter, list[str]]) -> bool:
