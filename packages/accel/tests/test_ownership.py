@@ -156,8 +156,8 @@ def test_data_parallel_processes_free_everything_at_once(world):
         assert found == {case: [] for case in CASES}
 
 
-# torch's FullyShardedDataParallel and fully_shard hold their modules in cycles, and DeepSpeed its engine, whatever
-# uses them: the model waits for the garbage collector, and nothing of ours holds it.
+# torch's FullyShardedDataParallel and fully_shard hold their modules in cycles, and DeepSpeed its engine,
+# whatever uses them: the model waits for the garbage collector, and nothing of ours holds it.
 THEIRS = {
     "fsdp1": ("model", "parameter"),
     "fsdp2": ("model", "parameter"),
@@ -224,7 +224,7 @@ def test_a_copy_trains_as_the_accelerator_does(way, in_loop, precision):
 
     assert copied._models[0] is not accelerator._models[0]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*lr_scheduler.step.. before .optimizer.step")  # torch's, of copies
+        warnings.filterwarnings("ignore", ".*lr_scheduler.step.. before .optimizer.step")  # of copies
         assert run(copied) == run(accelerator)
     assert len(set(run(copied))) > 4
 

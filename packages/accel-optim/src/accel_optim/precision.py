@@ -52,8 +52,9 @@ def autocast(
     allowed = row(device_type).autocast_dtypes
     if needed not in allowed:
         raise ValueError(
-            f"mixed_precision={str(precision)!r} needs autocast to {needed}, which device type {device_type!r} has "
-            f"not; it has {sorted(allowed) or 'none'}. Choose one of these or mixed_precision='no'."
+            f"mixed_precision={str(precision)!r} needs autocast to {needed}, which device type "
+            f"{device_type!r} has not; it has {sorted(allowed) or 'none'}. Choose one of these or "
+            "mixed_precision='no'."
         )
     return torch.autocast(device_type, dtype=dtype, cache_enabled=kwargs.cache_enabled if kwargs else None)
 

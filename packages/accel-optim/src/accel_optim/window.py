@@ -75,6 +75,11 @@ class Window:
         self.gradient_state._set_sync_gradients(self._step == 0)
 
     @property
+    def in_micro_batch(self) -> bool:
+        """Whether this is inside of the context, in a micro-batch."""
+        return self._inside
+
+    @property
     def reduce_gradients(self) -> bool:
         """Whether the backward pass of this micro-batch has to reduce gradients over the processes.
 

@@ -23,6 +23,7 @@ from accel.engines.refusals import mapped_devices
 from accel.fp8.choice import resolve_fp8
 from accel.gradients import GradientControl
 from accel.mesh import MeshCoordinates
+from accel.misuse import Watch
 from accel.precision import Precision
 from accel.prepare import (
     check_kind,
@@ -176,7 +177,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
-        self._lomo: Any = None
+        self._watch = Watch()
         self._dataloaders: list[Any] = []
         self._custom_objects = []
         self._unknown_types: set[type] = set()

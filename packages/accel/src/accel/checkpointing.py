@@ -100,6 +100,7 @@ def save_state(
     """
     background.wait()
     _check_window(accelerator)
+    accelerator._watch.before_save(accelerator)
     end_round(accelerator.scaler)  # or what the last steps found would not count in the scale that is saved
     config = accelerator.project_configuration
     folder = _new_folder(accelerator, output_dir)

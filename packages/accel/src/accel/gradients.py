@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from accel.accelerator import Accelerator
     from accel.engines import Engine
+    from accel.misuse import Watch
     from accel_optim.weight import Weight
     from accel_optim.window import Window
     from accel_state.gradient import GradientState
@@ -40,7 +41,11 @@ class GradientControl:
     scaler: torch.amp.GradScaler | None
     _models: list[torch.nn.Module]
     _optimizers: list[torch.optim.Optimizer]
-    _lomo: Any
+    _watch: Watch
+    _lomo: Any = None
+
+    _is_usual = False
+    """Whether the next backward pass is one as most are: watched no more, and of no LOMO."""
 
     @property
     def step(self) -> int:
@@ -116,10 +121,12 @@ class GradientControl:
                 the window has losses of the other kind.
             RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
         """
-        if self._lomo is not None or "learning_rate" in kwargs:
-            given: dict[str, Any] = {} if weight is None else {"weight": weight}
-            self._backward_that_steps(loss, **given, **kwargs)
-            return
+        if not self._is_usual or "learning_rate" in kwargs:
+            self._note_backward(is_mean=weight is None)
+            if self._lomo is not None or "learning_rate" in kwargs:
+                given: dict[str, Any] = {} if weight is None else {"weight": weight}
+                self._backward_that_steps(loss, **given, **kwargs)
+                return
         if weight is None:
             steps = self.window.loss_divisor()
             self.engine.backward(loss if steps == 1 else loss / steps, **kwargs)
@@ -129,6 +136,10 @@ class GradientControl:
         if isinstance(factor, torch.Tensor):
             factor = factor.to(loss.device, precise, non_blocking=True)
         self.engine.backward(loss * factor, **kwargs)
+
+    def _note_backward(self, is_mean: bool) -> None:
+        is_watched = self._watch.before_backward(cast("Accelerator", self), is_mean)
+        self._is_usual = self._lomo is None and not is_watched
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Backward, and with it the step, of a prepared optimizer that steps in backward (LOMO).

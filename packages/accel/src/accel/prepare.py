@@ -144,6 +144,9 @@ def prepare_models_and_optimizers(
     accelerator._models.extend(map(_marked, done.models))
     accelerator._optimizers.extend(done.optimizers)
     accelerator._lomo = find_lomo(accelerator._optimizers)
+    if fresh:
+        accelerator._watch.resume()
+        accelerator._is_usual = False
     _attach_schedulers(accelerator)
     asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
     new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}

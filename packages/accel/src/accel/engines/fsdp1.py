@@ -146,6 +146,10 @@ class FSDP1Engine(ShardedEngine):
         """Give an optimizer the parameters that models have now."""
         self._flattened.repoint(getattr(optimizer, "optimizer", optimizer))
 
+    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The vector that a parameter lies in, where it is no part of the model any more."""
+        return self._flattened.present(parameter)
+
     # Gradients
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -327,6 +331,11 @@ class _Flattened:
             for flattened in {self._new[item] for item in trained}:
                 held = sum(self._new[item] is flattened for item in trained)
                 _check_whole(optimizer, held, self._sizes[flattened])
+
+    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The parameter that is used now."""
+        new: torch.nn.Parameter = self._new.get(parameter, parameter)
+        return new
 
     def repoint(self, optimizer: Any) -> None:
         """Give an optimizer the present parameters, in place: groups, options and schedules stay."""

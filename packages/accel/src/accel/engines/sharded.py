@@ -127,7 +127,7 @@ class ShardedEngine(Engine):
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
         )
-        prepared.free_gathered = self.free_gathered
+        prepared._free_gathered = self.free_gathered
         self._known[prepared] = None
         return prepared
 
@@ -171,22 +171,22 @@ class ShardedOptimizer(AcceleratedOptimizer):
     one that is not torch's has no hooks for it.
     """
 
-    free_gathered: Callable[[], None] = staticmethod(lambda: None)  # of one that was unpickled, alone
+    _free_gathered: Callable[[], None] = staticmethod(lambda: None)  # of one that was unpickled, alone
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As AcceleratedOptimizer does, on shards."""
         if self.gradient_state.sync_gradients:
-            self.free_gathered()
+            self._free_gathered()
         return super().step(closure)
 
     def train(self) -> None:
         """As AcceleratedOptimizer does, on shards: schedule-free optimizers change parameters here."""
-        self.free_gathered()
+        self._free_gathered()
         super().train()
 
     def eval(self) -> None:
         """As `train`."""
-        self.free_gathered()
+        self._free_gathered()
         super().eval()
 
 

@@ -1,0 +1,243 @@
+"""Use that trains wrongly in silence, noticed in the first steps or at the first save, and told with its fix.
+
+From the first backward pass on, torch calls back at every optimizer's step. That ends as soon as all that is
+prepared has stepped, and after 100 backward passes in any case: later steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.warning import warn
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = ["Watch"]
+
+_MOST_PASSES = 100
+
+
+class Watch:
+    """Follows the first steps of one Accelerator's training. A copy of it begins anew."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._outside = 0
+        self._stepped: set[int] = set()
+        self._judged: set[int] = set()
+        self._is_over = False
+        self._is_model_told = False
+        self._is_save_checked = False
+        self._handle: Any = None
+        self._unprepared: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, ()
+
+    def __del__(self) -> None:
+        self._stop()
+
+    def resume(self) -> None:
+        """Look at the next steps too: something was prepared."""
+        self._passes, self._is_over, self._is_save_checked = 0, False, False
+
+    def before_backward(self, accelerator: Accelerator, is_mean: bool) -> bool:
+        """Note a backward pass, and begin or end to look at steps.
+
+        Args:
+            accelerator: Whose it is.
+            is_mean: Whether its loss is divided by the number of accumulation steps.
+
+        Returns:
+            Whether the next pass is to be noted too.
+        """
+        self._passes += 1
+        if self._is_over or self._passes > _MOST_PASSES:
+            self._stop()
+            return False
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(accelerator)))
+        self._outside += is_mean and not accelerator.window.in_micro_batch
+        return True
+
+    def before_step(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+        """Judge the step that an optimizer, prepared or not, is about to make."""
+        given = {id(item): item for item in _parameters(optimizer)}
+        held = {id(item) for prepared in accelerator._optimizers for item in _parameters(prepared)}
+        known = {id(item): item for item in _prepared_parameters(accelerator)}
+        if given.keys() <= held:  # it is prepared, or inside of what is
+            self._check_window(accelerator)
+            self._check_model(accelerator, given, known)
+        elif _is_meant(accelerator, given, known):
+            self._check_window(accelerator)
+            self._check_optimizer(accelerator, optimizer, given)
+            self._check_model(accelerator, given, known)
+        else:
+            return
+        self._stepped |= given.keys()
+        trained = {key for key, item in known.items() if item.requires_grad}
+        self._is_over = held <= self._stepped and trained <= self._stepped
+
+    def before_save(self, accelerator: Accelerator) -> None:
+        """Tell of what trains and does not go into the checkpoint, at the first save."""
+        if self._is_save_checked or accelerator._save_state_hooks:  # which may save anything
+            return
+        self._is_save_checked = True
+        saved = {id(getattr(item, "optimizer", item)) for item in accelerator._optimizers}
+        saved |= {id(item) for item in accelerator._custom_objects}
+        left = [type(item).__name__ for item in self._unprepared if id(item) not in saved]
+        known = {id(item) for item in _prepared_parameters(accelerator)}
+        optimizers = [*accelerator._optimizers, *self._unprepared]
+        family = _family([i for each in optimizers for i in _parameters(each) if id(i) not in known], known)
+        if family and not any(id(module) in saved for module in family):
+            left.append(type(family[-1]).__name__)
+        if left:
+            warn(
+                f"save_state leaves out {' and '.join(left)}, which {'are' if len(left) > 1 else 'is'} "
+                "trained and not prepared, so that load_state could not go on from here. Pass all that is "
+                "trained to accelerator.prepare(), or to register_for_checkpointing()."
+            )
+
+    def _check_window(self, accelerator: Accelerator) -> None:
+        state, outside = accelerator.gradient_state, self._outside
+        self._outside = 0
+        if 0 < outside < state.num_steps and state.sync_gradients and not state.end_of_dataloader:
+            steps = state.num_steps
+            warn(
+                f"gradient_accumulation_steps={steps}, and an optimizer steps after {outside} backward "
+                f"pass(es) outside of accumulate(): gradients are too small, as each loss is divided by "
+                f"{steps}. Put each micro-batch into `with accelerator.accumulate(model):`, or step after "
+                f"{steps} backward passes, or leave gradient_accumulation_steps out."
+            )
+
+    def _check_model(
+        self, accelerator: Accelerator, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]
+    ) -> None:
+        size = accelerator.engine.data_shard[1]
+        if size == 1 or self._is_model_told:
+            return
+        new = given.keys() - known.keys() - self._judged
+        loose = [given[key] for key in new if _is_on_its_own(given[key])]
+        self._judged |= {id(item) for item in loose}
+        family = _family(loose, known)
+        if family and not any(_is_parallel(module) for module in family):
+            self._is_model_told = True
+            warn(
+                f"{type(family[-1]).__name__} is trained on {size} processes and is not prepared: nobody "
+                "averages its gradients, so that each process trains weights of its own. Pass it to "
+                "accelerator.prepare(), and use the model that comes back."
+            )
+
+    def _check_optimizer(
+        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]
+    ) -> None:
+        if optimizer in self._unprepared:
+            return
+        self._unprepared.add(optimizer)
+        wrong = list(_wrong_steps(accelerator, optimizer, given))
+        if wrong:
+            warn(
+                f"{type(optimizer).__name__} is not prepared, and {', and '.join(wrong)}. Pass it to "
+                "accelerator.prepare(), and use the optimizer that comes back."
+            )
+
+    def _stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _before_step(
+    owner: ReferenceType[Accelerator], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    accelerator = owner()
+    if accelerator is not None and not torch.compiler.is_compiling():
+        accelerator._watch.before_step(accelerator, optimizer)
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _prepared_parameters(accelerator: Accelerator) -> Iterator[torch.Tensor]:
+    """The parameters of prepared models, whole and in parts where a forward pass has gathered them."""
+    for model in accelerator._models:
+        yield from model.parameters()
+        yield from accelerator.engine.with_gradients(model.parameters())
+
+
+def _is_meant(
+    accelerator: Accelerator, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]
+) -> bool:
+    """Whether an optimizer that is not prepared is one of this training's, and not one for something else."""
+    prepares_training = accelerator._optimizers or any(item.requires_grad for item in known.values())
+    return bool(given.keys() & known.keys()) or not prepares_training or _is_replaced(accelerator, given)
+
+
+def _is_replaced(accelerator: Accelerator, given: dict[int, torch.Tensor]) -> bool:
+    """Whether others are in the place of an optimizer's parameters, since their model was sharded."""
+    present = accelerator.engine.present
+    return any(present(item) is not item for item in given.values() if isinstance(item, torch.nn.Parameter))
+
+
+def _wrong_steps(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]
+) -> Iterator[str]:
+    """What is wrong with the steps of an optimizer that is not prepared; nothing is with many."""
+    if _is_replaced(accelerator, given):
+        yield "steps parameters that its model no longer has, since it was sharded"
+    scaler = accelerator.scaler
+    if scaler is not None and scaler.is_enabled() and id(optimizer) not in scaler._per_optimizer_states:
+        yield "steps with gradients that are multiplied by the loss scale of fp16 training"
+    if not accelerator.sync_gradients:
+        yield "steps in the middle of an accumulation window"
+
+
+def _is_on_its_own(item: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that neither a mesh nor a hook of its own may have reduced."""
+    hooked = item._backward_hooks or getattr(item, "_post_accumulate_grad_hooks", None)
+    return item.grad is not None and not hooked and not hasattr(item, "device_mesh")
+
+
+def _is_parallel(module: torch.nn.Module) -> bool:
+    """Whether a module averages gradients by itself, as DistributedDataParallel does."""
+    return extract_model_from_parallel(module) is not module
+
+
+def _family(parameters: Collection[torch.Tensor], known: Collection[int]) -> list[torch.nn.Module]:
+    """The module that has one of the parameters, and all that it is in, from inside to outside.
+
+    A parameter does not know its module. All objects are looked through, which happens only where something
+    is amiss, or looks like it.
+
+    Args:
+        parameters: Of no prepared model; those of no module at all are passed over.
+        known: The `id` of prepared parameters: what has one is not a part of the family.
+    """
+    wanted = {id(item) for item in parameters}
+    if not wanted:
+        return []
+    modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
+    parents: dict[int, list[torch.nn.Module]] = {}
+    for module in modules:
+        for child in (vars(module).get("_modules") or {}).values():
+            parents.setdefault(id(child), []).append(module)
+    family = [module for module in modules if wanted & set(map(id, _own_parameters(module)))][:1]
+    for module in family:  # which grows
+        above = (item for item in parents.get(id(module), ()) if not any(item is other for other in family))
+        family += [item for item in above if not any(id(each) in known for each in item.parameters())]
+    return family
+
+
+def _own_parameters(module: torch.nn.Module) -> Iterable[Any]:
+    return (vars(module).get("_parameters") or {}).values()
