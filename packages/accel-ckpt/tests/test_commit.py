@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
-from accel_ckpt import commit, manifest, recovery
+from accel_ckpt import commit, digests, manifest, recovery
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.layout import MANIFEST
+from accel_ckpt.staging import staged
 
 NAMES = ("model.safetensors", "optimizer.bin")
 
@@ -238,6 +244,129 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path: Path, kind
     assert set(seen) == {"one", "two"}
 
 
+CALLS = ("rename", "replace", "unlink", "mkdir", "fsync")
+
+
+def save_whole(target: Path, text: str, names: tuple[str, ...] = (*NAMES, "sub/x")) -> None:
+    with staged(target) as staging:
+        put(staging.path, text, names)
+        staging.facts["text"] = text
+
+
+class Failing:
+    """Lets the n-th of the calls that change the disk fail, alone or with all that follow."""
+
+    def __init__(self, at: int, number: int, for_good: bool) -> None:
+        self.at, self.count, self.number, self.for_good = at, 0, number, for_good
+
+    def wrapped(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count - 1 == self.at or (self.for_good and self.count > self.at):
+                raise OSError(self.number, os.strerror(self.number))
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be deleted")
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("kind", ["new", "swap", "in place"])
+def test_an_error_at_any_point_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int, for_good: bool
+) -> None:
+    seen: list[str] = []  # what is there after each save
+    failed: list[str] = []  # the same, of those that have failed
+    for at in range(100):
+        target = tmp_path / f"c{at}"
+        if kind == "in place":
+            put(target, "theirs", ("theirs",))
+        if kind != "new":
+            save_whole(target, "one", (*NAMES, "old.bin"))
+        failing = Failing(at, number, for_good)
+        with monkeypatch.context() as patched:
+            for name in CALLS:
+                patched.setattr(os, name, failing.wrapped(getattr(os, name)))
+            try:
+                save_whole(target, "two")
+                told = ""
+            except OSError as error:
+                told = str(error)
+        assert not told or os.strerror(number) in told
+        try:
+            found = recovery.find(target)
+            seen.append(fact(found))
+        except FileNotFoundError:
+            assert kind == "new"
+            assert told
+            seen.append("none")
+        else:
+            described = manifest.read(found)
+            assert described is not None
+            digests.verify(found, described.files)
+            expected = ("theirs",) if kind == "in place" else ()
+            there = {name for name in content(found) if not name.startswith(".staging-")}
+            assert there == {*described.paths(), *expected}, at
+            assert {content(found)[name] for name in described.paths()} == {seen[-1]}
+            assert all(content(found)[name] == "theirs" for name in expected)
+            if "is kept in" in told:
+                assert seen[-1] == "two"
+        failed += seen[-1:] if told else []
+        save_whole(target, "three")
+        assert fact(recovery.find(target)) == "three"
+        assert names_beside(target) == [f"c{number}" for number in sorted(range(at + 1), key=str)]
+        assert not list(target.glob(".staging-*"))
+        if failing.count <= at:
+            break
+
+    assert seen[-1] == "two"
+    assert len(failed) > {"new": 8, "swap": 10, "in place": 12}[kind]
+    assert sorted(failed, key=["none", "one", "two"].index) == failed
+
+
+def test_what_is_in_the_way_is_told_before_anything_is_moved(tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    save_whole(target, "one", NAMES)
+    put(target / "sub", "theirs", ("x/theirs",))
+    with pytest.raises(CheckpointError, match=r"c/sub/x is in the way of sub/x, a file of the checkpoint"):
+        save_whole(target, "two")
+    (target / "notes").touch()
+    with pytest.raises(CheckpointError, match=r"c/notes is in the way of notes/x"):
+        save_whole(target, "two", ("notes/x",))
+    assert fact(recovery.find(target)) == "one"
+    assert sorted(os.listdir(target)) == sorted([*NAMES, "notes", "sub", MANIFEST])
+
+
+def test_a_name_that_a_hook_may_use_can_be_loaded_and_saved_over(tmp_path: Path) -> None:
+    name = "eval_12:30:00.json"
+    save_whole(tmp_path / "c", "one", (*NAMES, name))
+    assert content(recovery.find(tmp_path / "c")) == dict.fromkeys((*NAMES, name), "one")
+    assert manifest.read(tmp_path / "c") is not None
+    save_whole(tmp_path / "c", "two")
+    assert fact(tmp_path / "c") == "two"
+
+
+@given(st.text(st.sampled_from("aC:.\\ ~\n\u00e9\udcff"), min_size=1, max_size=5))
+@example("C:a")
+@example("a\\b")
+@example("a:b")
+def test_a_name_is_refused_when_it_is_saved_or_can_be_loaded(name: str) -> None:
+    assume(name not in (".", ".."))
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "c")
+        try:
+            save_whole(target, "one", (*NAMES, name))
+        except CheckpointError as error:
+            assert "a checkpoint cannot hold" in str(error)  # noqa: PT017
+            assert "\\" in name or name[1:2] == ":"
+            assert os.listdir(folder) == []
+        else:
+            described = manifest.read(target)
+            assert described is not None
+            assert name in described.paths()
+
+
 def test_between_the_renames_the_new_one_is_found(tmp_path: Path) -> None:
     target = tmp_path / "c"
     save(target, "one")
@@ -314,10 +443,38 @@ def test_everything_is_flushed_before_the_manifest_and_it_before_the_rename(
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "rename", moved)
     target = tmp_path / "c"
-    staging = save(target, "one", (*NAMES, "sub/x"))
+    staging = save(target, "one", (*NAMES, "sub/between/x"))
 
-    files = [str(staging / name) for name in (*NAMES, "sub/x")]
+    files = [str(staging / name) for name in (*NAMES, "sub/between/x")]
     assert sorted(flushed[:3]) == sorted(files)
     assert flushed[3] == str(staging / MANIFEST) + ".tmp"
-    assert sorted(flushed[4:6]) == sorted([str(staging), str(staging / "sub")])
-    assert flushed[6:] == ["rename", str(tmp_path)]
+    assert sorted(flushed[4:7]) == [str(staging / name) for name in ("", "sub", "sub/between")]
+    assert flushed[7:] == ["rename", str(tmp_path)]
+
+
+def test_in_place_all_folders_are_flushed_before_the_manifest_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "c"
+    put(target, "theirs", ("notes.txt",))
+    staging = commit.staging_path(target, commit.new_token())
+    put(staging, "one", (*NAMES, "sub/between/x"))
+    commit.seal(staging, {"text": "one"})
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note(handle: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def moved(source: Path, goal: Path) -> None:
+        done.append(Path(source).name)
+        replace(source, goal)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", moved)
+    commit.commit(staging, target)
+
+    assert set(done[:3]) == {*NAMES, "x"}
+    assert sorted(done[3:6]) == [str(target / name) for name in ("", "sub", "sub/between")]
+    assert done[6:] == [MANIFEST, str(target)]

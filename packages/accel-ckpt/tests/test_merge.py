@@ -102,8 +102,13 @@ def save_alone(state: dict[str, Any], folder: Path) -> None:
 
 
 def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no sharded weights \(\.metadata\).* There is: nothing"):
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no folder .*/none\. Name pytorch_model_fsdp_0, or"
+    ):
         merge_fsdp_weights(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no sharded weights \(\.metadata\).* There is: nothing"):
+        merge_fsdp_weights(tmp_path / "empty", tmp_path / "out")
     save(str(tmp_path / "c"))
     file = tmp_path / "c" / "pytorch_model_fsdp_0" / "__0_0.distcp"
     raw = bytearray(file.read_bytes())
@@ -113,8 +118,11 @@ def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path: Path) -> None:
         merge_fsdp_weights(tmp_path / "c", tmp_path / "out", remove_checkpoint_dir=True)
     assert file.exists()
     (tmp_path / "c" / "accel_manifest.json").unlink()
-    file.write_bytes(raw[: len(raw) // 3])
+    file.write_bytes(bytes(255 - byte for byte in raw))
     with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp is damaged at byte"):
+        merge_fsdp_weights(tmp_path / "c", tmp_path / "out")
+    file.write_bytes(raw[: len(raw) // 3])
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp is cut off: it has \d+ bytes"):
         merge_fsdp_weights(tmp_path / "c", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
     save_alone({"z": torch.ones(1, dtype=torch.complex128)}, tmp_path / "z")
@@ -154,7 +162,8 @@ def test_the_command(
     merge_command.register(parser.add_subparsers())
     args = parser.parse_args(["merge-weights", str(tmp_path / "c"), str(tmp_path), "--unsafe-serialization"])
     assert args.func(args) == 0
-    assert (tmp_path / "pytorch_model.bin").exists()
+    size = (tmp_path / "pytorch_model.bin").stat().st_size
+    assert capsys.readouterr().out == f"Wrote {tmp_path / 'pytorch_model.bin'} ({size:,} bytes).\n"
     monkeypatch.setattr("sys.argv", ["accel-merge-weights", str(tmp_path / "none"), str(tmp_path)])
     assert merge_command.main() == 1
-    assert "has no sharded weights" in capsys.readouterr().err
+    assert "There is no folder" in capsys.readouterr().err

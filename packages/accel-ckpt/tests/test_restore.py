@@ -189,7 +189,9 @@ def test_gradients_that_are_missing_of_another_world_or_of_other_weights(tmp_pat
     for folder, facts in ((without(tmp_path / "c", name), {}), (tmp_path / "c", {"world_size": 2})):
         sealed_with(folder, "random_states_1.pkl" if facts else "random_states_0.pkl", {}, **facts)
         message = (
-            r"in the middle of an accumulation window, and has no gradients_0\.safetensors of 1 processes"
+            "window on 2 processes, and the gradients of 2 do not fit 1: load it on 2"
+            if facts
+            else r"in the middle of an accumulation window, and has no gradients_0\.safetensors: load one"
         )
         with pytest.raises(CheckpointError, match=message):
             Run().load(folder)
@@ -422,6 +424,34 @@ def test_random_generators_follow_the_rule(
     # In step stays in step; what differs goes on differing. Of one process nothing is known to differ.
     assert len(torch_draws) == (1 if sync or saved == 1 else loaded)
     assert len(python_draws) == (1 if saved == 1 else loaded)
+
+
+def _opened(folder: str) -> list[str]:
+    """Load, and return the files of random generators that were opened here."""
+    names: list[str] = []
+    load = tensors.load
+
+    def note(path: Any, **options: Any) -> Any:
+        names.append(Path(path).name)
+        return load(path, **options)
+
+    tensors.load = note
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Run().load(Path(folder))
+    finally:
+        tensors.load = load
+    return [name for name in names if name.startswith("random")]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 3), (4, 2), (2, 4)])
+def test_each_process_opens_one_file_of_random_generators(
+    world: Any, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    world.run(_roundtrip, str(tmp_path / "c"), True, False, size=saved, timeout_s=100)
+    opened = world.run(_opened, str(tmp_path / "c"), size=loaded, timeout_s=100)
+    assert opened == [[f"random_states_{rank % saved}.pkl"] for rank in range(loaded)]
 
 
 def _load_only(folder: str, strict: bool | None) -> str:

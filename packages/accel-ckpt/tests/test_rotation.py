@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from accel_ckpt import rotation
+from accel_ckpt import manifest, rotation
+from accel_ckpt.layout import MANIFEST
 from accel_ckpt.staging import staged
 
 
@@ -15,8 +17,79 @@ def save(folder: Path, *iterations: int) -> None:
             (staging.path / "model.safetensors").write_text(str(iteration))
 
 
-def test_they_are_sorted_by_number_and_only_complete_ones_count(tmp_path: Path) -> None:
-    save(tmp_path, 10, 2, 1)
+def save_as_before(folder: Path, *iterations: int) -> None:
+    """Save as earlier versions did: no sequence in the manifest."""
+    save(folder, *iterations)
+    for iteration in iterations:
+        described = manifest.read(folder / f"checkpoint_{iteration}")
+        assert described is not None
+        facts = {key: value for key, value in described.facts.items() if key != "sequence"}
+        manifest.write(folder / f"checkpoint_{iteration}", replace(described, facts=facts))
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in rotation.checkpoints(folder)]
+
+
+def test_their_order_is_that_of_the_commits(tmp_path: Path) -> None:
+    save(tmp_path, 10, 2, 1, 3)
+    assert names(tmp_path) == ["checkpoint_10", "checkpoint_2", "checkpoint_1", "checkpoint_3"]
+    save(tmp_path, 2)
+    assert rotation.latest(tmp_path) == tmp_path / "checkpoint_2"
+    assert [path.name for path in rotation.prune(tmp_path, 2)] == ["checkpoint_10", "checkpoint_1"]
+    save(tmp_path, 0)
+    assert names(tmp_path) == ["checkpoint_3", "checkpoint_2", "checkpoint_0"]
+
+
+def test_those_of_earlier_versions_are_in_the_order_of_their_numbers_before_later_commits(
+    tmp_path: Path,
+) -> None:
+    save_as_before(tmp_path, 9, 10, 2)
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_9", "checkpoint_10"]
+    save(tmp_path, 5, 11)
+    (tmp_path / "checkpoint_12").mkdir()
+    (tmp_path / "checkpoint_12" / "pytorch_model.bin").touch()  # another implementation goes on
+    assert names(tmp_path)[2:] == ["checkpoint_10", "checkpoint_5", "checkpoint_11", "checkpoint_12"]
+    (tmp_path / "checkpoint_9" / MANIFEST).write_text("rubbish")
+    assert names(tmp_path)[:2] == ["checkpoint_2", "checkpoint_9"]
+    save(tmp_path, 0)
+    assert rotation.latest(tmp_path) == tmp_path / "checkpoint_0"
+
+
+def test_the_next_number_is_above_whatever_is_there(tmp_path: Path) -> None:
+    assert rotation.next_number(tmp_path / "missing") == 0
+    save(tmp_path, 3)
+    (tmp_path / "checkpoint_7").mkdir()
+    assert rotation.next_number(tmp_path) == 8
+    (tmp_path / "checkpoint_9").touch()
+    assert rotation.next_number(tmp_path) == 10
+    assert rotation.next_sequence(tmp_path) == 10
+
+
+def test_what_was_just_committed_stays_although_another_run_has_committed_since(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1, 2)
+    assert [path.name for path in rotation.prune(tmp_path, 1, tmp_path / "checkpoint_1")] == ["checkpoint_0"]
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_what_cannot_be_deleted_is_left_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 0, 1)
+    for name in ("rename", "unlink"):
+
+        def refuse(*args: object) -> None:
+            raise PermissionError(13, "refused")
+
+        monkeypatch.setattr(os, name, refuse)
+        with pytest.warns(UserWarning, match=r"cannot be deleted.*by hand"):
+            rotation.prune(tmp_path, 1)
+        monkeypatch.undo()
+    assert rotation.latest(tmp_path) == tmp_path / "checkpoint_1"
+
+
+def test_only_complete_ones_count(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 10)
     (tmp_path / "checkpoint_11").mkdir()
     (tmp_path / "checkpoint_12").mkdir()
     (tmp_path / "checkpoint_12" / "notes.txt").touch()

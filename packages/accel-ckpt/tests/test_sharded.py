@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,27 @@ def test_damage_is_named_on_all(world: Any, tmp_path: Path) -> None:
     (tmp_path / "d" / "accel_manifest.json").unlink()
     with pytest.warns(UserWarning, match="another implementation"):
         assert "there is no optimizer_0 for optimizer 0" in told(str(tmp_path / "d"))
+
+
+def load_damaged(folder: str, damage: str) -> str:
+    """Damage one process's part where nothing has a digest of it, and load."""
+    file = Path(folder, "pytorch_model_fsdp_0", "__1_0.distcp")
+    if process_rank() == 0:
+        raw = file.read_bytes()
+        file.write_bytes({"cut off": raw[:-100], "garbled": bytes(len(raw))}[damage])
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*another implementation wrote it")
+        return told(folder)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "garbled"])
+def test_damage_is_named_also_without_digests(world: Any, tmp_path: Path, damage: str) -> None:
+    world.run(save_after_three, str(tmp_path / "c"), size=2, timeout_s=100)
+    (tmp_path / "c" / "accel_manifest.json").unlink()
+    problem = {"cut off": r"is cut off: it has \d+ bytes", "garbled": "cannot be read"}[damage]
+    for message in world.run(load_damaged, str(tmp_path / "c"), damage, size=2, timeout_s=100):
+        assert re.search(rf"pytorch_model_fsdp_0/__1_0\.distcp {problem}", message), message
 
 
 def test_a_flipped_bit_anywhere_is_noticed_and_its_file_is_named(tmp_path: Path) -> None:

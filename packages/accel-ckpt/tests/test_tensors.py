@@ -16,6 +16,7 @@ from torch import nn
 
 from accel_ckpt import tensors
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.weights import save_weights
 
 
 def same(a: Any, b: Any) -> bool:
@@ -171,6 +172,27 @@ def test_same_memory_as_another_type_or_shape_is_no_tie() -> None:
 
     assert tensors.tied_groups(state) == []
     assert list(tensors.clean_state_dict_for_safetensors(state)) == ["a", "b", "c"]
+
+
+def test_one_log_record_names_what_safetensors_leave_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = torch.ones(2)
+    state = {"a": shared, "b": shared, "c": shared, "d": torch.ones(1)}
+    for act in (
+        lambda: tensors.clean_state_dict_for_safetensors(state),
+        lambda: tensors.save(state, tmp_path / "x.safetensors", safe_serialization=True),
+        lambda: save_weights(state, tmp_path, 4),
+    ):
+        caplog.clear()
+        act()
+        (record,) = caplog.records
+        assert record.name == "accel_ckpt.tensors"
+        assert "Left out: b (the same as a), c (the same as a)." in record.getMessage()
+    caplog.clear()
+    tensors.save({"a": shared, "d": torch.ones(1)}, tmp_path / "y", safe_serialization=True)
+    tensors.save(state, tmp_path / "z")
+    assert not caplog.records
 
 
 def test_empty_tensors_are_not_tied() -> None:

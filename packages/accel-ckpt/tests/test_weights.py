@@ -159,13 +159,13 @@ def test_differing_names_are_told_or_refused(tmp_path: Path) -> None:
     del state["c.bias"]
     state["d"] = torch.ones(1)
     save_weights(state, tmp_path)
-    message = r"in the model and not in the files: c\.bias; in the files and not in the model: d\."
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=r"weights; in the model and not in the files: c\.bias\."):
         load_checkpoint_in_model(Net(), tmp_path)
+    message = r"in the model and not in the files: c\.bias; in the files and not in the model: d\."
     with pytest.raises(RuntimeError, match=message):
         load_checkpoint_in_model(Net(), tmp_path, strict=True)
     save_weights({"a.weight": torch.ones(2)}, tmp_path)
-    with pytest.raises(RuntimeError, match=r"a\.weight has the shape \[2\] in the file and \[8, 8\] in Net"):
+    with pytest.raises(RuntimeError, match=r"a\.weight has the shape \[2\] in .*tensors and \[8, 8\] in Net"):
         load_checkpoint_in_model(Net(), tmp_path)
 
 

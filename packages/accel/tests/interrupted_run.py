@@ -1,7 +1,7 @@
 """A run whose save is interrupted at every point in turn; test_interruptions.py starts it.
 
 Usage: interrupted_run.py <folder> <mode> <processes> <victim>. A fresh process is forked for every point, so
-that torch is imported once.
+that torch is imported once. A mode that ends in "in place" saves into one folder that has a file of others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_ckpt import manifest, rotation, writer
+from accel_ckpt import manifest, recovery, rotation, writer
 from accel_ckpt.config import ProjectConfiguration
 
 STEPS, TOTAL = 2, 6  # between saves, in all
@@ -47,6 +47,8 @@ FIRST_USED = (  # what is imported on first use: by optimizers, and by what ever
     "safetensors",
 )
 CALLS = ("write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+MOVES = ("rename", "replace", "unlink")
+ERRORS = {"full": errno.ENOSPC, "ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES}
 
 
 class Count:
@@ -63,10 +65,14 @@ class Run:
     """A small run with everything that a checkpoint holds."""
 
     in_parts = False
+    in_place = False
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
-        naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=1)
+        self.place = str(folder / "state") if self.in_place else None
+        naming = ProjectConfiguration(
+            str(folder), automatic_checkpoint_naming=not self.in_place, total_limit=1
+        )
         sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if self.in_parts else {}
         self.accelerator = Accelerator(cpu=True, project_config=naming, **sharded)
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
@@ -103,12 +109,12 @@ class Run:
 
 
 class Injection:
-    """Lets the n-th call that changes the disk kill this process, or fail, as on a full disk."""
+    """Lets the n-th call that changes the disk kill this process, or fail: once, or as on a full disk."""
 
     def __init__(self, at: int, mode: str) -> None:
         self.at, self.mode, self.count = at, mode, 0
         self.lock = threading.Lock()
-        for name in CALLS:
+        for name in MOVES if mode in ERRORS and mode != "full" else CALLS:
             setattr(os, name, self.wrapped(getattr(os, name), name))
 
     def wrapped(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -116,13 +122,13 @@ class Injection:
             with self.lock:
                 here = self.count == self.at
                 self.count += 1
-            if here and self.mode != "full":
+            if here and self.mode not in ERRORS:
                 if name == "write":  # the half of it
                     function(args[0], memoryview(args[1]).cast("B")[: len(args[1]) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             full = self.mode == "full" and self.count > self.at and name in ("write", "fsync", "mkdir")
-            if full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if full or (here and self.mode != "full"):
+                raise OSError(ERRORS[self.mode], os.strerror(ERRORS[self.mode]))
             return function(*args, **kwargs)
 
         return call
@@ -148,18 +154,18 @@ def open_counted(path: Path, mode: str) -> Any:
 def interrupted(folder: Path, mode: str, at: int) -> int:
     """Resume, train, and save with an interruption; return 0 if the point lies behind the end of the save."""
     run = Run(folder)
-    run.accelerator.load_state()
+    run.accelerator.load_state(run.place)
     run.train(2 * STEPS)
     if mode == "size":
         return too_large(run, at)
     injection = Injection(at, mode)
     try:
-        run.accelerator.save_state(blocking=mode != "async")
+        run.accelerator.save_state(run.place, blocking=mode != "async")
         if mode == "async":
             run.train(2 * STEPS + 1)
         run.accelerator.wait_for_save()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != ERRORS.get(mode):
             raise
         injection.stop()
         return 7
@@ -180,21 +186,33 @@ def too_large(run: Run, at: int) -> int:
     return 0
 
 
+def newest_in(folder: Path) -> str:
+    """The name of the newest checkpoint; in place the name that it would have."""
+    if not Run.in_place:
+        return rotation.checkpoints(folder / "checkpoints")[-1].name
+    first, found = (manifest.read(recovery.find(base / "state")) for base in (folder.parent / "base", folder))
+    assert first is not None
+    assert found is not None
+    return f"checkpoint_{int(first.facts['save'] != found.facts['save'])}"
+
+
 def resumed(folder: Path, expected: str) -> int:
     """Resume without naming a folder, train to the end, and save again."""
-    root = folder / "checkpoints"
-    there = rotation.checkpoints(root)
-    assert there, "no complete checkpoint"
+    newest = newest_in(folder)
     run = Run(folder)
-    run.accelerator.load_state()
-    assert run.count.step == {"checkpoint_0": STEPS, "checkpoint_1": 2 * STEPS}[there[-1].name]
+    run.accelerator.wait_for_everyone()
+    run.accelerator.load_state(run.place)
+    assert run.count.step == {"checkpoint_0": STEPS, "checkpoint_1": 2 * STEPS}[newest]
     run.train(TOTAL)
     assert run.digest() == expected, "the resumed run differs"
-    saved = Path(run.accelerator.save_state())
+    saved = Path(run.accelerator.save_state(run.place))
     run.accelerator.wait_for_everyone()
     assert manifest.is_complete(saved)
-    left = sorted(os.listdir(root))
+    left = sorted(os.listdir(saved.parent))
     assert left == [saved.name], left
+    if run.place is not None:
+        assert (saved / "theirs").read_text() == "theirs"
+        assert not list(saved.glob(".staging-*"))
     run.accelerator.end_training()
     return 0
 
@@ -247,7 +265,10 @@ def straight(folder: Path) -> int:
     """The uninterrupted run: saves after two steps, and writes down how it ends."""
     run = Run(folder / "base")
     run.train(STEPS)
-    run.accelerator.save_state()
+    if run.place is not None:
+        Path(run.place).mkdir(parents=True, exist_ok=True)
+        Path(run.place, "theirs").write_text("theirs")
+    run.accelerator.save_state(run.place)
     run.train(TOTAL)
     digest = run.digest()
     if run.accelerator.is_main_process:
@@ -258,6 +279,8 @@ def straight(folder: Path) -> int:
 
 def main() -> None:
     base, mode, size, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if mode.endswith(" in place"):
+        Run.in_place, mode = True, mode.removesuffix(" in place")
     if mode == "parts":
         Run.in_parts, mode = True, "kill"
     torch.set_num_threads(1)
@@ -279,8 +302,8 @@ def main() -> None:
 
         # Others notice the loss by themselves, or are killed with the victim.
         code = stopped(forked(save, size, base), victim, 10 if at % 2 else 0)
-        assert code in ((0, 7) if mode in ("full", "size") else (0, -signal.SIGKILL)), (at, code)
-        newest.append(rotation.checkpoints(folder / "checkpoints")[-1].name)
+        assert code in ((0, 7) if mode in (*ERRORS, "size") else (0, -signal.SIGKILL)), (at, code)
+        newest.append(newest_in(folder))
         codes = [ended(pid, 60) for pid in forked(lambda _: resumed(folder, expected), size, base)]  # noqa: B023
         assert set(codes) == {0}, (at, codes)
         shutil.rmtree(folder)

@@ -195,17 +195,80 @@ def test_automatic_names_count_up_prune_and_resume_behind_the_newest(tmp_path):
     run = make_run(project_config=ProjectConfiguration(**config))
     for _ in range(3):
         run[0].save_state()
-    with pytest.warns(UserWarning, match="ignores output_dir"):
+    message = r"ignores output_dir.*this one is .*/checkpoints/checkpoint_3\."
+    with pytest.warns(UserWarning, match=message) as told:
         run[0].save_state(str(tmp_path / "elsewhere"))
+    assert told[0].filename == __file__
     assert run[0].save_iteration == 4
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
 
     again = make_run(project_config=ProjectConfiguration(**config))
-    again[0].project_configuration.iteration = 3
-    with pytest.raises(ValueError, match="checkpoint_3 exists already"):
-        again[0].save_state()
     again[0].load_state()
+    assert again[0].save_iteration == 4
     assert again[0].save_state().endswith("checkpoint_4")
+    again[0].load_state(str(tmp_path / "checkpoints" / "checkpoint_3"))
+    assert again[0].save_state().endswith("checkpoint_5")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_new_run_beside_older_checkpoints_goes_on_above_them_and_keeps_its_own(tmp_path, blocking):
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 3}
+    old = make_run(project_config=ProjectConfiguration(**config, iteration=7))[0]
+    for _ in range(3):
+        old.save_state()
+    new, *_, counter = make_run(project_config=ProjectConfiguration(**{**config, "total_limit": 1}))
+    message = r"nor loaded, up to checkpoint_9: this one is checkpoint_10\. total_limit=1 counts"
+    with pytest.warns(UserWarning, match=message) as told:
+        first = new.save_state(blocking=blocking)
+    assert told[0].filename == __file__
+    new.wait_for_save()
+    assert Path(first).is_dir()
+    counter.count = 12
+    second = new.save_state(blocking=blocking)
+    new.wait_for_save()
+
+    assert [second] == [str(path) for path in (tmp_path / "checkpoints").iterdir()]
+    assert second.endswith("checkpoint_11")
+    counter.count = 0
+    new.load_state()
+    assert counter.count == 12
+
+
+def resumed(folder: str | None, project: str) -> list[bool | int]:
+    """Start twice as a script does that may be preempted; return whether something was loaded, and what."""
+    naming = ProjectConfiguration(project, automatic_checkpoint_naming=folder is None)
+    found: list[bool | int] = []
+    for _ in range(2):
+        accelerator, counter = Accelerator(project_config=naming), Counter()
+        accelerator.register_for_checkpointing(counter)
+        found += [accelerator.load_state(folder, missing_ok=True), counter.count]
+        counter.count = 5
+        accelerator.save_state(folder)
+    return found
+
+
+@pytest.mark.parametrize("folder", [None, "state", "made before"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_script_resumes_if_there_is_something(world, tmp_path, folder, size):
+    if folder == "made before":  # a disk that is mounted there, say
+        (tmp_path / folder).mkdir()
+    path = None if folder is None else str(tmp_path / folder)
+    assert world.run(resumed, path, str(tmp_path), size=size) == [[False, 0, True, 5]] * size
+
+
+def test_resuming_passes_over_what_is_missing_and_not_over_damage(tmp_path):
+    accelerator = Accelerator()
+    state, model = tmp_path / "state", torch.nn.Linear(2, 1)
+    accelerator.prepare(model)
+    accelerator.save_state(str(state))
+    (state / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has 0 bytes"):
+        accelerator.load_state(str(state), missing_ok=True)
+    with pytest.raises(ValueError, match="needs input_dir"):
+        accelerator.load_state(missing_ok=True)
+    naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    with pytest.raises(FileNotFoundError, match=r"call load_state\(missing_ok=True\)"):
+        Accelerator(project_config=naming).load_state()
 
 
 def test_what_is_wrong_is_named(tmp_path):

@@ -19,6 +19,10 @@ CASES = [
     pytest.param("size", 1, 0, 10, id="file size limit"),
     pytest.param("kill", 2, 0, 40, id="kill rank 0 of 2"),
     pytest.param("kill", 2, 1, 8, id="kill rank 1 of 2"),
+    pytest.param("kill in place", 1, 0, 60, id="kill in place"),
+    pytest.param("EIO", 1, 0, 10, id="error"),
+    pytest.param("ENOSPC in place", 1, 0, 15, id="disk full in place"),
+    pytest.param("EACCES in place", 2, 0, 15, id="no permission in place, rank 0 of 2"),
     pytest.param("parts", 2, 1, 12, id="kill rank 1 of 2, each with its part"),
 ]
 
@@ -38,5 +42,5 @@ def test_the_newest_complete_checkpoint_is_resumed_bit_for_bit(
     assert len(newest) > points
     assert newest[-1] == "checkpoint_1"
     assert "checkpoint_0" in newest
-    if mode in ("kill", "parts"):
+    if mode in ("kill", "parts", "kill in place", "ENOSPC in place", "EACCES in place"):
         assert newest == sorted(newest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 
@@ -75,6 +76,22 @@ def test_the_last_chance_is_used_although_the_save_before_failed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["b"]
 
 
+def test_the_path_that_is_told_is_there_beside_checkpoints_of_another_run(tmp_path, capsys):
+    config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 1}
+    Accelerator(project_config=ProjectConfiguration(**config, iteration=7)).save_state()
+    accelerator = Accelerator(project_config=ProjectConfiguration(**config))
+    accelerator.save_on_preemption()
+    signal.raise_signal(signal.SIGTERM)
+    accelerator.save_on_preemption()
+    with pytest.warns(UserWarning, match="this one is checkpoint_8"), pytest.raises(SystemExit):
+        accelerator.save_on_preemption()
+    told = re.search(r"saved (\S+); exiting with 75", capsys.readouterr().err)
+
+    assert told is not None
+    assert os.listdir(tmp_path / "checkpoints") == [os.path.basename(told[1])]
+    assert os.path.isdir(told[1])
+
+
 def test_what_is_wrong_is_named_at_the_first_call(tmp_path):
     accelerator = Accelerator()
     with pytest.raises(ValueError, match="save_on_preemption needs output_dir"):
@@ -134,8 +151,7 @@ class Count:
 
 count = Count()
 accelerator.register_for_checkpointing(count)
-if os.path.isdir(folder):
-    accelerator.load_state(folder)
+if accelerator.load_state(folder, missing_ok=True):
     print(f"resumed at {count.step}")
 while count.step < 30:
     for x, y in loader:

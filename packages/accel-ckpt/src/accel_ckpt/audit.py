@@ -164,10 +164,16 @@ def _compare_ranks(
             findings.others.append(
                 f"the state of a sampler was saved by one of {saved} processes, and may not fit {world_size}"
             )
-    if facts.get("open_window") and (saved != world_size or layout.gradients_file(rank) not in names):
+    if facts.get("open_window") and saved != world_size:
         findings.core.append(
-            f"it was saved in the middle of an accumulation window, and has no {layout.gradients_file(rank)} "
-            f"of {world_size} processes: load one that was saved at the end of a window"
+            f"it was saved in the middle of an accumulation window on {saved} processes, and the gradients "
+            f"of {saved} do not fit {world_size}: load it on {saved}, or load one that was saved at the end "
+            "of a window"
+        )
+    elif facts.get("open_window") and layout.gradients_file(rank) not in names:
+        findings.core.append(
+            "it was saved in the middle of an accumulation window, and has no "
+            f"{layout.gradients_file(rank)}: load one that was saved at the end of a window"
         )
 
 

@@ -10,7 +10,7 @@ step 3 there is nothing under the target's own name; `recovery.find` then return
 
 A target that cannot be renamed as a whole (a mount point, the current folder), or in which other files live,
 is committed in place: the staging folder lies inside the target, and its sealed files are moved out of it one
-by one. Once sealed, `recovery.find` finishes a move that was interrupted.
+by one. Once sealed, `recovery.find` finishes a move that was interrupted or has failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from accel_ckpt import manifest
 from accel_ckpt.digests import FileEntry
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.layout import MANIFEST, role_of
-from accel_ckpt.recovery import discard, flush, move_out, sweep
+from accel_ckpt.paths import is_inside
+from accel_ckpt.recovery import discard, flush, folders_of, is_needed, move_out, sweep
 from accel_ckpt.writer import Writer
 
 __all__ = ["commit", "new_token", "seal", "staging_path"]
@@ -63,13 +64,14 @@ def seal(
 
     Raises:
         OSError: If the disk does not take it.
-        CheckpointError: If there is something else than files and folders.
+        CheckpointError: If there is something else than files and folders, or a name that no load takes.
     """
     if writer is None:
         with closing(Writer()) as writer:
             seal(staging, facts, writer, known)
         return
     names = manifest.files_in(staging)
+    _check_names(names)
     # A machine with a disk of its own has other files under these names, or none.
     elsewhere = {entry.path: entry for entry in known if _is_here(staging, entry)}
     entries = elsewhere | {entry.path: entry for entry in writer.entries(staging)}
@@ -78,7 +80,7 @@ def seal(
             writer.follow(staging / name)
     entries |= {entry.path: entry for entry in writer.entries(staging)}
     manifest.write(staging, manifest.Manifest(tuple(entries[name] for name in names), dict(facts)))
-    for folder in {staging, *((staging / name).parent for name in names)}:
+    for folder in folders_of(staging, names):
         flush(folder)
 
 
@@ -90,25 +92,49 @@ def commit(staging: Path, target: Path) -> None:
         target: The checkpoint folder.
 
     Raises:
-        OSError: If the file system refuses.
+        OSError: If the file system refuses. The old checkpoint is in its place, or the new one stays in the
+            staging folder, where `recovery.find` finds it.
     """
-    if staging.parent == target:
-        move_out(staging, target)
-    else:
-        token = staging.name.rpartition(".staging-")[2]
-        aside = target.parent / f".{target.name}.replaced-{token}"
-        replaces = target.exists()
-        if replaces:
-            os.rename(target, aside)
-        try:
-            os.rename(staging, target)
-        except OSError:
-            if replaces:
-                os.rename(aside, target)
+    try:
+        if staging.parent == target:
+            move_out(staging, target)
+        else:
+            _swap(staging, target)
+    except OSError as error:
+        if not is_needed(staging, target):
             raise
-        flush(target.parent)
-        discard(aside)
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}: the checkpoint is written, and could not be put in its place. It is "
+            f"kept in {staging}; load_state({str(target)!r}) and the next save there go on from it",
+        ) from error
     sweep(target)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    unfit = [name for name in names if not is_inside(name)]
+    if unfit:
+        raise CheckpointError(
+            f"a checkpoint cannot hold {', '.join(map(repr, unfit))}: with a backslash, or a drive letter "
+            "such as 'C:', it leads out of the folder on Windows. Have the hook that writes it use another "
+            "name."
+        )
+
+
+def _swap(staging: Path, target: Path) -> None:
+    token = staging.name.rpartition(".staging-")[2]
+    aside = target.parent / f".{target.name}.replaced-{token}"
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, aside)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        if replaces:
+            os.rename(aside, target)
+        raise
+    flush(target.parent)
+    discard(aside)
 
 
 def _is_replaceable(target: Path) -> bool:

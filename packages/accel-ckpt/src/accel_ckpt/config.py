@@ -16,8 +16,8 @@ class ProjectConfiguration:
         logging_dir: Folder of the logs; by default the project's folder.
         automatic_checkpoint_naming: Whether checkpoints go to
             `<project_dir>/checkpoints/checkpoint_<iteration>`.
-        total_limit: How many of these are kept; the oldest go first. None keeps all.
-        iteration: Number of the next checkpoint.
+        total_limit: How many of these are kept; those saved first go first. None keeps all.
+        iteration: Number of the next checkpoint, if it is above the numbers of all that are there.
         save_on_each_node: Whether every machine writes the shared files too, for machines without a common
             disk.
 

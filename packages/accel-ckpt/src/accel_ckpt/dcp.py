@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from accel_ckpt import tensors
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -89,7 +90,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         FileNotFoundError: If there is none, or a file that it names is missing.
         CorruptCheckpointError: If it is damaged, names other types than an index is made of, or a place that
-            is not in a plain file in the folder.
+            is not in a plain file in the folder, or behind its end.
     """
     path = folder / METADATA
     if not path.exists():
@@ -97,15 +98,23 @@ def read_metadata(folder: Path) -> Metadata:
     raw = listed_file(folder, METADATA, path).read_bytes()
     try:
         metadata = _IndexUnpickler(io.BytesIO(raw)).load()
-        places = {info.relative_path for info in metadata.storage_data.values()}
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            place = str(info.relative_path)
+            ends[place] = max(ends.get(place, 0), info.offset + info.length)
         if not isinstance(metadata, Metadata):
             raise TypeError(type(metadata).__name__)
     except Exception as error:  # a damaged pickle raises anything
         raise CorruptCheckpointError(
             f"{path} is not the index of sharded weights: {error}. Do not use it."
         ) from error
-    for place in sorted(map(str, places)):
-        listed_file(folder, place, path)
+    for place, end in sorted(ends.items()):
+        file = listed_file(folder, place, path)
+        size = file.stat().st_size
+        if size < end:
+            raise CorruptCheckpointError(
+                f"{file} is cut off: it has {size} bytes, and {path} says at least {end}. Copy it anew."
+            )
     return metadata
 
 
@@ -164,6 +173,28 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index."""
         return read_metadata(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, file by file, so that an error names the file."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            self._read_file(name, replace(plan, items=items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        try:
+            super().read_data(plan, planner).wait()
+        except (CheckpointError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a damaged file raises anything
+            raise CorruptCheckpointError(
+                f"{Path(self.path) / name} cannot be read ({type(error).__name__}: {error}). Unless that "
+                "names another cause, it is damaged: copy it anew."
+            ) from error
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TypeVar
 from accel_ckpt.crew import Crew
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.hashing import ALGORITHM, digest_chunk
-from accel_ckpt.header import tensors_between
+from accel_ckpt.header import shortened, tensors_between
 from accel_ckpt.progress import Progress
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FileEntry",
     "kind_of",
     "plain_file",
+    "regular_file",
     "verify",
 ]
 
@@ -30,8 +32,6 @@ CHUNK_BYTES = 16 * 2**20
 
 THREADS = 4
 """How many chunks are digested at once: a disk gives more if it is asked for several."""
-
-_NAMED = 8  # weights that are named for a damaged chunk
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,25 @@ def plain_file(folder: Path, name: str) -> Path:
     return path
 
 
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """Check that a path leads to a regular file, also by a link; reading a pipe would wait for ever.
+
+    Args:
+        path: The path.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        CorruptCheckpointError: If it is something else.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise CorruptCheckpointError(f"{path} is {kind_of(mode)} where a file is expected")
+    return Path(path)
+
+
 def kind_of(mode: int) -> str:
     """Name what a file's mode says that it is."""
     kinds = {
@@ -175,5 +194,4 @@ def _contents(path: Path, first: int, last: int) -> str:
         names = tensors_between(path, first, last)
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return ""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f", in {', '.join(names[:_NAMED])}{more}" if names else ""
+    return f", in {shortened(names)}" if names else ""

@@ -7,13 +7,22 @@ header has `dtype`, `shape` and `data_offsets` by name, counted from its end.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_HEADER_BYTES", "read_header", "tensors_between"]
+__all__ = ["MAX_HEADER_BYTES", "read_header", "shortened", "tensors_between"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that safetensors take."""
+
+_NAMED = 8  # weights that are named for a damaged place
+
+
+def shortened(names: Sequence[str]) -> str:
+    """List the first of many names, and count the others."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], int]:
@@ -33,7 +42,11 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], 
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file: its header would have {size} bytes.")
-        entries = json.loads(file.read(size))
+        raw = file.read(size)
+    try:
+        entries = json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a safetensors file: its header is no JSON ({error}).") from error
     if not isinstance(entries, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object.")
     metadata = entries.pop("__metadata__", {})

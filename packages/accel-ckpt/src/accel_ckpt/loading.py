@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zipfile
 from collections.abc import Collection, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from accel_ckpt import tensors
+from accel_ckpt.digests import regular_file
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.offload import load_offloaded_weight
 from accel_ckpt.paths import listed_file
@@ -24,6 +26,8 @@ from accel_state.warning import warn
 __all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
 
 Folder = str | os.PathLike[str]
+
+_logger = logging.getLogger(__name__)
 
 
 def load_state_dict(checkpoint_file: Folder, device_map: DeviceMap | None = None) -> dict[str, torch.Tensor]:
@@ -39,7 +43,7 @@ def load_state_dict(checkpoint_file: Folder, device_map: DeviceMap | None = None
         Tensors by name.
 
     Raises:
-        CheckpointError: If a torch file holds more than tensors and plain containers, or no dict.
+        CheckpointError: If the file is damaged, or holds more than tensors and plain containers, or no dict.
     """
     state = _read(checkpoint_file)
     if device_map is None or not str(checkpoint_file).endswith(".safetensors"):
@@ -74,7 +78,8 @@ def load_checkpoint_in_model(
     Args:
         model: The model. Parameters on the meta device are replaced; others are filled in place, unless a
             device map says where they go.
-        checkpoint: A file of weights, an index (`.index.json`), or a folder with either.
+        checkpoint: A file of weights, an index under any name (`weight_map`, or that mapping alone), or a
+            folder with a file or an `.index.json`.
         device_map: Device by name of a module or weight, "" for the whole model; it must cover all weights.
             What goes to "disk" is written to `offload_folder`, and is on the meta device in the model. Tied
             weights stay tied, and in memory if one of their names does.
@@ -88,7 +93,8 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: Names of modules, or the ends of their dotted paths, that are float32 whatever
             `dtype` says.
         offload_8bit_bnb: Place weights that bitsandbytes quantized to 8 bits on the CPU or the disk.
-        strict: Raise if the model or the checkpoint has weights that the other lacks; by default, warn.
+        strict: Raise if the model or the checkpoint has weights that the other lacks; by default, warn of
+            those that the checkpoint lacks, and log those that the model lacks.
         full_state_dict: Each process's files have whole tensors, of which a sharded model takes its part; if
             False, they have that process's part as DTensors. Without effect on other models.
         broadcast_from_rank0: Only the main process reads the files, and sends the weights to the others.
@@ -99,7 +105,8 @@ def load_checkpoint_in_model(
             or `dtype` is unknown.
         TypeError: If `device_map` is not a mapping.
         RuntimeError: If a shape differs; or names differ and `strict` is set.
-        CorruptCheckpointError: If an index is damaged, or leads out of its folder.
+        CheckpointError: If a file is damaged, or no regular file, or an index leads out of its folder; it
+            names the file.
         NotImplementedError: If `offload_8bit_bnb` is set.
     """
     if offload_8bit_bnb:
@@ -159,7 +166,7 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
 
 def _map_file(file: Path) -> dict[str, Any]:
     """Open a file of weights; safetensors and torch's zip files are mapped, older torch files are read."""
-    if file.name.endswith(".safetensors") or not zipfile.is_zipfile(file):
+    if file.name.endswith(".safetensors") or not zipfile.is_zipfile(regular_file(file)):
         return _read(file)
     return _read(file, mmap=True)
 
@@ -180,19 +187,19 @@ def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bo
         for name, value in _map_file(file).items():
             found.add(name)
             if name in slots and name in slots.expected:
-                _check_shape(slots, name, value)
+                _check_shape(slots, name, value, file)
     known = found & slots.expected
     tied = {other for name in known if name in slots for other in slots.names(name)}
     _tell_differences(slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict)
 
 
-def _check_shape(slots: Slots, name: str, value: Any) -> None:
+def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
     own = slots.get(name)
     if not isinstance(value, torch.Tensor):
-        raise RuntimeError(f"{name} is a {type(value).__name__} in the file, where a tensor is expected.")
+        raise RuntimeError(f"{name} is a {type(value).__name__} in {file}, where a tensor is expected.")
     if value.shape != own.shape:
         raise RuntimeError(
-            f"{name} has the shape {list(value.shape)} in the file and {list(own.shape)} in "
+            f"{name} has the shape {list(value.shape)} in {file} and {list(own.shape)} in "
             f"{type(slots.model).__name__}."
         )
 
@@ -236,14 +243,14 @@ def _tell_differences(
     checkpoint: Folder,
     strict: bool,
 ) -> None:
-    told = []
+    """Raise if strict; else warn of weights that the model has alone, and log those that the files have."""
+    lacking = f"in the model and not in the files: {', '.join(sorted(missing))}"
+    surplus = f"in the files and not in the model: {', '.join(sorted(unexpected))}"
+    subject = f"{checkpoint} and {type(model).__name__} have different weights"
+    if strict and (missing or unexpected):
+        told = "; ".join([lacking] * bool(missing) + [surplus] * bool(unexpected))
+        raise RuntimeError(f"{subject}; {told}. Load what fits with strict=False.")
     if missing:
-        told.append(f"in the model and not in the files: {', '.join(sorted(missing))}")
+        warn(f"{subject}; {lacking}.")
     if unexpected:
-        told.append(f"in the files and not in the model: {', '.join(sorted(unexpected))}")
-    if not told:
-        return
-    message = f"{checkpoint} and {type(model).__name__} have different weights; {'; '.join(told)}."
-    if strict:
-        raise RuntimeError(f"{message} Load what fits with strict=False.")
-    warn(message)
+        _logger.warning("%s; %s.", subject, surplus)

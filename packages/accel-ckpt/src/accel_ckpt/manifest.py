@@ -19,10 +19,10 @@ from typing import Any
 from accel_ckpt.digests import CHUNK_BYTES, FileEntry, kind_of, plain_file
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.hashing import ALGORITHM, ALGORITHMS
-from accel_ckpt.layout import MANIFEST
+from accel_ckpt.layout import MANIFEST, role_of
 from accel_ckpt.paths import check_inside
 
-__all__ = ["Manifest", "files_in", "is_complete", "read", "write"]
+__all__ = ["Manifest", "files_in", "is_checkpoint", "is_complete", "read", "write"]
 
 FORMAT = "accel-checkpoint"
 VERSION = 2
@@ -97,6 +97,14 @@ def write(folder: Path, manifest: Manifest) -> None:
 def is_complete(folder: Path) -> bool:
     """Tell whether a folder has a manifest, and so was written to the end."""
     return (folder / MANIFEST).is_file()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Tell whether a path is a folder that has a manifest, or files of another implementation."""
+    if not folder.is_dir():
+        return False
+    names = (f"{child.name}/file" if child.is_dir() else child.name for child in folder.iterdir())
+    return is_complete(folder) or any(role_of(name) != "other" for name in names)
 
 
 def read(folder: Path) -> Manifest | None:

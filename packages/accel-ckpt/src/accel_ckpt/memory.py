@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, process: Process) -> None:
         self.device = process.device
-        self._row = row(process.device)
+        self._sources: set[torch.device] = set()  # that copy by themselves
         self._pinned = process.device.type != "cpu"
         self._slabs: list[memoryview] = []
         self._waiting: list[tuple[Any, Any]] = []
@@ -51,6 +51,7 @@ class Memory:
         """Use the memory anew; earlier copies are lost."""
         self._slab = self._used = self._waiting_bytes = 0
         self._waiting = []
+        self._sources.clear()
 
     def copy(self, data: torch.Tensor) -> torch.Tensor:
         """Copy a tensor. It must not change before `settle`, and the copy may not be there before `finish`.
@@ -65,6 +66,7 @@ class Memory:
         copy = self._take(size).view(data.dtype).view(data.shape)
         if data.device.type != "cpu":
             copy.copy_(data.detach(), non_blocking=True)
+            self._sources.add(data.device)
             return copy
         self._waiting.append((as_bytes(copy).numpy(), as_bytes(data.detach()).numpy()))
         self._waiting_bytes += size
@@ -91,10 +93,10 @@ class Memory:
         self._waiting, self._waiting_bytes = [], 0
 
     def finish(self) -> None:
-        """Wait until all copies are there."""
+        """Wait until all copies are there, from whichever devices they come."""
         self.settle()
-        if self._pinned:
-            self._row.synchronize()
+        for device in self._sources:
+            row(device).synchronize(device)
 
     def _take(self, size: int) -> torch.Tensor:
         if size == 0:

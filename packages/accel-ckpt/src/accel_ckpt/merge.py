@@ -32,7 +32,7 @@ def merge_fsdp_weights(
     output_path: str | os.PathLike[str],
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
-) -> None:
+) -> Path:
     """Write the weights of a sharded checkpoint into one file. One process does it, without a process group.
 
     Where the folder is part of a checkpoint with a manifest, its files are checked against that first.
@@ -45,6 +45,9 @@ def merge_fsdp_weights(
         safe_serialization: Whether to write safetensors. Other files are written from a merged one, and need
             the disk for both.
         remove_checkpoint_dir: Whether to delete the sharded weights once the file is on the disk.
+
+    Returns:
+        The file.
 
     Raises:
         FileNotFoundError: If there are no sharded weights.
@@ -70,13 +73,18 @@ def merge_fsdp_weights(
         merged.unlink(missing_ok=True)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
+    return final
 
 
 def _find(given: Path) -> Path:
     for folder in (given, given / sharded_model_folder()):
         if (folder / METADATA).exists():
             return folder
-    there = ", ".join(sorted(path.name for path in given.iterdir())) if given.is_dir() else "nothing"
+    if not given.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {given}. Name {sharded_model_folder()}, or the checkpoint that it is in."
+        )
+    there = ", ".join(sorted(path.name for path in given.iterdir())) or "nothing"
     raise FileNotFoundError(
         f"{given} has no sharded weights ({METADATA}), and no {sharded_model_folder()} with some. "
         f"There is: {there}."

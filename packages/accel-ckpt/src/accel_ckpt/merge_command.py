@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     from accel_ckpt.merge import merge_fsdp_weights
 
     try:
-        merge_fsdp_weights(
+        written = merge_fsdp_weights(
             args.checkpoint_directory,
             args.output_path,
             not args.unsafe_serialization,
@@ -64,4 +64,5 @@ def _run(args: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         print(f"merge-weights: error: {error}", file=sys.stderr)
         return 1
+    print(f"Wrote {written} ({written.stat().st_size:,} bytes).")
     return 0

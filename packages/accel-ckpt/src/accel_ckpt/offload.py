@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from accel_ckpt.digests import regular_file
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.paths import check_inside, listed_file
 from accel_ops.layout import as_bytes
@@ -85,7 +86,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     shape, dtype = _described(weight_file, weight_info)
     count = math.prod(shape)
     expected = max(count * dtype.itemsize, 1)
-    size = os.path.getsize(weight_file)
+    size = regular_file(weight_file).stat().st_size
     if size != expected and (count or size):
         raise CorruptCheckpointError(
             f"{weight_file} has {size} bytes; {shape} of {dtype} are {expected}. Offload the weights anew."
@@ -131,7 +132,7 @@ def read_offload_index(offload_folder: Folder) -> Index:
     """
     path = Path(offload_folder) / INDEX
     try:
-        entries = json.loads(path.read_bytes())
+        entries = json.loads(regular_file(path).read_bytes())
     except ValueError:
         entries = None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):

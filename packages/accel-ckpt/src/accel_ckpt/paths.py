@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import stat
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from accel_ckpt.digests import plain_file
 from accel_ckpt.errors import CorruptCheckpointError
 
-__all__ = ["check_inside", "listed_file"]
+__all__ = ["check_inside", "is_inside", "listed_file"]
+
+
+def is_inside(name: str) -> bool:
+    """Tell whether the name of a file stays inside its folder, on every system.
+
+    Args:
+        name: The name, with forward slashes.
+
+    Returns:
+        False if it is absolute, has "..", a backslash or a drive letter, or is not spelled plainly.
+    """
+    parts = PurePosixPath(str(name)).parts
+    plain = bool(parts) and PurePosixPath(*parts).as_posix() == name
+    if not plain or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+        return False
+    return not any(PureWindowsPath(part).drive for part in parts)
 
 
 def check_inside(name: str, source: Path) -> None:
@@ -19,11 +35,9 @@ def check_inside(name: str, source: Path) -> None:
         source: The file that it comes from, for the message.
 
     Raises:
-        CorruptCheckpointError: If it is absolute, has "..", or is not the plain spelling of a path inside.
+        CorruptCheckpointError: If it does; see `is_inside`.
     """
-    parts = PurePosixPath(str(name)).parts
-    plain = bool(parts) and PurePosixPath(*parts).as_posix() == name
-    if not plain or name.startswith("/") or ".." in parts or "\\" in name or ":" in name or "\0" in name:
+    if not is_inside(name):
         raise CorruptCheckpointError(
             f"{source} names the file {name!r}, which is not inside its folder. Do not use it."
         )

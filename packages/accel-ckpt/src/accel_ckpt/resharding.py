@@ -21,30 +21,38 @@ import torch
 if TYPE_CHECKING:
     from accel_state.process import Process
 
-__all__ = ["random_states_for"]
+__all__ = ["fingerprints", "random_states_for"]
 
 
-def random_states_for(rank: int, saved: Sequence[dict[str, Any]], process: Process) -> dict[str, Any]:
+def fingerprints(states: dict[str, Any]) -> dict[str, str]:
+    """Return a digest of the state of each generator, by which ranks learn whether it was the same on all."""
+    return {name: hashlib.sha256(_to_bytes(state)).hexdigest() for name, state in states.items()}
+
+
+def random_states_for(
+    rank: int, states: dict[str, Any], saved: Sequence[dict[str, str]], process: Process
+) -> dict[str, Any]:
     """Derive the random generators of a rank.
 
     Args:
         rank: The rank.
-        saved: What each rank has saved, in rank order.
+        states: What rank `rank % len(saved)` has saved.
+        saved: The `fingerprints` of what each rank has saved, in rank order.
         process: This process, for the type of the device's generator.
 
     Returns:
         What `rng.set_rng_state` takes.
     """
     if rank < len(saved):
-        return saved[rank]
-    states = dict(saved[rank % len(saved)])
+        return states
+    derived = dict(states)
     for name, state in states.items():
-        raw = {_to_bytes(other.get(name)) for other in saved}
-        if name in _SEEDED and len(raw) > 1:
-            states[name] = _SEEDED[name](_seed(name, rank, _to_bytes(state)))
-        elif name == _device_name(process) and len(raw) > 1:
-            states[name] = [_of_torch(_seed(name, rank, _to_bytes(state)), process.device)]
-    return states
+        differs = len({known.get(name) for known in saved}) > 1
+        if name in _SEEDED and differs:
+            derived[name] = _SEEDED[name](_seed(name, rank, _to_bytes(state)))
+        elif name == _device_name(process) and differs:
+            derived[name] = [_of_torch(_seed(name, rank, _to_bytes(state)), process.device)]
+    return derived
 
 
 def _seed(name: str, rank: int, raw: bytes) -> int:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ckpt import background, layout, recovery, tensors
-from accel_ckpt.agree import together
+from accel_ckpt.agree import collect, together
 from accel_ckpt.audit import Expected, Findings, audit
 from accel_ckpt.digests import plain_file
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.gradients import set_gradients
 from accel_ckpt.groups import match_groups, schedules_of, without_wrapper_names
 from accel_ckpt.reading import Reading, open_checkpoint
-from accel_ckpt.resharding import random_states_for
+from accel_ckpt.resharding import fingerprints, random_states_for
 from accel_ckpt.rng import set_rng_state
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process import Process, current_process
@@ -219,13 +219,14 @@ def restore(
                 item.load_state_dict(reading.load(name))
         for index, loader in enumerate(objects.loaders):
             _load_loader(reading, loader, index)
-        result = _load_random(reading, process_index, process, findings)
+        result = _set_random(reading, generators, process, findings)
         if not _load_gradients(reading, objects.models, process_index, process):
             result = {"step": 0}
         _tell(reading, findings, process)
         return result
 
     findings = together(check, process, "comparing the checkpoint with the objects given")
+    generators = _random_states(reading, process_index, process)
     if objects.parts is not None:
         left += load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
     return together(load, process, "loading the checkpoint")
@@ -331,21 +332,30 @@ def _load_gradients(
     return True
 
 
-def _load_random(
-    reading: Reading, process_index: int, process: Process, findings: Findings
-) -> dict[str, Any]:
+def _random_states(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:
+    """Read the generators of this process, or derive them. Every process calls it, and opens one file."""
     saved = reading.facts.get("world_size", process.world_size)
-    names = [layout.random_states_file(rank) for rank in range(saved)]
-    states: dict[str, Any] = {}
-    if saved != process.world_size and reading.names.issuperset(names):
-        states = random_states_for(process_index, [reading.load(name) for name in names], process)
-    elif layout.random_states_file(process_index) in reading.names:
-        states = reading.load(layout.random_states_file(process_index))
+    name = layout.random_states_file(process_index % saved)
+
+    def read() -> dict[str, Any]:
+        return reading.load(name) or {}
+
+    states: dict[str, Any] = together(read, process, "reading the random generators")
+    if process.world_size > saved:
+        known = collect(fingerprints(states), process)[:saved]
+        if all(known):
+            return random_states_for(process_index, states, known, process)
+    return states if process_index < saved else {}
+
+
+def _set_random(
+    reading: Reading, states: dict[str, Any], process: Process, findings: Findings
+) -> dict[str, Any]:
     if states and (missing := set_rng_state(states, process)):
         findings.notes.append(f"the random generators saved do not include {', '.join(missing)}")
     step = reading.facts.get("step", states.get("step"))
     result = {} if step is None else {"step": step}
-    if "window" in states and saved == process.world_size:
+    if "window" in states and reading.facts.get("world_size", process.world_size) == process.world_size:
         result["window"] = states["window"]
     return result
 

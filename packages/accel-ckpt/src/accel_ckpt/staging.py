@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_ckpt import background, commit, recovery, tensors
+from accel_ckpt import background, commit, layout, recovery, rotation, tensors
 from accel_ckpt.agree import agree, collect, from_main, together
 from accel_ckpt.digests import FileEntry
 from accel_ckpt.frozen import freeze
@@ -146,7 +146,7 @@ def staged(
     staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking)
     _OPEN[staging.path] = staging
     error: Exception | None = None
-    started = False
+    handed_on = False
     try:
         try:
             yield staging
@@ -156,14 +156,15 @@ def staged(
             error = caught
         agree(error, process, "writing the checkpoint")
         if blocking:
+            handed_on = True
             _finish(staging, process, None)
         else:
-            background.start(lambda: _finish_and_close(staging, process, group))
-            started = True
+            background.start(lambda: _finish(staging, process, group))
+            handed_on = True
     finally:
         del _OPEN[staging.path]
-        if not started:
-            _close(staging)
+        if not handed_on:
+            _close(staging, sealed=False)
 
 
 _memory: Memory | None = None
@@ -188,7 +189,7 @@ def release_memory() -> None:
 def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> Staging:
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
-        recovery.finish(target)
+        recovery.settle(target)
         token = commit.new_token()
         path = commit.staging_path(target, token)
         path.mkdir(parents=True)
@@ -214,34 +215,52 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> St
 
 
 def _finish(staging: Staging, process: Process, group: Any) -> None:
-    def write() -> list[FileEntry]:
-        for function in staging._later:
+    """Write what is left, seal and commit."""
+    sealed = False
+    try:
+        for function in staging._together:
+            function(group)
+        own = together(lambda: _write_later(staging), process, "writing the checkpoint", group)
+        written = collect(own, process, group)
+        together(lambda: _seal(staging, process, written), process, "writing the checkpoint", group)
+        sealed = True
+        together(lambda: _commit(staging), process, "committing the checkpoint", group)
+        together(lambda: _follow_up(staging), process, "cleaning up after the checkpoint", group)
+    finally:
+        _close(staging, sealed)
+
+
+def _write_later(staging: Staging) -> tuple[list[FileEntry], int | None]:
+    """Write what was kept in memory; return what this process wrote, and the next sequence number here."""
+    for function in staging._later:
+        function()
+    numbered = staging.owner and layout.iteration_of(staging.target.name) is not None
+    sequence = rotation.next_sequence(staging.target.parent) if numbered else None
+    return staging.writer.entries(staging.path), sequence
+
+
+def _seal(staging: Staging, process: Process, written: list[tuple[list[FileEntry], int | None]]) -> None:
+    if not staging.owner:
+        return
+    facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
+    sequences = [sequence for _, sequence in written if sequence is not None]
+    if sequences:
+        facts["sequence"] = max(sequences)  # above those of all machines' disks
+    if staging.path.parent == staging.target:
+        facts["in_place"] = True  # other files live in the folder
+        recovery.check_room(staging.path, staging.target)
+    commit.seal(staging.path, facts, staging.writer, [entry for entries, _ in written for entry in entries])
+
+
+def _commit(staging: Staging) -> None:
+    if staging.owner:
+        commit.commit(staging.path, staging.target)
+
+
+def _follow_up(staging: Staging) -> None:
+    if staging.owner:
+        for function in staging._after:
             function()
-        return staging.writer.entries(staging.path)
-
-    def seal() -> None:
-        if staging.owner:
-            facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
-            if staging.path.parent == staging.target:
-                facts["in_place"] = True  # other files live in the folder
-            commit.seal(staging.path, facts, staging.writer, known)
-
-    def appear() -> None:
-        if staging.owner:
-            commit.commit(staging.path, staging.target)
-
-    def follow_up() -> None:
-        if staging.owner:
-            for function in staging._after:
-                function()
-
-    for function in staging._together:
-        function(group)
-    entries = together(write, process, "writing the checkpoint", group)
-    known = [entry for own in collect(entries, process, group) for entry in own]
-    together(seal, process, "writing the checkpoint", group)
-    together(appear, process, "committing the checkpoint", group)
-    together(follow_up, process, "cleaning up after the checkpoint", group)
 
 
 def _topology(process: Process) -> dict[str, Any]:
@@ -253,15 +272,16 @@ def _topology(process: Process) -> dict[str, Any]:
     }
 
 
-def _finish_and_close(staging: Staging, process: Process, group: Any) -> None:
-    try:
-        _finish(staging, process, group)
-    finally:
-        _close(staging)
+def _close(staging: Staging, sealed: bool) -> None:
+    """End the threads, and delete what a save that failed has left.
 
-
-def _close(staging: Staging) -> None:
+    Args:
+        staging: The staging folder.
+        sealed: Whether all processes have sealed theirs, so that it may hold the only checkpoint.
+    """
     staging.writer.close()
     staging.progress.close()
-    if staging.owner:
+    if staging.owner and sealed:
+        recovery.abandon(staging.path, staging.target)
+    elif staging.owner:
         recovery.discard(staging.path)

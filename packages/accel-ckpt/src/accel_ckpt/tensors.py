@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import pickle
 import re
 import secrets
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from typing import IO, Any
 
 import torch
 
-from accel_ckpt.errors import CheckpointError
+from accel_ckpt.digests import regular_file
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.header import shortened, tensors_between
 from accel_ckpt.safe_file import DTYPES, dump
 from accel_state.process import current_process
 
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 _FORMAT = {"format": "pt"}
+
+_logger = logging.getLogger(__name__)
 
 
 def save(
@@ -149,29 +154,38 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         What was saved. Tied entries of a safetensors file are there under all their names.
 
     Raises:
-        CheckpointError: If the file holds other objects.
+        CheckpointError: If the file holds other objects, or cannot be read; it says what was wrong.
+        CorruptCheckpointError: If it is no regular file, or damaged safetensors.
     """
-    if isinstance(f, str | os.PathLike) and str(f).endswith(".safetensors"):
-        return _load_safetensors(f, map_location)
+    if isinstance(f, str | os.PathLike):
+        regular_file(f)
+        if str(f).endswith(".safetensors"):
+            return _load_safetensors(f, map_location)
     kwargs.setdefault("weights_only", True)
     try:
         with _arrays_allowed():
             return torch.load(f, map_location=map_location, **kwargs)
-    except pickle.UnpicklingError as error:
-        if not kwargs["weights_only"]:
-            raise
-        raise CheckpointError(
-            f"{f} holds more than tensors, arrays and plain containers, or is damaged: {_reason(error)}. "
-            "If you trust the file, allow the types that it names with "
-            "torch.serialization.add_safe_globals([...]), or load it with weights_only=False, which runs "
-            "code that the file contains."
-        ) from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error
 
 
-def _reason(error: Exception) -> str:
-    """The one sentence of torch's long message that says what is in the file."""
-    found = re.search(r"WeightsUnpickler error: (.+?)(?:\. Please use|\n|$)", str(error))
-    return (found.group(1) if found else str(error).partition("\n")[0]).rstrip(". ")
+def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, weights_only: bool) -> str:
+    found = re.search(r"WeightsUnpickler error:\s*(.+?)(?:\. Please use|\n|$)", str(error))
+    reason = (found.group(1) if found else str(error).partition("\n")[0]).rstrip(". ")
+    if weights_only and found and not reason.startswith("Unsupported operand"):
+        return (
+            f"{f} holds more than tensors, arrays and plain containers, or is damaged: {reason}. If you "
+            "trust the file, allow the types that it names with torch.serialization.add_safe_globals([...]), "
+            "or load it with weights_only=False, which runs code that the file contains."
+        )
+    if isinstance(f, str | os.PathLike) and not os.path.getsize(f):
+        reason = "it is empty"
+    return (
+        f"{f} cannot be read ({type(error).__name__}: {reason}). Unless that names another cause, it is cut "
+        "off, damaged, or was not written by torch.save: copy it anew."
+    )
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -194,6 +208,8 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dic
 def split_tied(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Split a state dict into what safetensors can write, and the names which that leaves out.
 
+    One log record tells the names that are left out.
+
     Args:
         state_dict: Tensors by name.
 
@@ -214,6 +230,12 @@ def split_tied(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
         # Another view of memory that is written already: its own copy, as safetensors knows no views.
         tensors[name] = tensor.clone() if tensor.numel() and storage in seen else tensor.contiguous()
         seen.add(storage)
+    if first:
+        left_out = ", ".join(f"{name} (the same as {kept})" for name, kept in first.items())
+        _logger.warning(
+            "safetensors hold a tensor under one name. Left out: %s. accel gives it back under all names.",
+            left_out,
+        )
     return tensors, first
 
 
@@ -273,15 +295,31 @@ def _checked(name: str, value: Any) -> torch.Tensor:
 
 
 def _load_safetensors(path: str | os.PathLike[str], map_location: Any) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     device = "cpu" if map_location is None else str(map_location)
-    with safe_open(path, framework="pt", device=device) as file:
-        tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
-        for name, kept in (file.metadata() or {}).items():
-            if name not in tensors and kept in tensors:
-                tensors[name] = tensors[kept]
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be read: {error}{_cut_off(Path(path))}. Copy it anew."
+        ) from error
+    for name, kept in metadata.items():
+        if name not in tensors and kept in tensors:
+            tensors[name] = tensors[kept]
     return tensors
+
+
+def _cut_off(path: Path) -> str:
+    """Name the weights that a file ends before, if its header can be read."""
+    size = path.stat().st_size
+    try:
+        names = tensors_between(path, size, sys.maxsize)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return f" (it has {size} bytes, and lacks the end of {shortened(names)})" if names else ""
 
 
 @contextmanager

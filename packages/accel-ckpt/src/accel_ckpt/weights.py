@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from accel_ckpt import tensors
+from accel_ckpt.digests import regular_file
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.paths import listed_file
 from accel_ckpt.recovery import flush
@@ -141,8 +142,8 @@ def find_weight_files(checkpoint: Folder) -> list[Path]:
     """Find the files that hold the weights of a model.
 
     Args:
-        checkpoint: A file of weights, an index, or a folder with one of either; where it has safetensors and
-            torch files, the former.
+        checkpoint: A file of weights, an index under any name, or a folder with one of either (an index
+            there ends in `.index.json`); where it has safetensors and torch files, the former.
 
     Returns:
         The files.
@@ -150,18 +151,19 @@ def find_weight_files(checkpoint: Folder) -> list[Path]:
     Raises:
         FileNotFoundError: If there are none; or the index names files that are not there.
         ValueError: If it cannot be told which files of a folder are meant.
-        CorruptCheckpointError: If an index is damaged, or names what is not a plain file in its folder.
+        CorruptCheckpointError: If an index is damaged, or names what is not a plain file in its folder; if a
+            file is a pipe, a device or a folder.
     """
     path = Path(checkpoint)
-    if path.is_file():
-        return _listed(path) if path.name.endswith(".json") else [path]
-    if not path.is_dir():
+    if not path.exists():
         raise FileNotFoundError(
             f"There is no {path}. Name a file of weights, an index (.index.json), or a folder with them."
         )
+    if not path.is_dir():
+        return _listed(path) if _is_index(regular_file(path)) else [path]
     for name in (SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"):
         if (path / name).exists():
-            return _listed(path / name) if name.endswith(".json") else [path / name]
+            return _listed(path / name) if name.endswith(".json") else [regular_file(path / name)]
     indexes = sorted(path.glob("*.index.json"))
     if len(indexes) == 1:
         return _listed(indexes[0])
@@ -185,15 +187,26 @@ def read_index(path: Path) -> dict[str, str]:
         File by name of the weight; `find_weight_files` checks where these lie.
 
     Raises:
-        CorruptCheckpointError: If it is damaged.
+        CorruptCheckpointError: If it is damaged, or no regular file.
     """
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is no index of weights. Copy the folder anew.") from error
+        document = json.loads(regular_file(path).read_bytes())
+        weight_map = document.get("weight_map", document)  # or the mapping alone
+        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("it does not map names of weights to names of files")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is no index of weights: {error}. Copy the folder anew."
+        ) from error
     return dict(weight_map)
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a file is an index, by its name or as it begins like JSON, which no file of weights does."""
+    if path.name.endswith((".json", ".safetensors")):
+        return path.name.endswith(".json")
+    with open(path, "rb") as file:
+        return file.read(64).lstrip().startswith(b"{")
 
 
 def _listed(index: Path) -> list[Path]:

@@ -97,9 +97,14 @@ class DeviceRow:
         if self.indexed and index is not None:
             self._call("set_device", index)
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all work given to it."""
-        self._call("synchronize")
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait until a device has done all work given to it.
+
+        Args:
+            device: Which of several; None for the current one.
+        """
+        named = () if device is None or not self.indexed else (device,)
+        self._call("synchronize", *named)
 
     def new_stream(self, device: torch.device) -> Any:
         """Return a stream of a device whose work runs beside that of others (only with `streams`)."""

@@ -248,7 +248,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     @property
     def save_iteration(self) -> int:
-        """The number that the next automatically named checkpoint gets."""
+        """The number that the next automatically named checkpoint gets, or a higher one: above all there."""
         return self.project_configuration.iteration
 
     @property

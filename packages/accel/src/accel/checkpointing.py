@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.prepare import holds_any
 from accel_ckpt import background, layout, rotation, tensors
-from accel_ckpt.agree import from_main, together
+from accel_ckpt.agree import collect, together
 from accel_ckpt.gradients import get_gradients
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from accel.accelerator import Accelerator
+    from accel_ckpt.config import ProjectConfiguration
 
-__all__ = ["parts_of", "register", "save", "save_model", "save_state", "wait_for_save"]
+__all__ = ["free_number", "parts_of", "register", "save", "save_model", "save_state", "wait_for_save"]
 
 
 def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
@@ -95,7 +96,7 @@ def save_state(
         The folder.
 
     Raises:
-        ValueError: If there is no folder to write to, or its automatic name is taken.
+        ValueError: If there is no folder to write to.
         Exception: What went wrong here or, for the save before, in the background.
     """
     background.wait()
@@ -134,7 +135,7 @@ def save_state(
             save_custom_state(item, staging.path, index, each_node)
         if config.automatic_checkpoint_naming:
             limit = config.total_limit
-            staging.after_commit(lambda: rotation.prune(folder.parent, limit))
+            staging.after_commit(lambda: rotation.prune(folder.parent, limit, staging.target))
     if config.automatic_checkpoint_naming:
         config.iteration += 1
     return str(staging.target)
@@ -198,15 +199,36 @@ def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
         return Path(output_dir)
     if config.project_dir is None:
         raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
+    number = free_number(accelerator)
+    if number > config.iteration:
+        _tell_other_run(config, number)
+    config.iteration = max(config.iteration, number)
+    folder = layout.checkpoint_dir(config.project_dir, config.iteration)
     if output_dir is not None:
         warn(
-            f"save_state ignores output_dir={str(output_dir)!r}: checkpoints are named automatically.",
-        )
-    folder = layout.checkpoint_dir(config.project_dir, config.iteration)
-    if from_main(folder.exists, accelerator.process, "naming the checkpoint"):
-        raise ValueError(
-            f"{folder} exists already. Set ProjectConfiguration(iteration=...) above the checkpoints there, "
-            f"or load "
-            "the newest with load_state(), after which saving goes on behind it."
+            f"save_state ignores output_dir={str(output_dir)!r}, as checkpoints are named automatically: "
+            f"this one is {folder}. Turn automatic_checkpoint_naming off to name folders yourself."
         )
     return folder
+
+
+def free_number(accelerator: Accelerator) -> int:
+    """The lowest number above all automatically named checkpoints of the project; every process calls it.
+
+    Machines with disks of their own may have different ones.
+    """
+    root = Path(str(accelerator.project_dir)) / layout.CHECKPOINTS_DIR
+    process = accelerator.process
+    own = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
+    number: int = max(collect(own, process))
+    return number
+
+
+def _tell_other_run(config: ProjectConfiguration, number: int) -> None:
+    limit = config.total_limit
+    pruned = "" if limit is None else f" total_limit={limit} counts those of both runs; the oldest go first."
+    warn(
+        f"{config.project_dir} has checkpoints that this run has neither saved nor loaded, up to "
+        f"checkpoint_{number - 1}: this one is checkpoint_{number}.{pruned} Call load_state() first to go on "
+        "from the newest, or set another project_dir for a new run."
+    )

@@ -97,11 +97,30 @@ class CheckpointControl:
         input_dir: str | None = None,
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
-    ) -> None:
-        """Restore what `save_state` wrote; without a folder, the newest automatically named one."""
+    ) -> bool:
+        """Restore what `save_state` wrote; without a folder, the newest automatically named one.
+
+        A script that is started again resumes with `load_state(missing_ok=True)`, which does nothing where
+        there is no checkpoint yet; a checkpoint that is damaged, or differs from the objects, is an error all
+        the same.
+
+        Args:
+            input_dir: The folder; None for the newest automatically named one.
+            load_kwargs: Options of `torch.load` for everything but weights.
+            **load_model_func_kwargs: `missing_ok`, `strict`, `verify`, `map_location`, and options of the
+                models' `load_state_dict` (under DeepSpeed, of its `load_checkpoint`).
+
+        Returns:
+            Whether a checkpoint was restored: True, but with `missing_ok` where there is none.
+
+        Raises:
+            ValueError: If there is no folder to read from.
+            FileNotFoundError: If there is no checkpoint in it, and `missing_ok` is not set.
+            CheckpointError: If it is damaged, or differs from the objects.
+        """
         from accel import resuming
 
-        resuming.load_state(_whole(self), input_dir, load_kwargs, **load_model_func_kwargs)
+        return resuming.load_state(_whole(self), input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state of a prepared model."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.checkpointing import parts_of
-from accel_ckpt import background, layout, rotation
-from accel_ckpt.agree import collect, from_main
+from accel.checkpointing import free_number, parts_of
+from accel_ckpt import background, layout, manifest, recovery, rotation
+from accel_ckpt.agree import collect, from_main, together
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
@@ -28,8 +28,9 @@ def load_state(
     strict: bool | None = None,
     verify: bool = True,
     map_location: Any = None,
+    missing_ok: bool = False,
     **options: Any,
-) -> None:
+) -> bool:
     """Restore a checkpoint; every process calls it.
 
     Without a folder, the newest automatically named checkpoint whose files are what its manifest says is
@@ -43,7 +44,11 @@ def load_state(
             fits and tell the rest; by default strict for folders that accel wrote.
         verify: Whether to check the files' digests.
         map_location: Where files are read to: "cpu", "on_device" or a device.
+        missing_ok: Whether to return where there is no checkpoint on any process, as on the first start.
         **options: Options of the models' load_state_dict; under DeepSpeed, of its `load_checkpoint`.
+
+    Returns:
+        Whether a checkpoint was restored: True, but with `missing_ok` where there is none.
 
     Raises:
         ValueError: If there is no folder to read from.
@@ -51,11 +56,13 @@ def load_state(
         CheckpointError: If it is damaged, or differs from the objects.
     """
     background.wait()
+    if missing_ok and not _is_any_there(accelerator, input_dir):
+        return False
     read = (accelerator.process, map_location, dict(load_kwargs or {}), verify)
     if input_dir is not None:
-        reading, newest = open_checkpoint(Path(input_dir), *read), Path(input_dir)
+        folder, reading = Path(input_dir), open_checkpoint(Path(input_dir), *read)
     else:
-        reading, newest = _open_newest(accelerator, read)
+        folder, reading = _open_newest(accelerator, read)
     models = list(accelerator._models)
     for hook in accelerator._load_state_hooks.values():
         hook(models, str(reading.folder))
@@ -89,11 +96,13 @@ def load_state(
         accelerator.window.load_state_dict(result["window"])
     else:
         accelerator.window.step = result.get("step", 0)
-    number = layout.iteration_of(newest.name)
     config = accelerator.project_configuration
-    if config.automatic_checkpoint_naming and number is not None:
-        # What is saved next comes after what is there, instead of meeting its name.
-        config.iteration = max(config.iteration, number + 1)
+    if config.automatic_checkpoint_naming and config.project_dir is not None:
+        number = layout.iteration_of(folder.name)
+        # What is saved next comes after what was loaded, and after all that is there.
+        above = 0 if number is None else number + 1
+        config.iteration = max(config.iteration, above, free_number(accelerator))
+    return True
 
 
 def _parts(accelerator: Accelerator) -> Parts:
@@ -110,18 +119,43 @@ def _left_to_hooks(accelerator: Accelerator, left: int) -> set[str]:
     return {"other", *(name for index in taken for name in layout.model_files(index))}
 
 
-def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Reading, Path]:
-    """Open the newest sound checkpoint; also return the newest of all."""
-    config, process = accelerator.project_configuration, accelerator.process
+def _is_any_there(accelerator: Accelerator, input_dir: str | None) -> bool:
+    """Whether a process sees a checkpoint, also a damaged one."""
+    process = accelerator.process
+
+    def look() -> bool:
+        if not process.is_local_main:
+            return False
+        if input_dir is None:
+            return bool(rotation.checkpoints(_project_root(accelerator)))
+        try:
+            return manifest.is_checkpoint(recovery.find(Path(input_dir)))
+        except FileNotFoundError:
+            return False
+
+    return any(collect(together(look, process, "looking for a checkpoint"), process))
+
+
+def _project_root(accelerator: Accelerator) -> Path:
+    config = accelerator.project_configuration
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise ValueError(
             "load_state needs input_dir, unless checkpoints are named automatically: "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
-    root = Path(config.project_dir) / layout.CHECKPOINTS_DIR
+    return Path(config.project_dir) / layout.CHECKPOINTS_DIR
+
+
+def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Path, Reading]:
+    """Open the newest sound checkpoint; also return its folder."""
+    process = accelerator.process
+    root = _project_root(accelerator)
     found = from_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
     if not found:
-        raise FileNotFoundError(f"there is no complete checkpoint in {root}.")
+        raise FileNotFoundError(
+            f"there is no complete checkpoint in {root}. If there need not be one, as on the first start, "
+            "call load_state(missing_ok=True)."
+        )
     damage: list[str] = []
     for folder in reversed(found):
         try:
@@ -136,5 +170,5 @@ def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Readi
             continue
         if damage:
             warn(f"Going on from {folder}. {' '.join(damage)}")
-        return reading, found[-1]
+        return folder, reading
     raise CheckpointError(f"no checkpoint in {root} can be read. {' '.join(damage)}")
