@@ -58,9 +58,7 @@ KINDS = {
     "in order": lambda kind, **kwargs: kind(range(LENGTH), 3, **kwargs),
     "drop_last": lambda kind, **kwargs: kind(range(LENGTH), 3, drop_last=True, **kwargs),
     "shuffled": lambda kind, **kwargs: kind(range(LENGTH), 3, shuffle=True, **kwargs),
-    "generator": lambda kind, **kwargs: kind(
-        range(LENGTH), 3, shuffle=True, generator=generator(), **kwargs
-    ),
+    "generator": lambda kind, **kwargs: kind(range(LENGTH), 3, shuffle=True, generator=generator(), **kwargs),
     "replacement": lambda kind, **kwargs: kind(
         range(LENGTH),
         3,
@@ -210,7 +208,7 @@ def test_loaders_that_are_not_made_alike_refuse_a_state(saved, here):
 def handed_out():
     """Exchange states with a loader that process 0 hands out; return what this process reads."""
     plain = StatefulDataLoader(range(LENGTH), 2, shuffle=True, generator=generator())
-    first, state, rest = read_on(plain, 3)
+    _, state, rest = read_on(plain, 3)
     torch.manual_seed(2)
     loader = prepare_data_loader(
         StatefulDataLoader(range(LENGTH), 2, shuffle=True, generator=generator()), dispatch_batches=True

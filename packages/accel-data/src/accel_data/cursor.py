@@ -156,7 +156,9 @@ class Progress:
         distance = (consumed - place.consumed) // parts
         stream = place.stream and place.stream.moved(distance, consumed // parts)
         generator, ended = place.generator, place.ended
-        begin = Cursor(self.epoch, consumed, batches, step_size, generator, stream, self.part, ended, place.order)
+        begin = Cursor(
+            self.epoch, consumed, batches, step_size, generator, stream, self.part, ended, place.order
+        )
         resumed = loaded is not None and place.batches > 0
         self._latest = Pass(begin, limit, loaded=loaded is not None, resumed=resumed)
         return self._latest

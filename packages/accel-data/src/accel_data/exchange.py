@@ -103,7 +103,9 @@ def is_from_torchdata(state: Any) -> bool:
     return isinstance(state, Mapping) and _FINISHED in state and "version" not in state
 
 
-def from_torchdata(state: Mapping[str, Any], plain: Plain, epoch: int, part: tuple[int, int] | None) -> Cursor:
+def from_torchdata(
+    state: Mapping[str, Any], plain: Plain, epoch: int, part: tuple[int, int] | None
+) -> Cursor:
     """Return the place of a plain StatefulDataLoader.
 
     Args:
@@ -129,14 +131,15 @@ def from_torchdata(state: Mapping[str, Any], plain: Plain, epoch: int, part: tup
         kinds = ("shuffles", "has a sampler that says nothing of its order")
         raise ValueError(
             f"The state is that of a StatefulDataLoader that {kinds[order is None]}, but this loader "
-            f"{kinds[order is not None]}. Load it into one that is made alike: both with shuffle=True, or both "
-            "without."
+            f"{kinds[order is not None]}. Load it into one that is made alike: both with shuffle=True, or "
+            "both without."
         )
     ended = bool(state[_FINISHED]) or number == plain.num_batches
     consumed = number * plain.batch_size * plain.parts
     if plain.length is not None:
         consumed = min(consumed, plain.length * plain.parts)
-    return Cursor(epoch, consumed, number, plain.batch_size * plain.parts, part=part, ended=ended, order=order)
+    step = plain.batch_size * plain.parts
+    return Cursor(epoch, consumed, number, step, part=part, ended=ended, order=order)
 
 
 def _iterated(read: int, number: int, order: torch.Tensor | None, batched: bool) -> dict[str, Any]:

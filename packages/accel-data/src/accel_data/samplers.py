@@ -167,7 +167,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def walked(self) -> Any:
-        """The sampler that gives the order: of indices, or of whole batches if only the batch sampler knows."""
+        """The sampler that gives the order: of indices; of batches if only the batch sampler knows it."""
         return self.sampler if self._flat else self.batch_sampler
 
     def _layout(self, start: int) -> Layout:

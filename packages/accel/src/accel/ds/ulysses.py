@@ -125,4 +125,5 @@ class SequenceParallelLoader(EngineLoader):
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
             if number >= self.skips:
                 # Parts are views of whole sequences, which models of transformers cannot flatten.
-                yield send_to_device(recursively_apply(lambda tensor: tensor.contiguous(), batch), self.device)
+                whole = recursively_apply(lambda tensor: tensor.contiguous(), batch)
+                yield send_to_device(whole, self.device)
