@@ -242,7 +242,7 @@ def files(count: int, seed: int | None = None) -> IterableDataset:
     return data if seed is None else data.shuffle(seed=seed, buffer_size=4)
 
 
-def read_files(count: int, seeds: tuple, workers: int = 0, **kwargs) -> tuple[str, list[str], list[list[int]]]:
+def read_files(count: int, seeds: tuple, workers: int = 0, **kwargs) -> tuple[str, list[str], list]:
     """Return the kind of loader, which files this process opened, and its rows in two epochs."""
     rank = current_process().rank
     data = files(count, seeds[rank % len(seeds)])
@@ -272,10 +272,11 @@ def test_a_file_for_each_process_goes_through_workers(world):
 
 
 @pytest.mark.parametrize(
-    ("count", "seeds", "kwargs"), [(2, (1, 2), {}), (4, (None,), {}), (2, (None,), {"dispatch_batches": True})]
+    ("count", "seeds", "kwargs"),
+    [(2, (1, 2), {}), (4, (None,), {}), (2, (None,), {"dispatch_batches": True})],
 )
 def test_other_streams_are_handed_out_whole(world, count, seeds, kwargs):
-    """Among them one that is shuffled without a seed, so that the processes' files are in different orders."""
+    """Among them one that is shuffled without a seed, which has another order of files on each process."""
     first, second = world.run(read_files, count, seeds, timeout_s=60, **kwargs)
 
     assert first[0] == second[0] == "DataLoaderDispatcher"

@@ -58,9 +58,7 @@ KINDS = {
     "in order": lambda kind, **kwargs: kind(range(LENGTH), 3, **kwargs),
     "drop_last": lambda kind, **kwargs: kind(range(LENGTH), 3, drop_last=True, **kwargs),
     "shuffled": lambda kind, **kwargs: kind(range(LENGTH), 3, shuffle=True, **kwargs),
-    "generator": lambda kind, **kwargs: kind(
-        range(LENGTH), 3, shuffle=True, generator=generator(), **kwargs
-    ),
+    "generator": lambda kind, **kwargs: kind(range(LENGTH), 3, shuffle=True, generator=generator(), **kwargs),
     "replacement": lambda kind, **kwargs: kind(
         range(LENGTH),
         3,
@@ -207,10 +205,30 @@ def test_loaders_that_are_not_made_alike_refuse_a_state(saved, here):
         prepared(here).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_num_yielded": -1},
+        {"_num_yielded": None},
+        {"_sampler_iter_state": 3},
+        {"_sampler_iter_state": {"sampler_iter_state": None}},
+        {"_snapshot": {}},
+    ],
+    ids=str,
+)
+def test_states_that_are_not_whole_are_refused(change):
+    _, state, _ = read_on(KINDS["in order"](StatefulDataLoader), 1)
+    loader = prepared("in order")
+
+    with pytest.raises(ValueError, match=r"StatefulDataLoader is not whole|impossible number of batches"):
+        loader.load_state_dict(state | change)
+    assert flat(loader) == list(range(LENGTH))
+
+
 def handed_out():
     """Exchange states with a loader that process 0 hands out; return what this process reads."""
     plain = StatefulDataLoader(range(LENGTH), 2, shuffle=True, generator=generator())
-    first, state, rest = read_on(plain, 3)
+    _, state, rest = read_on(plain, 3)
     torch.manual_seed(2)
     loader = prepare_data_loader(
         StatefulDataLoader(range(LENGTH), 2, shuffle=True, generator=generator()), dispatch_batches=True

@@ -100,7 +100,8 @@ def to_torchdata(cursor: Cursor, plain: Plain, worker_seed: int) -> dict[str, An
 
 def is_from_torchdata(state: Any) -> bool:
     """Whether a state is that of a plain StatefulDataLoader."""
-    return isinstance(state, Mapping) and _FINISHED in state and "version" not in state
+    known = isinstance(state, Mapping) and "version" not in state and _FINISHED in state
+    return known and ("_num_yielded" in state or "_snapshot" in state)
 
 
 def from_torchdata(
@@ -118,15 +119,10 @@ def from_torchdata(
         The place. What the dataset's own state says is not used: a stream is read up to there.
 
     Raises:
-        ValueError: If one of the loaders shuffles by a sampler of torch, and the other does not.
+        ValueError: If one of the loaders shuffles by a sampler of torch, and the other does not; or if the
+            state is not whole.
     """
-    snapshot = state.get("_snapshot")
-    main = state if snapshot is None else snapshot["_main_snapshot"]
-    number = main.get("_num_yielded", 0)
-    if snapshot is not None:
-        number = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
-    iterated = main["_sampler_iter_state"] or {}
-    order = iterated.get("sampler_iter_state", iterated).get("generator")
+    number, order = _read(state)
     if (order is None) == draws_at_once(plain.sampler) and number:
         kinds = ("shuffles", "has a sampler that says nothing of its order")
         raise ValueError(
@@ -138,8 +134,28 @@ def from_torchdata(
     consumed = number * plain.batch_size * plain.parts
     if plain.length is not None:
         consumed = min(consumed, plain.length * plain.parts)
-    step_size = plain.batch_size * plain.parts
-    return Cursor(epoch, consumed, number, step_size, part=part, ended=ended, order=order)
+    step = plain.batch_size * plain.parts
+    return Cursor(epoch, consumed, number, step, part=part, ended=ended, order=order)
+
+
+def _read(state: Mapping[str, Any]) -> tuple[int, torch.Tensor | None]:
+    """Return how many batches a plain loader has handed out, and what its order is drawn from."""
+    try:
+        if "_snapshot" in state:
+            snapshot = state["_snapshot"]
+            number = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
+            iterated = snapshot["_main_snapshot"]["_sampler_iter_state"] or {}
+        else:
+            number, iterated = state["_num_yielded"], state["_sampler_iter_state"] or {}
+        order = iterated.get("sampler_iter_state", iterated).get("generator")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The state of a StatefulDataLoader is not whole ({type(error).__name__}: {error}). Pass what "
+            "its state_dict() returned."
+        ) from error
+    if type(number) is not int or number < 0:
+        raise ValueError(f"State of a StatefulDataLoader with an impossible number of batches: {number!r}.")
+    return number, order
 
 
 def _iterated(read: int, number: int, order: torch.Tensor | None, batched: bool) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def steps_of(dataset: Any) -> Iterator[Any]:
 
 def take_shard(dataset: Any, rank: int, size: int) -> Any:
     """Return a stream of the shards of one process, which opens no others."""
-    return import_module("datasets.distributed").split_dataset_by_node(dataset, rank, size)
+    library = type(dataset).__module__.partition(".")[0]
+    return import_module(f"{library}.distributed").split_dataset_by_node(dataset, rank, size)
 
 
 def digest(content: bytes) -> bytes:

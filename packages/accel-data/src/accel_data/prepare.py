@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "get_sampler", "prepare_data_loader", "skip_first_batches"]
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """Where this process stands among those that the data is divided over.
 
     Args:
@@ -334,12 +334,12 @@ def _place(
     process_index: int | None,
     mesh: DeviceMesh | None,
     data_ranks: Sequence[int] | None,
-) -> Place:
+) -> _Place:
     """Find this process's place among those that the data is divided over."""
     if num_processes is not None and process_index is not None and mesh is None and data_ranks is None:
         check_place(num_processes, process_index)
         together = num_processes > 1 and dist.is_initialized() and num_processes == dist.get_world_size()
-        return Place(num_processes, process_index, together)
+        return _Place(num_processes, process_index, together)
     process = current_process()
     size, rank = process.world_size, process.rank
     asked = (
@@ -348,7 +348,7 @@ def _place(
     )
     if mesh is None and data_ranks is None:
         check_place(*asked)
-        return Place(*asked, asked[0] == size > 1 and dist.is_initialized())
+        return _Place(*asked, asked[0] == size > 1 and dist.is_initialized())
     ranks = find_data_ranks(size, mesh, data_ranks)
     if rank not in ranks:
         raise ValueError(
@@ -361,7 +361,7 @@ def _place(
             f"num_processes={asked[0]} and process_index={asked[1]} do not fit {given}, along which the data "
             f"is divided into {place[0]} parts, of which this process gets number {place[1]}. Leave them out."
         )
-    return Place(*place, len(ranks) == size > 1 and dist.is_initialized())
+    return _Place(*place, len(ranks) == size > 1 and dist.is_initialized())
 
 
 def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:

@@ -302,7 +302,7 @@ def _shown(watch: _Watch | None) -> Iterator[None]:
 
 
 def has_state(dataset: Any) -> bool:
-    """Whether a dataset, or what else gives samples, has states of its own that can be relied on."""
+    """Whether a dataset or sampler has states of its own that can be relied on."""
     names = ("state_dict", "load_state_dict")
     return all(callable(getattr(dataset, name, None)) for name in names) and not _forgets(dataset)
 

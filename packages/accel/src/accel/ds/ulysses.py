@@ -20,7 +20,6 @@ from accel_state import rendezvous
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from accel_state.parallelism import ParallelismConfig
 
@@ -103,7 +102,7 @@ class SequenceParallelLoader(EngineLoader):
     def __len__(self) -> int:
         return max(len(self.loader) * self._group_size - self.skips, 0)
 
-    def skip_first_batches(self, num_batches: int) -> Self:
+    def skip_first_batches(self, num_batches: int) -> SequenceParallelLoader:
         """Return one like this without its first batches, which need not be whole rounds of a group."""
         rounds, skips = divmod(self.skips + check_skip(num_batches), self._group_size)
         other = self.around(skip_first_batches(self.loader, rounds))
@@ -125,4 +124,5 @@ class SequenceParallelLoader(EngineLoader):
             self.loader.end_of_dataloader = has_ended and not shared.micro_batches
             if number >= self.skips:
                 # Parts are views of whole sequences, which models of transformers cannot flatten.
-                yield send_to_device(recursively_apply(lambda tensor: tensor.contiguous(), batch), self.device)
+                whole = recursively_apply(lambda tensor: tensor.contiguous(), batch)
+                yield send_to_device(whole, self.device)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from accel_data.prepare import skip_first_batches
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = ["EngineLoader"]
+
+_Loader = TypeVar("_Loader", bound="EngineLoader")
 
 
 class EngineLoader:
@@ -30,13 +29,13 @@ class EngineLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def around(self, loader: Any) -> Self:
+    def around(self: _Loader, loader: Any) -> _Loader:
         """Return one like this around another prepared loader."""
         other = copy.copy(self)
         other.loader = loader
         return other
 
-    def skip_first_batches(self, num_batches: int) -> Self:
+    def skip_first_batches(self: _Loader, num_batches: int) -> _Loader:
         """Return one like this without its first batches; `accel.skip_first_batches` calls it.
 
         Args:
