@@ -147,6 +147,28 @@ def test_rows_that_were_handed_out_are_not_read_again():
     assert [i for batch in again for i in batch["i"].tolist()] == read == list(range(30, LENGTH))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_loader_of_torchdata_goes_on_from_the_state_of_a_prepared_one():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def state_of(variant):
+        loader = prepare_data_loader(
+            StatefulDataLoader(stream(variant), BATCH_SIZE), num_processes=1, process_index=0
+        )
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        return loader.state_dict()
+
+    plain = StatefulDataLoader(stream(), BATCH_SIZE)
+    plain.load_state_dict(state_of("plain"))
+
+    assert [i for batch in plain for i in batch["i"].tolist()] == list(range(4 * BATCH_SIZE, LENGTH))
+    plain.load_state_dict(state_of("shuffled"))  # whose own state loses what is in the buffer
+    with pytest.raises(AssertionError, match="State doesn't contain key"):
+        iter(plain)
+
+
 def split(kind: str, workers: int) -> tuple[str, list[int], int]:
     """Iterate this process's part; return the kind of loader, its rows twice, and the rows of a step."""
     process = current_process()

@@ -304,6 +304,18 @@ class NotingStream(Noting, IterableDataset):
         return iter(range(8))
 
 
+@pytest.mark.parametrize("dispatch", [None, True])
+@pytest.mark.parametrize("kind", ["dataset", "sampler"])
+def test_a_refusal_says_what_to_do_with_attributes_that_mean_something_else(kind, dispatch):
+    place = (2, 0) if dispatch else (3, 0)
+    with pytest.raises(ValueError, match="already") as error:
+        prepare_data_loader(
+            KINDS[kind](0, 2), num_processes=place[0], process_index=place[1], dispatch_batches=dispatch
+        )
+
+    assert ("If its rank and world_size mean something else" in str(error.value)) == (kind == "dataset")
+
+
 def told_of(kind, *args):
     """Prepare a loader on two processes; return the warnings."""
     data = {

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 from accel_data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accel_state.gradient import GradientState
@@ -140,6 +140,33 @@ def test_workers_change_nothing(world):
     assert first[0] == first[1]
     assert [batch for batch, _, _ in first[0]] == [[0, 1], [4, 5], [8, 9], [12, 0]]
     assert second[0][-1] == second[1][-1] == ([1, 2], (1, 0), True)
+
+
+class Divided(Stream):
+    """A stream of which each worker of a loader has its own part."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, self.length, info.num_workers))
+
+
+def divided_over_workers(split, even):
+    """Return the samples that each process gets, and what is known of the last step."""
+    loader = dispatched(
+        DataLoader(Divided(13), 4 if split else 2, num_workers=2), split_batches=split, even_batches=even
+    )
+    seen = []
+    for batch in loader:
+        real = loader.real_samples
+        seen += batch.tolist()[: real[current_process().rank] if real else None]
+    return seen
+
+
+@pytest.mark.parametrize(("split", "even"), list(product((False, True), repeat=2)))
+def test_a_stream_that_divides_itself_is_handed_out_once(world, split, even):
+    first, second = world.run(divided_over_workers, split, even, size=2)
+
+    assert sorted(first + second) == list(range(13))
 
 
 def objects():

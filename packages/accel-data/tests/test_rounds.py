@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_data.layout import Fill
 from accel_data.rounds import Read, Rounds
 from accel_data.scatter import ABSENT
 from accel_ops.tree import slice_tensors
@@ -40,7 +41,7 @@ def test_a_missing_batch_is_the_first_one_again():
     reads = [
         Read(torch.tensor([0, 1]), None),
         Read(torch.tensor([2, 3]), None),
-        Read(torch.tensor([4, 0]), 1),
+        Read(torch.tensor([4, 0]), Fill((1,), (2,))),
     ]
 
     last = rounds(reads, 2, 2, True, False, None)[-1]
@@ -88,7 +89,7 @@ def test_a_slicing_function_gets_process_and_number():
 
 
 def test_padding_a_joined_batch_is_known():
-    (found,) = rounds([Read(torch.tensor([0, 1, 2, 0]), 3)], 2, 2, True, False, slice_tensors)
+    (found,) = rounds([Read(torch.tensor([0, 1, 2, 0]), Fill((3,), (4,)))], 2, 2, True, False, slice_tensors)
 
     assert lists(found.parts) == [[0, 1], [2, 0]]
     assert found.fill == ((2, 1), (2, 2))

@@ -36,6 +36,7 @@ def test_the_end_is_described(returncode: int, text: str) -> None:
         ([failure(0, 1, GONE), failure(1, 2)], 1),
         ([failure(0, 2, GONE), failure(1, 1, GONE)], 1),
         ([failure(0, 1), failure(1, 2, "", -signal.SIGKILL)], 1),
+        ([failure(0, 1, GONE, -signal.SIGKILL, stopped=True), failure(1, 2)], 1),
         ([failure(0, 1, WATCHDOG, -signal.SIGABRT), failure(1, 2)], 1),
         ([failure(0, 1, BOOM + "[rank0]:[W1122 store] failed to recv\n"), failure(1, 2, GONE)], 0),
     ],

@@ -418,8 +418,8 @@ SCENARIOS = {
     ),
 }
 
-# Imports torch once and forks the processes of all scenarios, which then end as any script does, or as a function
-# does that a launcher runs in a process of multiprocessing.
+# Imports torch once and forks the processes of all scenarios, which then end as any script does, or as a
+# function does that a launcher runs in a process of multiprocessing.
 SCRIPT = """
 import dataclasses, multiprocessing, os, signal, sys, time
 import torch
@@ -494,9 +494,7 @@ def message_of(errors: str) -> str:
 
 
 @pytest.mark.parametrize(("how", "leaver"), [("ends", 0), ("ends", 1), ("worker ends", 1)])
-def test_a_script_that_ends_early_is_named(
-    ended: dict[str, tuple[int, str]], how: str, leaver: int
-) -> None:
+def test_a_script_that_ends_early_is_named(ended: dict[str, tuple[int, str]], how: str, leaver: int) -> None:
     assert ended[f"{how} {leaver} {leaver}"][0] == 0
     code, errors = ended[f"{how} {leaver} {1 - leaver}"]
     assert code == 1

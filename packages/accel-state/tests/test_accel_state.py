@@ -24,6 +24,7 @@ WITH_MODULE_ONLY = {
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"}
     | {"keep_accelerate_environment"},
     "shared": {"shared_dict"},
+    "warning": {"user_frame", "warn"},
 }
 # Modules that only the package itself uses. A new module stands here or among the exports of the package.
 INTERNAL = {
@@ -33,6 +34,7 @@ INTERNAL = {
     "device_row",
     "env_table",
     "env_variable",
+    "failure",
     "lazy",
     "packages",
     "parallel_handlers",
@@ -45,7 +47,7 @@ INTERNAL = {
     "tracebacks",
     "watch",
 }
-TORCH_FREE = ("enums", "env", "handlers", "imports", "lazy", "logging", "parallelism")
+TORCH_FREE = ("enums", "env", "failure", "handlers", "imports", "lazy", "logging", "parallelism", "warning")
 HEAVY = {"torch", "numpy", "packaging", "importlib.metadata", "asyncio", "subprocess", "multiprocessing"}
 README = Path(__file__).parents[1] / "README.md"
 MODULES = [info.name for info in pkgutil.iter_modules(accel_state.__path__)]

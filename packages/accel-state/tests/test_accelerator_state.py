@@ -227,8 +227,8 @@ def test_handles_have_no_settings_from_a_reset_to_the_next_state() -> None:
 
     assert AcceleratorState._shared_state == {}
     assert PartialState._shared_state
-    plugins = "dynamo_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin deepspeed_plugin deepspeed_plugins"
-    others = "mixed_precision distributed_type parallelism_config device_mesh is_fsdp2"
+    plugins = "dynamo_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin deepspeed_plugin"
+    others = "deepspeed_plugins mixed_precision distributed_type parallelism_config device_mesh is_fsdp2"
     for name in f"{plugins} {others}".split():
         assert not hasattr(state, name), name
     with pytest.raises(AttributeError, match=r"AcceleratorState\._reset_state\(\) was called.*Make a new"):

@@ -188,7 +188,7 @@ class SafeReader(FileSystemReader):
     def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
         try:
             super().read_data(plan, planner).wait()
-        except (CheckpointError, torch.OutOfMemoryError):
+        except (CheckpointError, torch.OutOfMemoryError, Warning):
             raise
         except Exception as error:  # a damaged file raises anything
             raise CorruptCheckpointError(

@@ -118,9 +118,7 @@ def load_checkpoint_in_model(
     if model_has_dtensor(model) and device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
     if broadcast_from_rank0 and device_map is not None:
-        warn(
-            "broadcast_from_rank0 is ignored: with a device_map each process reads for itself."
-        )
+        warn("broadcast_from_rank0 is ignored: with a device_map each process reads for itself.")
     elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
         if dtype is not None:
             warn(

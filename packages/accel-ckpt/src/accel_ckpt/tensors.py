@@ -165,7 +165,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     try:
         with _arrays_allowed():
             return torch.load(f, map_location=map_location, **kwargs)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error

@@ -64,12 +64,19 @@ class Split(NamedTuple):
         """Whether its attributes may mean something else."""
         return self.of_dataset and not _LOOSE.isdisjoint(self.names)
 
+    @property
+    def rename(self) -> str:
+        """What else to do if they do mean something else."""
+        if not self.is_loose:
+            return ""
+        return f" If its {self.names[0]} and {self.names[1]} mean something else, give them other names."
+
 
 class _Facts(NamedTuple):
     """What one process says of its loader."""
 
     place: tuple[int, int]
-    split: tuple[int, int, str, bool] | None
+    split: tuple[int, int, str, bool, str] | None
     length: int | None
     batch_size: int | None
     rows: bytes | None  # tells this dataset from others of its length
@@ -165,7 +172,7 @@ def _one_of_each(everyone: Sequence[_Facts]) -> list[_Facts]:
 
 
 def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, int], compare: bool) -> _Facts:
-    found = split and (split.rank, split.size, type(split.holder).__name__, split.of_dataset)
+    found = split and (split.rank, split.size, type(split.holder).__name__, split.of_dataset, split.rename)
     dataset: Any = dataloader.dataset
     if not compare:
         return _Facts(place, found, None, None, None)
@@ -187,7 +194,7 @@ def _check_places(everyone: Sequence[_Facts]) -> None:
     found = {rank: facts for rank, facts in enumerate(everyone) if facts.split is not None}
     for facts in found.values():
         assert facts.split is not None
-        rank, size, name, of_dataset = facts.split
+        rank, size, name, of_dataset, rename = facts.split
         if (rank, size) != facts.place:
             here = facts.place
             fix = "the whole dataset" if of_dataset else "a loader without that (shuffle=True if it shuffles)"
@@ -195,6 +202,7 @@ def _check_places(everyone: Sequence[_Facts]) -> None:
                 f"The loader shares its data out already: its {name} is for process {rank} of {size}, but "
                 f"this is process {here[0]} of {here[1]}. Pass {fix}: the prepared loader shares out by "
                 f"itself. Or make the {name} for this process (num_replicas={here[1]}, rank={here[0]})."
+                f"{rename}"
             )
     if found and len(found) < len(everyone):
         without = [rank for rank in range(len(everyone)) if rank not in found]

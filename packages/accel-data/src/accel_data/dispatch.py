@@ -254,16 +254,20 @@ class DataLoaderDispatcher(PreparedLoader):
             slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
         even = self.even_batches if self._shard is None else self._unbatched and self._shard.even_batches
         rounds = Rounds(self.num_processes, size, even, self._drop_last, slice_fn)
+        steps: Iterator[Parts]
         if self._shard is None:
             stream = self._stream(started, self._stream_shard())
-            return look_ahead(_told(rounds.of(_read(batch, own) for batch, own in stream)))
-        found = rounds.of(Read(batch) for batch in self._indexed(started))
-        return self._padded(found, self._shard, self._shard.share)
+            reads = (Read(batch, own) for batch, own in stream)
+            steps = look_ahead(rounds.of(reads))
+        else:
+            found = rounds.of(Read(batch, None) for batch in self._indexed(started))
+            steps = self._padded(found, self._shard, self._shard.share)
+        return ((parts, fill and Fill.of(*fill), last) for parts, fill, last in steps)
 
     def _padded(self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share) -> Iterator[Parts]:
         for found, last in _with_last(rounds, shard, share):
             fill = self._padding(found, share.last) if last and share.last else found.fill
-            yield found.parts, fill and Fill.of(*fill), last
+            yield found.parts, fill, last
 
     def _indexed(self, started: Pass) -> Iterator[Any]:
         """Read a map-style dataset: the batches of all processes in turn, or joined if sliced later."""
@@ -312,15 +316,6 @@ class Joined:
     def _joined(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         while group := list(islice(batches, self.count)):
             yield [index for batch in group for index in batch]
-
-
-def _read(batch: Any, own: Fill | None) -> Read:
-    """Return a batch of a stream with what is known of it."""
-    return Read(batch) if own is None else Read(batch, own.real[0], own.rows[0])
-
-
-def _told(rounds: Iterable[Round]) -> Iterator[tuple[list[Any], Fill | None]]:
-    return ((parts, fill and Fill.of(*fill)) for parts, fill in rounds)
 
 
 def _with_last(rounds: Iterable[Round], shard: BatchSamplerShard, share: Any) -> Iterator[tuple[Round, bool]]:

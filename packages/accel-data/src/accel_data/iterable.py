@@ -169,7 +169,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             One block per batch.
         """
         layout = self._layout()
-        head = layout.group if layout.even and not layout.drop_last and not layout.spread else 0
+        head = layout.group if layout.even and not layout.drop_last else 0
         reading = read(self._source, self.chunk, start, place, head)
         if reading.divided:
             layout = self._layout_of_worker()

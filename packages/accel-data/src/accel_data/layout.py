@@ -135,18 +135,15 @@ class Layout:
         Returns:
             The batches of those processes that have one.
         """
-        tail = len(entries)
-        sizes = (self.share,) * self.num_processes if tail == self.group else self.tail_sizes(tail)
-        missing = sum(sizes) - tail
-        if missing > 0:
-            source = entries if self.spread else head
-            entries = entries + [source[i % len(source)] for i in range(missing)]
-        chosen = enumerate(accumulate(sizes))
-        return [
-            entries[end - sizes[process] : end]
-            for process, end in chosen
-            if sizes[process] and rank in (None, process)
-        ]
+        share, tail = self.share, len(entries)
+        ranks = range(self.num_processes) if rank is None else (rank,)
+        if tail == self.group:
+            return [entries[rank * share : (rank + 1) * share] for rank in ranks]
+        sizes = self.tail_sizes(tail)
+        source = entries if self.spread else head
+        entries = entries + [source[i % len(source)] for i in range(sum(sizes) - tail)]
+        ends = list(accumulate(sizes))
+        return [entries[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks if sizes[rank]]
 
     def _piece(self, tail: int) -> int:
         """Entries of each process in a padded last step of `tail` positions."""

@@ -370,7 +370,7 @@ def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
     if dispatch_batches:
         raise ValueError(
             f"The loader shares its data out already, by its {name}, so with dispatch_batches=True process 0 "
-            "would hand out its own share only. Leave it out, or pass dispatch_batches=False."
+            f"would hand out its own share only. Leave it out, or pass dispatch_batches=False.{split.rename}"
         )
     ours = split.part is not None or isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
     if plan.split_batches and plan.num_processes > 1 and not ours:

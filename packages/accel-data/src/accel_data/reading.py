@@ -15,9 +15,7 @@ from accel_data.place import Mark
 __all__ = ["handed_on", "opened"]
 
 
-def handed_on(
-    blocks: Iterator[Any], started: Pass, over: int
-) -> Iterator[tuple[Any, Fill | None]]:
+def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple[Any, Fill | None]]:
     """Hand on what workers have read, and note where they were.
 
     Args:

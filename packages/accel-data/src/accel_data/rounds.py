@@ -24,13 +24,11 @@ class Read(NamedTuple):
 
     Args:
         batch: The batch.
-        real: Samples in it that are no padding; None if all are real.
-        rows: Samples in it, padding included; None for as many as in any other.
+        own: What is in it, as of one process; None if all samples are real, as many as in any other.
     """
 
     batch: Any
-    real: int | None = None
-    rows: int | None = None
+    own: Fill | None
 
 
 class Round(NamedTuple):
@@ -38,7 +36,7 @@ class Round(NamedTuple):
 
     Args:
         parts: The batch of each process; `ABSENT` for a process that has none.
-        fill: What the processes have in it; None if every process has a full batch.
+        fill: What the processes have in it; may be None if every process has a full batch.
     """
 
     parts: list[Any]
@@ -92,19 +90,19 @@ class Rounds:
             rows = [self._rows(read) for read in group] + [0] * missing
             return Round(parts + [ABSENT] * missing, Fill(tuple(rows), tuple(rows)))
         rows = [self._rows(read) for read in group]
-        real = [size if read.real is None else read.real for size, read in zip(rows, group, strict=True)]
+        real = [read.own.real[0] if read.own else size for size, read in zip(rows, group, strict=True)]
         if self.size is None:
             wanted = max(rows)
             parts = [extend(part, first, wanted - size) for part, size in zip(parts, rows, strict=True)]
             rows = [wanted] * len(parts)
-        parts += [resize(first, self._rows(Read(first)), rows[0])] * missing
+        parts += [resize(first, self._rows(Read(first, None)), rows[0])] * missing
         return Round(parts, Fill.of(real + [0] * missing, rows + [rows[0]] * missing))
 
     def _sliced(self, read: Read, first: Any) -> Round:
         assert self.slice_fn is not None
         batch, count = read.batch, self.num_processes
         rows = count_rows(batch)
-        real = rows if read.real is None else read.real
+        real = read.own.real[0] if read.own else rows
         if self.even and rows % count:
             batch = extend(batch, first, -rows % count)
             rows += -rows % count
@@ -117,8 +115,8 @@ class Rounds:
         return Round(parts, Fill(real_in(real, sizes), sizes))
 
     def _rows(self, read: Read) -> int:
-        if read.rows is not None:
-            return read.rows
+        if read.own is not None:
+            return read.own.rows[0]
         return count_rows(read.batch) if self.size is None else self.size
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from accel_launch.schema import GROUPS, SETTINGS, Setting, nearest
 
-__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "launch_command_parser"]
+__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "command_parser", "launch_command_parser"]
 
 _RENAMED = {
     "--fp16": "--mixed_precision=fp16",
@@ -133,6 +133,31 @@ class HelpFormatter(argparse.HelpFormatter):
         return super()._format_action_invocation(action)
 
 
+def command_parser(
+    name: str,
+    subparsers: Any = None,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+    **keywords: Any,
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, without arguments yet.
+
+    Args:
+        name: The command's name behind `accel`.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add the command there; a parser of its
+            own by default.
+        kind: The parser's class.
+        **keywords: As for the class.
+
+    Returns:
+        The parser.
+    """
+    if subparsers is None:
+        return kind(f"accel {name}", **keywords)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, **keywords)
+    parser.__class__ = kind  # add_parser has no argument for the class
+    return parser
+
+
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel launch`.
 
@@ -144,18 +169,16 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         The parser. Its namespace has an attribute per setting, None where no flag was given, and
         `training_script` and `training_script_args`.
     """
-    keywords: dict[str, Any] = {
-        "usage": "accel launch [flags] SCRIPT [arguments of the script]",
-        "description": "Start a script on one process or on many. A switch is turned off by `=false`, as in "
+    parser = command_parser(
+        "launch",
+        subparsers,
+        LaunchParser,
+        usage="accel launch [flags] SCRIPT [arguments of the script]",
+        description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
         "--cpu=false, where the environment or the config file turns it on.",
-        "allow_abbrev": False,
-        "formatter_class": HelpFormatter,
-    }
-    if subparsers is None:
-        parser: argparse.ArgumentParser = LaunchParser("accel launch", **keywords)
-    else:
-        parser = subparsers.add_parser("launch", **keywords)
-        parser.__class__ = LaunchParser  # add_parser has no argument for the class
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
     add_settings(parser)
     parser.set_defaults(func=_launch)
     return parser

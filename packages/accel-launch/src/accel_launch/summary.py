@@ -86,8 +86,8 @@ def first_failure(failures: Collection[Failure]) -> Failure:
     """
 
     def order(failure: Failure) -> tuple[int, float]:
-        kind = 0 if failure.returncode in _CRASHES else 2 if failure.lost_others else 1
-        return kind, failure.at
+        crashed = failure.returncode in _CRASHES and not failure.stopped
+        return 0 if crashed else 2 if failure.lost_others else 1, failure.at
 
     return min(failures, key=order)
 

@@ -143,8 +143,6 @@ def _generator(
         return generator.get_state, generator.set_state
     device = row(kind.value)
     if not device.is_available():
-        warn(
-            f"rng type {kind.value!r} is left out: there is no {kind.value} device here."
-        )
+        warn(f"rng type {kind.value!r} is left out: there is no {kind.value} device here.")
         return None
     return device.get_rng_state, device.set_rng_state

@@ -294,7 +294,8 @@ def _forget(session: Session) -> None:
 
 
 def _why_exiting() -> str:
-    # The last value is an exception that nothing caught. A worker of multiprocessing ends while it handles one.
+    # The last value is an exception that nothing caught; a worker of multiprocessing ends while it handles
+    # one.
     error: Any = getattr(sys, "last_value", None) or sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__  # torch's launchers exit so in answer to the function's exception

@@ -184,9 +184,7 @@ def _has_plugin(module: str) -> bool:
     try:
         import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        warn(
-            f"{module} is installed but cannot be imported, so it is not used: {error}", about="machine"
-        )
+        warn(f"{module} is installed but cannot be imported, so it is not used: {error}", about="machine")
         return False
     return True
 

@@ -62,9 +62,7 @@ class _StringEnum(str, Enum, metaclass=_ContainsValues):
                     return member
             if wanted in cls._old_spellings():
                 new = cls._old_spellings()[wanted]
-                warn(
-                    f"{cls.__name__} {value!r} is an old spelling; use {new!r}.", FutureWarning
-                )
+                warn(f"{cls.__name__} {value!r} is an old spelling; use {new!r}.", FutureWarning)
                 return cls(new)
         raise ValueError(_unknown(cls, value))
 

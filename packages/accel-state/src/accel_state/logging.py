@@ -82,7 +82,7 @@ class MultiProcessAdapter(_Adapter):
             self.logger.log(level, msg, *args, **processed)
 
     def _stacklevel(self, asked: int) -> int:
-        """Return the stacklevel, for a logger called by the caller of this, that names the line of the call."""
+        """Return the stacklevel with which a logger, called by this's caller, names the user's line."""
         frame: FrameType | None = sys._getframe(1)
         level, wrapped = 0, False
         while frame is not None:

@@ -1,4 +1,4 @@
-"""Where debug mode takes hold: what is called when a process joins a run, before it waits, and when it leaves.
+"""Where debug mode takes hold: what is called when a process joins a run, waits, and leaves.
 
 The comparison itself stands in a package above this one, which says here what to call. Without debug mode
 nothing is called.

@@ -35,6 +35,7 @@ from accel.prepare import (
 from accel.profile import profile
 from accel.trackers import session
 from accel.uneven import join_uneven_inputs
+from accel_data.config import DataLoaderConfiguration
 from accel_data.prepare import skip_first_batches
 from accel_ops import collectives, padding
 from accel_ops.memory import release_memory
@@ -44,26 +45,21 @@ from accel_optim.window import Window
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.control import ProcessControl
 from accel_state.gradient import GradientState
+from accel_state.handlers import GradientAccumulationPlugin
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from accel.tracking import GeneralTracker
     from accel_ckpt.config import ProjectConfiguration
-    from accel_data.config import DataLoaderConfiguration
     from accel_optim.handlers import AutocastKwargs
     from accel_optim.scheduler import AcceleratedScheduler
     from accel_state.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
-    from accel_state.handlers import (
-        GradientAccumulationPlugin,
-        KwargsHandler,
-        ProfileKwargs,
-        TorchDynamoPlugin,
-    )
+    from accel_state.handlers import KwargsHandler, ProfileKwargs, TorchDynamoPlugin
     from accel_state.parallelism import ParallelismConfig
     from accel_state.process import Process
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
 
 
 class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessControl):
@@ -456,7 +452,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce the tensors of all processes ("sum", "mean", "max", "none"); every process gets the result."""
+        """Reduce the tensors of all processes ("sum", "mean", "max", "none"); all get the result."""
         return collectives.reduce(tensor, reduction, scale, process=self.process)
 
     def pad_across_processes(

@@ -19,6 +19,7 @@ from accel.fp8.ao import (
 from accel.fp8.recipes import AORecipeKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_state.parallelism import ParallelismConfig
+from accel_world.told import warns_once
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed")
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -204,7 +205,7 @@ def gathered_dtypes() -> list[set[torch.dtype]]:
         model(data())
         found.append(seen)
         if gathers:
-            with pytest.warns(UserWarning, match="ignored for Net: FSDP2 alone gathers"):
+            with warns_once(UserWarning, "ignored for Net: FSDP2 alone gathers"):
                 evaluated = accelerator.prepare_model(Net(), evaluation_mode=True)
             assert type(evaluated.blocks[0].up.weight.data) is torch.Tensor
     return found

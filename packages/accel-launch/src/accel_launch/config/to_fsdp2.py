@@ -9,8 +9,9 @@ from typing import Any
 
 from accel_launch.config.file import LaunchConfig, load_config_from_file
 from accel_launch.errors import ConfigError
+from accel_launch.parser import command_parser
 
-__all__ = ["convert", "main"]
+__all__ = ["convert", "main", "to_fsdp2_command", "to_fsdp2_command_parser"]
 
 _RESHARDS = {
     "FULL_SHARD": True,
@@ -85,29 +86,38 @@ def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, A
     return told
 
 
-def main(argv: Sequence[str], prog: str = "accel to-fsdp2") -> int:
-    """Run the command.
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel to-fsdp2`.
 
     Args:
-        argv: The tokens behind it.
-        prog: What it is called in messages.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `to-fsdp2` there; a parser of its
+            own by default.
 
     Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: If the file cannot be converted, or the new one is there already.
-        FileNotFoundError: If there is no config file.
+        The parser. Its namespace is for `to_fsdp2_command`, which it has as `func`.
     """
-    parser = argparse.ArgumentParser(
-        prog, description="Rewrite a config file of FSDP version 1 for version 2."
+    parser = command_parser(
+        "to-fsdp2", subparsers, description="Rewrite a config file of FSDP version 1 for version 2."
     )
     parser.add_argument(
         "--config_file", "--config-file", help="the file; the default config file if left out"
     )
     parser.add_argument("--output_file", "--output-file", help="the new file")
     parser.add_argument("--overwrite", action="store_true", help="write over the file that is there")
-    args = parser.parse_args(list(argv))
+    parser.set_defaults(func=to_fsdp2_command)
+    return parser
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Rewrite a config file, and print what changed.
+
+    Args:
+        args: What the parser returned.
+
+    Raises:
+        ConfigError: If the file cannot be converted, or the new one is there already.
+        FileNotFoundError: If there is no config file.
+    """
     config = load_config_from_file(args.config_file)
     assert config.path is not None, "it was read from a file"
     if args.output_file is None and not args.overwrite:
@@ -119,4 +129,19 @@ def main(argv: Sequence[str], prog: str = "accel to-fsdp2") -> int:
     converted.write(target)
     print("\n".join(told))
     print(f"Written to {target}.")
+
+
+def main(argv: Sequence[str], prog: str = "accel to-fsdp2") -> int:
+    """Run the command.
+
+    Args:
+        argv: The tokens behind it.
+        prog: What it is called in messages.
+
+    Returns:
+        The exit code.
+    """
+    parser = to_fsdp2_command_parser()
+    parser.prog = prog
+    to_fsdp2_command(parser.parse_args(list(argv)))
     return 0

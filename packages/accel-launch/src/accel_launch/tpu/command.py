@@ -11,16 +11,28 @@ from typing import Any
 from accel_launch.command import read_config
 from accel_launch.errors import LaunchError
 from accel_launch.masking import mask_command
+from accel_launch.parser import command_parser
 from accel_launch.starters import Prepared, become
 from accel_launch.tpu.gcloud import pod_command
 from accel_state import env
 
-__all__ = ["main", "setup_command"]
+__all__ = ["main", "setup_command", "tpu_command_launcher", "tpu_command_parser"]
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog, description="Run commands on every machine of a TPU pod, to prepare it for `accel launch`."
+def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel tpu-config`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `tpu-config` there; a parser of
+            its own by default.
+
+    Returns:
+        The parser. Its namespace is for `tpu_command_launcher`, which it has as `func`.
+    """
+    parser = command_parser(
+        "tpu-config",
+        subparsers,
+        description="Run commands on every machine of a TPU pod, to prepare it for `accel launch`.",
     )
     where = parser.add_argument_group("which pod; by default that of the config file")
     where.add_argument("--config_file", "--config-file", help="The config file; the default one by default.")
@@ -40,6 +52,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         action="store_true",
         help="Print the gcloud command; run nothing.",
     )
+    parser.set_defaults(func=tpu_command_launcher)
     return parser
 
 
@@ -82,6 +95,21 @@ def _lines(file: str) -> list[str]:
     return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def tpu_command_launcher(args: argparse.Namespace) -> None:
+    """Print the gcloud command, and let it take the place of this process, unless it is only to be shown.
+
+    Args:
+        args: What the parser returned.
+
+    Raises:
+        LaunchError: As `setup_command`, or if there is no gcloud.
+    """
+    command = setup_command(args)
+    print(shlex.join(mask_command(command)), flush=True)
+    if not args.debug:
+        become(Prepared(command, env.snapshot(), "gcloud"))
+
+
 def main(argv: Sequence[str], prog: str = "accel tpu-config") -> int:
     """Run `accel tpu-config`.
 
@@ -92,9 +120,7 @@ def main(argv: Sequence[str], prog: str = "accel tpu-config") -> int:
     Returns:
         The exit code, where nothing takes this process's place.
     """
-    args = _parser(prog).parse_args(list(argv))
-    command = setup_command(args)
-    print(shlex.join(mask_command(command)), flush=True)
-    if not args.debug:
-        become(Prepared(command, env.snapshot(), "gcloud"))
+    parser = tpu_command_parser()
+    parser.prog = prog
+    tpu_command_launcher(parser.parse_args(list(argv)))
     return 0

@@ -11,8 +11,9 @@ from typing import Any
 
 from accel.estimate import ENGINES, ModelSize, training_bytes
 from accel.estimate_mesh import BYTES, OPTIMIZER_STATES, MeshSizes, mesh_bytes
+from accel_launch.parser import command_parser
 
-__all__ = ["estimate_command", "estimate_rows", "main", "mesh_rows", "register"]
+__all__ = ["estimate_command", "estimate_command_parser", "estimate_rows", "main", "mesh_rows", "register"]
 
 _AXES = {
     "dp_replicate": "replicas",
@@ -23,17 +24,19 @@ _AXES = {
 _Rows = dict[str, dict[str, float | None]]
 
 
-def register(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `estimate-memory` to the commands of `accel`.
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel estimate-memory`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `estimate-memory` there; a parser
+            of its own by default.
 
     Returns:
-        The parser.
+        The parser. Its namespace is for `estimate_command`, which it has as `func`.
     """
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command_parser(
         "estimate-memory",
+        subparsers,
         description="Estimate the memory of a model on each device, without activations, for inference and "
         "for training. No weights are read or downloaded.",
     )
@@ -59,6 +62,9 @@ def register(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print bytes as JSON instead of a table.")
     parser.set_defaults(func=estimate_command)
     return parser
+
+
+register = estimate_command_parser  # what the entry point of `accel estimate-memory` names
 
 
 def main() -> int:

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.parser import HelpFormatter, LaunchParser, add_settings
+from accel_launch.parser import HelpFormatter, LaunchParser, add_settings, command_parser
 
-__all__ = ["register", "test_command"]
+__all__ = ["register", "test_command", "test_command_parser"]
 
 _DESCRIPTION = (
     "Start the processes of the current configuration and check that they communicate, share out data, train "
@@ -16,25 +16,30 @@ _DESCRIPTION = (
 )
 
 
-def register(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `test` to the commands of `accel`.
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028 - no test
+    """Return the parser of `accel test`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `test` there; a parser of its own
+            by default.
 
     Returns:
-        The parser.
+        The parser. Its namespace is for `test_command`, which it has as `func`.
     """
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command_parser(
         "test",
+        subparsers,
+        LaunchParser,
         usage="accel test [flags of accel launch]",
         description=_DESCRIPTION,
         formatter_class=HelpFormatter,
     )
-    parser.__class__ = LaunchParser  # add_parser has no argument for the class
     add_settings(parser)
     parser.set_defaults(func=test_command)
     return parser
+
+
+register = test_command_parser  # what the entry point of `accel test` names
 
 
 def test_command(args: argparse.Namespace) -> None:

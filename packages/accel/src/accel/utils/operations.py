@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel_ops.collectives import broadcast, copy_tensor_to_devices, gather, reduce
+from accel_ops.contract import DistributedOperationException
 from accel_ops.convert import convert_outputs_to_fp32, convert_to_fp32
 from accel_ops.modules import (
     extract_model_from_parallel,
@@ -31,6 +32,7 @@ from accel_ops.walk import honor_type, is_namedtuple, is_torch_tensor, recursive
 
 __all__ = [
     "CannotPadNestedTensorWarning",
+    "DistributedOperationException",
     "TensorInformation",
     "broadcast",
     "broadcast_object_list",
