@@ -257,7 +257,7 @@ def train_uneven(even_batches: bool | None) -> tuple[int, list[float]]:
     accelerator = Accelerator()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(make_data(10), batch_size=2)
+    loader = DataLoader(make_data(9), batch_size=2)  # the last sample alone cannot be spread over two
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     count = 0
     with accelerator.join_uneven_inputs([model], even_batches=even_batches):

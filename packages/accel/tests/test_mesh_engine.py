@@ -370,7 +370,7 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_sharded_is_refused_with_the_alternative(world):
     found = world.run(refusals)[0]
 
-    assert "auto_wrap_policy='transformer_based_wrap'" in found["checkpointing"]
+    assert "'transformer_based_wrap' with transformer_cls_names_to_wrap" in found["checkpointing"]
     assert "head.weight" in found["ignored"] or "embed.weight" in found["ignored"]
     assert "requires_grad_(False)" in found["ignored"]
     assert "'heads' means no module of Net" in found["nothing"]

@@ -189,10 +189,10 @@ class Part(IterableDataset):
 
     def __init__(self, count: int, rank: int, size: int) -> None:
         self.count = count
-        self.rank, self.world_size = rank, size
+        self.rank, self.num_replicas = rank, size
 
     def __iter__(self):
-        return iter(range(self.rank, self.count, self.world_size))
+        return iter(range(self.rank, self.count, self.num_replicas))
 
 
 @dataclass

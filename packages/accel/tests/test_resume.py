@@ -128,7 +128,7 @@ def test_a_run_goes_on_exactly_where_it_was(world, tmp_path, kind, size, workers
             if kind in ("shuffled", "dispatched") and not other_workers:
                 padding = epochs[1][: -len(rest) % step]
                 assert sorted(everything) == sorted(rest + padding)
-            first = {"stateful": BATCH_SIZE, "each reads": step}.get(kind)  # padding comes from there
+            first = step if kind in ("stateful", "each reads") else None  # padding comes from there
             if first and not other_workers:
                 assert set(everything) == {*range(first), *rest}
 

@@ -96,8 +96,6 @@ class OwnForward:
         method: The bound method.
     """
 
-    __slots__ = ("_function", "_module")
-
     def __init__(self, method: MethodType) -> None:
         self.__setstate__(method)
 
