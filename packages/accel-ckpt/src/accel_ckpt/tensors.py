@@ -172,7 +172,9 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
 
 def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, weights_only: bool) -> str:
-    found = re.search(r"WeightsUnpickler error:\s*(.+?)(?:\. Please use|\n|$)", str(error))
+    # torch words it otherwise where the type's module is blocked (os, sys and the like).
+    begin = r"(?:WeightsUnpickler error:\s*|(?=Trying to load unsupported))"
+    found = re.search(begin + r"(.+?)(?:\. Please use|\n|$)", str(error))
     reason = (found.group(1) if found else str(error).partition("\n")[0]).rstrip(". ")
     if weights_only and found and not reason.startswith("Unsupported operand"):
         return (
