@@ -14,6 +14,7 @@ from accel_launch.config.questionnaire import ask_all
 from accel_launch.environment import common_environment
 from accel_launch.parser import launch_command_parser
 from accel_launch.resolve import resolve
+from accel_world.told import warns_once
 
 
 class Enter:
@@ -36,7 +37,7 @@ def train() -> tuple[str, float]:
     accelerator = Accelerator()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    with pytest.warns(UserWarning, match="fsdp_transformer_layer_cls_to_wrap in the config file"):
+    with warns_once(UserWarning, match="fsdp_transformer_layer_cls_to_wrap in the config file"):
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):
         loss = model(torch.ones(2, 4, device=accelerator.device)).square().mean()

@@ -297,7 +297,7 @@ def test_the_summary_has_colour_on_a_terminal(start: Start, environ: dict[str, s
 
 def test_frames_of_libraries_are_left_out_unless_in_debug_mode(start: Start) -> None:
     script = (
-        "from accel_state import env\nfrom accel_state.env import purge_accelerate_environment\n"
+        "from accel_state import env\nfrom accel_state.env_purge import purge_accelerate_environment\n"
         "@purge_accelerate_environment\ndef main(): env.put({}, 'RANK', 'x')\nmain()\n"
     )
     _, _, error = start("launch", "--launcher", "local", script=script).finish()
