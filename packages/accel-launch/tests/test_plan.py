@@ -41,7 +41,7 @@ def test_one_process_without_gpus(plan: Any) -> None:
 
     assert (made.how, made.processes, made.machines) == ("exec", 1, (1, 1))
     assert made.settings["num_processes"].detail == "detected: no visible GPU"
-    assert made.environ == {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert made.environ == {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
     assert made.arguments == ("--lr", "1")
 
 
