@@ -59,7 +59,7 @@ class DataLoaderDispatcher(PreparedLoader):
             the same batches.
         iteration: Number of the first epoch.
         device: Where batches are put; None leaves them where they arrive.
-        even_batches: Complete an incomplete last step with samples from the start.
+        even_batches: Complete an incomplete last step; see `prepare_data_loader`.
         num_processes: Number of data-parallel processes; those that run by default. With 1, and neither
             torch_device_mesh nor data_ranks, this process reads for itself alone.
         data_ranks: The data-parallel rank of each process, where torch_device_mesh does not say it.
