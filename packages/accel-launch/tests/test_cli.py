@@ -15,22 +15,23 @@ from accel_launch.cli import config_main, launch_main, main
 Start = Callable[..., Any]
 
 
-def cpu_seconds(*arguments: str, folder: Path) -> float:
-    """Return the smallest CPU time of three runs: the machine may be busy with other things."""
-    code = "import sys; from accel_launch.cli import main; sys.exit(main())"
-    times = []
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            cwd=folder,
-            env={**os.environ, "HF_HOME": str(folder)},
-            stdout=subprocess.DEVNULL,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        times.append(usage.ru_utime + usage.ru_stime)
-    return min(times)
+def modules_of_its_own(*arguments: str, folder: Path) -> list[str]:
+    """Return the modules that a command imports beyond those that every interpreter starts with."""
+    code = (
+        "import atexit, sys; before = set(sys.modules)\n"
+        "atexit.register(lambda: open('modules', 'w').write('\\n'.join({*sys.modules} - before)))\n"
+        "from accel_launch.cli import main; sys.exit(main())"
+    )
+    environment = {**os.environ, "HF_HOME": str(folder)}
+    subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        check=True,
+        timeout=60,
+    )
+    return (folder / "modules").read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -39,13 +40,14 @@ def cpu_seconds(*arguments: str, folder: Path) -> float:
         ("--help",),
         ("launch", "--help"),
         ("launch", "--dry_run", "--num_processes", "2", "script.py"),
-        ("launch", "script.py"),
+        ("launch", "--num_processes", "2", "script.py"),
     ],
 )
-def test_commands_take_at_most_a_fifth_of_a_second(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_command_imports_few_modules(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    # What a command's start costs is what it imports: 0.1 s for the 120 modules of today, measured in tools/bench.
     (tmp_path / "script.py").touch()
 
-    assert cpu_seconds(*arguments, folder=tmp_path) <= 0.2
+    assert len(modules_of_its_own(*arguments, folder=tmp_path)) <= 200
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def test_the_time_is_that_of_the_exception_and_not_of_the_end(tmp_path: Path) ->
     )
     run(tmp_path, body, TORCHELASTIC_ERROR_FILE=str(file))
 
-    assert (tmp_path / "late").stat().st_mtime - file.stat().st_mtime >= 0.3
+    # A file system keeps times to some milliseconds.
+    assert (tmp_path / "late").stat().st_mtime - file.stat().st_mtime >= 0.25
 
 
 def test_what_was_written_before_stands(tmp_path: Path) -> None:
