@@ -44,7 +44,7 @@ def modules_of_its_own(*arguments: str, folder: Path) -> list[str]:
     ],
 )
 def test_a_command_imports_few_modules(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    # What a start costs is what it imports; tools/bench measures the seconds (0.1 for the 130 modules of today).
+    # What a start costs is what it imports; tools/bench measures the seconds (0.1 for the 130 of today).
     (tmp_path / "script.py").touch()
 
     assert len(modules_of_its_own(*arguments, folder=tmp_path)) <= 200
