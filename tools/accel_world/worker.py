@@ -20,6 +20,7 @@ from typing import Any
 
 from accel_world import leaks
 from accel_world.functions import find_function
+from accel_world.groups import release_groups
 from accel_world.messages import Call, Reply, Setup
 
 __all__ = ["main"]
@@ -113,7 +114,7 @@ def _leave_world() -> list[str]:
             dist.destroy_process_group()
             # What lies in a cycle with the group would be taken down by a loader's worker, forked later, and
             # crash it: gloo's threads are not there.
-            gc.collect()
+            release_groups()
             _freeze_modules()
     except Exception as error:
         return [_describe(error)]

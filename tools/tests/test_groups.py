@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import torch
+
+from accel_world.groups import num_gloo_threads
+
+
+def train_in_shards() -> None:
+    from accel import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert num_gloo_threads() > 0
+
+
+def test_no_group_outlives_its_world(world):
+    world.run(train_in_shards, size=2)
+
+    assert world.run(num_gloo_threads, size=2, init=False) == [0, 0]
