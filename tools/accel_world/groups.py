@@ -14,24 +14,24 @@ from typing import Any
 
 __all__ = ["num_gloo_threads", "release_groups"]
 
-_LEFT = 4  # threads that are worth a collection of everything
-_left = 0  # threads that were there after the last one
+_ROUNDS = 4  # collections: what C++ holds of a graph is seen to be garbage a layer at a time
 
 
 def release_groups() -> None:
     """Free the process groups of a world that was left, with all that keeps them."""
-    global _left
     gc.collect()
     if not num_gloo_threads():
         return
-    for cache in _caches():
-        cache()
-    gc.collect()
-    if num_gloo_threads() - _left >= _LEFT:
-        gc.unfreeze()  # what was alive when modules were frozen may lie in a cycle now
+    for clear in _caches():
+        clear()
+    for attempt in range(_ROUNDS):
+        if attempt == _ROUNDS - 1:
+            gc.unfreeze()  # what was alive when modules were frozen may lie in a cycle now
         gc.collect()
+        if not num_gloo_threads():
+            break
+    else:
         gc.freeze()
-        _left = num_gloo_threads()
 
 
 def num_gloo_threads() -> int:

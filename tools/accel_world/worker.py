@@ -112,10 +112,10 @@ def _leave_world() -> list[str]:
         if dist.is_initialized():
             settle()
             dist.destroy_process_group()
-            # What lies in a cycle with the group would be taken down by a loader's worker, forked later, and
-            # crash it: gloo's threads are not there.
-            release_groups()
-            _freeze_modules()
+        # Also where the function has left by itself. What lies in a cycle with a group would be taken down by a
+        # loader's worker, forked later, and crash it: gloo's threads are not there.
+        release_groups()
+        _freeze_modules()
     except Exception as error:
         return [_describe(error)]
     # A failed initialisation leaves the counter that names groups ahead of the other ranks', and the next
