@@ -166,6 +166,7 @@ def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: S
     assert error.rstrip().endswith("ValueError: the cause")
     assert error.count("ValueError: the cause") == 1
     assert "  then rank 1 (exit code 1): ConnectionError: the consequence\n" in error
+    assert "stopped" not in error  # both failed
     assert error.count("Traceback (most recent call last):") == 1
 
 
@@ -229,7 +230,7 @@ def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) ->
 
     assert code == 1
     assert "rank 0 of 2" in error
-    assert "failed (stopped after its exception)" in error
+    assert "failed (stopped after its exception)." in error
     assert "  then rank 1 (exit code 7): it wrote nothing to stderr\n" in error
     assert error.rstrip().endswith("ValueError: the cause")
 
