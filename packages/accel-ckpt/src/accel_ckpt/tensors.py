@@ -8,6 +8,7 @@ import re
 import secrets
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,7 @@ from accel_state.process import current_process
 __all__ = [
     "clean_state_dict_for_safetensors",
     "id_tensor_storage",
+    "is_zip",
     "load",
     "save",
     "split_tied",
@@ -169,6 +171,18 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         raise
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error
+
+
+def is_zip(path: Path) -> bool:
+    """Tell whether a file is a zip file, as `torch.save` writes them: only these can be mapped.
+
+    Args:
+        path: A regular file, damaged or not.
+    """
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # its end speaks of a second disk
+        return False
 
 
 def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, weights_only: bool) -> str:
