@@ -2,7 +2,7 @@
 
 Every documented module, name, signature, default and enum member is there, or its name stands in
 tools/reference/missing.txt. That list only shrinks: a name that is there now must leave it (`--update` takes
-it out), and no name can be added to it.
+it out), and no name can be added to it. What is there does more than raise NotImplementedError.
 
 Run from anywhere: `python tools/check_interface.py [--update]`, with the packages installed.
 """

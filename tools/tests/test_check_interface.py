@@ -98,11 +98,8 @@ def test_what_is_there(there):
     "missing",
     [
         entry("nothing"),
-        entry("stub", documented="(model)"),
         entry("Kind.YES", "member", "yes"),
         entry("Thing.other", "method"),
-        entry("Thing.stubbed", "property"),
-        entry("Absent", "class", "()"),
         Entry("accel_no_such_module", ("name",)),
     ],
     ids=lambda entry: entry.name,
@@ -132,6 +129,24 @@ def test_a_difference_is_named(differing, expected):
     found = problems(differing)
     assert len(found) == 1
     assert expected in found[0]
+
+
+@pytest.mark.usefixtures("sample")
+@pytest.mark.parametrize(
+    "stub",
+    [
+        entry("stub", documented="(model)"),
+        entry("Thing.stubbed", "property"),
+        entry("Absent", "class", "()"),
+    ],
+    ids=lambda entry: entry.name,
+)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_stub_is_a_problem_listed_or_not(stub, is_listed):
+    found, missing = check_interface.check([stub], {stub.name} if is_listed else set())
+
+    assert f"{stub.name}: only raises NotImplementedError; take it out" in found
+    assert missing == set()
 
 
 @pytest.mark.usefixtures("sample")

@@ -29,6 +29,11 @@ def test_what_the_helper_writes_is_complete(package, extra):
     assert list(wrong_commands(hint, FOUND)) == []
 
 
+@pytest.mark.parametrize("package", FOUND.values(), ids=lambda package: package.folder.name)
+def test_what_the_helper_writes_for_a_package_alone_is_complete(package):
+    assert list(wrong_commands(install_hint(None, package.folder.name), FOUND)) == []
+
+
 def test_every_tracker_has_an_extra_of_its_name():
     for name in tracking._TRACKERS:
         assert list(wrong_commands(install_hint(name), FOUND)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ KINDS = {
     "part": "model-00002-of-00002.safetensors",
     "torch part": "pytorch_model-00002-of-00002.bin",
 }
+# The end of a zip file that is the second of two, which zipfile raises an error about.
+ZIP_END = struct.pack("<4sLQL", b"PK\6\7", 1, 0, 2) + b"PK\5\6" + bytes(18)
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda raw: b"",
     "begins": lambda raw: raw[: len(raw) // 8],
     "cut off": lambda raw: raw[: len(raw) - 40],
     "garbled": lambda raw: bytes(255 - byte for byte in raw[:200]) + raw[200:],
+    "another disk": lambda raw: raw[: len(raw) // 8] + ZIP_END,
     "another": lambda raw: b"<html><body>404 Not Found</body></html>",
 }
 

@@ -165,5 +165,9 @@ def test_the_command(
     size = (tmp_path / "pytorch_model.bin").stat().st_size
     assert capsys.readouterr().out == f"Wrote {tmp_path / 'pytorch_model.bin'} ({size:,} bytes).\n"
     monkeypatch.setattr("sys.argv", ["accel-merge-weights", str(tmp_path / "none"), str(tmp_path)])
-    assert merge_command.main() == 1
-    assert "There is no folder" in capsys.readouterr().err
+    assert merge_command.main() == 2
+    assert capsys.readouterr().err.startswith("accel merge-weights: error: There is no folder")
+    monkeypatch.setattr("sys.argv", ["accel-merge-weights", "--nope"])
+    with pytest.raises(SystemExit, match="2"):
+        merge_command.main()
+    assert "\naccel merge-weights: error: " in capsys.readouterr().err

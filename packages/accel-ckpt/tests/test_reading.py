@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from accel_ckpt import reading
-from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import model_file, optimizer_file
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.state import save_accelerator_state
@@ -53,6 +54,19 @@ def test_a_file_of_old_torch_is_read(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="another implementation wrote it"):
         state = opened(folder).load(optimizer_file())
     assert state["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_a_file_with_the_end_of_a_second_disk_is_named(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    file = folder / optimizer_file()
+    end = struct.pack("<4sLQL", b"PK\6\7", 1, 0, 2) + b"PK\5\6" + bytes(18)
+    file.write_bytes(file.read_bytes()[:200] + end)
+    (folder / "accel_manifest.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="another implementation wrote it"),
+        pytest.raises(CheckpointError, match=rf"{file} cannot be read"),
+    ):
+        opened(folder).load(optimizer_file())
 
 
 @pytest.mark.parametrize("place", [None, "cpu", "on_device", torch.device("cpu")], ids=str)

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import random
+import warnings
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,18 @@ def test_what_was_allowed_before_stays_allowed_and_nothing_else(tmp_path: Path) 
         torch.serialization.add_safe_globals(before)
     tensors.load(tmp_path / "x.pkl")
     assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_sparse_tensors_are_read_without_an_announcement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = torch.load
+
+    def announcing(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn("Validating sparse tensor invariants upon loading.", UserWarning, stacklevel=2)
+        return read(*args, **kwargs)
+
+    torch.save(torch.ones(2).to_sparse(), tmp_path / "x.bin")
+    monkeypatch.setattr(torch, "load", announcing)
+
+    assert tensors.load(tmp_path / "x.bin").is_sparse

@@ -115,6 +115,30 @@ def test_commands_that_are_not_there(start: Start, command: str, message: str) -
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "package", "folders"),
+    [
+        ("test", "accel", "./packages/*"),
+        ("merge-weights", "accel-ckpt", "./packages/accel-state ./packages/accel-ops ./packages/accel-ckpt"),
+    ],
+)
+def test_the_command_of_a_package_that_is_not_installed_says_how_to_install_it(
+    command: str,
+    package: str,
+    folders: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
+    monkeypatch.setattr("accel_launch.cli._entry_points", list)
+
+    assert main([command]) == 2
+    assert capfd.readouterr().err == (
+        f"accel: error: `accel {command}` comes with the package {package}, which is not installed. "
+        f"Install it with: pip install {folders} (in a checkout of accel).\n"
+    )
+
+
 def test_help_is_a_command_too(start: Start) -> None:
     assert start("help").finish() == start("--help").finish()
     assert start("help", "env").finish()[:2] == start("env", "--help").finish()[:2]
@@ -161,7 +185,9 @@ def test_the_other_console_scripts_are_the_same_commands(
     assert launch_main(["--explain", "--num_processes", "2"]) == 0
     assert "--num_processes" in capfd.readouterr().out
     assert config_main(["update"]) == 2
-    assert capfd.readouterr().err.startswith("accel config: error: There is no config file")
+    error = capfd.readouterr().err
+    assert error.startswith("accel config: error: There is no config file")
+    assert error.endswith("or name another with --config_file.\n")
     with pytest.raises(SystemExit):
         launch_main(["--nope", "x.py"])
     assert capfd.readouterr().err.startswith("accel launch: error: unknown flag --nope")

@@ -166,6 +166,7 @@ def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: S
     assert error.rstrip().endswith("ValueError: the cause")
     assert error.count("ValueError: the cause") == 1
     assert "  then rank 1 (exit code 1): ConnectionError: the consequence\n" in error
+    assert "stopped" not in error  # both failed
     assert error.count("Traceback (most recent call last):") == 1
 
 
@@ -229,9 +230,32 @@ def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) ->
 
     assert code == 1
     assert "rank 0 of 2" in error
-    assert "failed (stopped after its exception)" in error
+    assert "failed (stopped after its exception)." in error
     assert "  then rank 1 (exit code 7): it wrote nothing to stderr\n" in error
     assert error.rstrip().endswith("ValueError: the cause")
+
+
+def test_a_child_that_fails_is_not_taken_for_its_worker(start: Start) -> None:
+    script = """
+import os, subprocess, sys, time
+from accel_state.failure import record_uncaught  # PartialState calls it
+
+record_uncaught()
+child = "from accel_state.failure import record_uncaught; record_uncaught(); raise KeyError('the child')"
+if os.environ["RANK"] == "0":
+    assert subprocess.run([sys.executable, "-c", child], stderr=subprocess.DEVNULL).returncode == 1
+    open("ready0", "w").close()
+    time.sleep(60)
+while not os.path.exists("ready0"):
+    time.sleep(0.01)
+raise ValueError("the cause")
+"""
+    code, _, error = start(*TWO, script=script).finish()
+
+    assert code == 1
+    assert "rank 1 of 2" in error
+    assert error.rstrip().endswith("ValueError: the cause")
+    assert "the child" not in error
 
 
 def test_a_worker_that_was_killed_is_named_before_one_that_noticed_it(start: Start) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -151,6 +152,30 @@ def test_a_failing_rank_of_notebook_launcher_gives_the_launchers_summary(capfd: 
     assert lines[3:4] == ["  ... 2 frames of accel and torch"]
     assert lines[-1] == "ValueError: boom"
     assert capfd.readouterr().err == ""  # torch's log lines
+
+
+def fail_beside_one_that_goes_on(folder: str) -> None:
+    from accel_state.failure import record_uncaught
+
+    record_uncaught()  # as a PartialState does
+    child = "from accel_state.failure import record_uncaught; record_uncaught(); raise KeyError('child')"
+    if os.environ["RANK"] == "0":
+        subprocess.run([sys.executable, "-c", child], stderr=subprocess.DEVNULL, check=False)
+        Path(folder, "ready").touch()
+        time.sleep(60)
+    while not Path(folder, "ready").exists():
+        time.sleep(0.01)
+    raise ValueError("the cause")
+
+
+def test_notebook_launcher_names_the_function_that_raised_and_not_a_child(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError) as raised:
+        notebook_launcher(fail_beside_one_that_goes_on, (str(tmp_path),), num_processes=2, use_port="0")
+    text = str(raised.value)
+
+    assert "rank 1 of 2" in text
+    assert text.rstrip().endswith("ValueError: the cause")
+    assert "KeyError" not in text
 
 
 def test_notebook_launcher_names_the_cause_and_not_a_lost_connection(tmp_path: Path) -> None:

@@ -154,6 +154,16 @@ class Plain:
         disturb()
         yield "generator"
 
+    @staticmethod
+    def test_static():
+        disturb()
+        return "static"
+
+    @classmethod
+    def test_class(cls):
+        disturb()
+        return cls
+
     def helper(self):
         disturb()
 
@@ -165,6 +175,11 @@ def assert_tests_purged(sample, before):
     assert_purged(before)
     assert list(sample.test_generator()) == ["generator"]
     assert_purged(before)
+    for owner in (sample, type(sample)):
+        assert owner.test_static() == "static"
+        assert_purged(before)
+        assert owner.test_class() is type(sample)
+        assert_purged(before)
 
 
 def test_purge_inherited_tests(accelerate_variables):
@@ -251,4 +266,36 @@ def test_purge_a_test_case(accelerate_variables):
 
     assert (result.testsRun, result.errors, result.failures) == (1, [], [])
     assert seen == ["1", "1"]
+    assert_purged(accelerate_variables)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_class_sets_up_is_there_until_its_tests_are_over(accelerate_variables, fails):
+    seen = []
+
+    @purge_accelerate_environment
+    class Sample(unittest.TestCase):
+        @classmethod
+        def setUpClass(cls):
+            super().setUpClass()
+            os.environ["ACCELERATE_AA_SET_UP"] = "1"
+            disturb()
+            if fails:
+                raise RuntimeError("inside")
+
+        def test_one(self):
+            seen.append(os.environ.get("ACCELERATE_AA_SET_UP"))
+
+        test_two = test_one
+
+        @classmethod
+        def tearDownClass(cls):
+            seen.append(os.environ.get("ACCELERATE_AA_SET_UP"))
+            disturb()
+
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(Sample)(result)
+
+    assert len(result.errors) == fails
+    assert seen == ([] if fails else ["1", "1", "1"])
     assert_purged(accelerate_variables)

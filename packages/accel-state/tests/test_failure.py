@@ -79,3 +79,37 @@ def test_a_file_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
 
     assert ended.stderr.rstrip().endswith("ValueError: boom")
     assert ended.stderr.count("Traceback") == 1
+
+
+def test_a_child_writes_nothing_into_the_file_of_its_parent(tmp_path: Path) -> None:
+    body = """
+import subprocess
+child = "from accel_state.failure import record_uncaught; record_uncaught(); raise KeyError('child')"
+assert subprocess.run([sys.executable, "-c", child], stderr=subprocess.DEVNULL).returncode == 1
+assert not os.path.exists("error.json")
+"""
+    run(tmp_path, body, TORCHELASTIC_ERROR_FILE="error.json")
+
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: boom"
+
+
+FUNCTION = """
+import multiprocessing, os
+from accel_state.failure import record_uncaught
+
+def worker():
+    os.environ["TORCHELASTIC_ERROR_FILE"] = "error.json"
+    record_uncaught()
+    os._exit(os.environ.get("TORCHELASTIC_ERROR_FILE") != "error.json")
+
+process = multiprocessing.get_context("fork").Process(target=worker)
+process.start()
+process.join()
+raise SystemExit(process.exitcode)
+"""
+
+
+def test_a_process_of_multiprocessing_leaves_the_file_to_what_runs_its_function(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", FUNCTION], cwd=tmp_path, check=False)
+
+    assert ended.returncode == 0  # torch's agent reads the variable when the function has raised

@@ -91,6 +91,10 @@ def test_install_hint_names_what_a_package_needs_of_this_repository():
         "pip install ./packages/accel-state ./packages/accel-ops './packages/accel-data[it]' "
         "(in a checkout of accel)"
     )
+    assert install_hint(None, "accel-launch") == (
+        "pip install ./packages/accel-state ./packages/accel-launch (in a checkout of accel)"
+    )
+    assert install_hint(None) == "pip install ./packages/* (in a checkout of accel)"
     assert install_hint("it") == "pip install ./packages/* './packages/accel[it]' (in a checkout of accel)"
 
 

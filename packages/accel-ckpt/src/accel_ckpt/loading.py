@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
 
 def _map_file(file: Path) -> dict[str, Any]:
     """Open a file of weights; safetensors and torch's zip files are mapped, older torch files are read."""
-    if file.name.endswith(".safetensors") or not zipfile.is_zipfile(regular_file(file)):
+    if file.name.endswith(".safetensors") or not tensors.is_zip(regular_file(file)):
         return _read(file)
     return _read(file, mmap=True)
 

@@ -20,13 +20,14 @@ def register(subparsers: Any) -> None:
 
 def main() -> int:
     """Run `accel-merge-weights`; return its exit code."""
-    parser = argparse.ArgumentParser("accel-merge-weights", description=_HELP)
+    parser = argparse.ArgumentParser(_PROG, description=_HELP)
     _fill(parser)
     args = parser.parse_args()
     code: int = args.func(args)
     return code
 
 
+_PROG = "accel merge-weights"  # also when it was called as accel-merge-weights
 _HELP = "Write the weights that each process has saved its part of into one file."
 
 
@@ -62,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
             args.remove_checkpoint_dir,
         )
     except (CheckpointError, OSError) as error:
-        print(f"merge-weights: error: {error}", file=sys.stderr)
-        return 1
+        print(f"{_PROG}: error: {error}", file=sys.stderr)
+        return 2
     print(f"Wrote {written} ({written.stat().st_size:,} bytes).")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,7 +90,7 @@ class Reading:
         """Whether a file is mapped: what is large, so that it is not in memory twice."""
         large = layout.role_of(name) in ("model", "optimizer") and name.endswith(".bin")
         # Windows deletes no file that is mapped.
-        return large and os.name == "posix" and zipfile.is_zipfile(digests.plain_file(self.folder, name))
+        return large and os.name == "posix" and tensors.is_zip(digests.plain_file(self.folder, name))
 
 
 def open_checkpoint(

@@ -8,6 +8,7 @@ import re
 import secrets
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -26,10 +27,12 @@ from accel_state.process import current_process
 __all__ = [
     "clean_state_dict_for_safetensors",
     "id_tensor_storage",
+    "is_zip",
     "load",
     "save",
     "split_tied",
     "tied_groups",
+    "torch_load",
     "write",
     "write_safe",
     "write_tensors",
@@ -164,11 +167,38 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     kwargs.setdefault("weights_only", True)
     try:
         with _arrays_allowed():
-            return torch.load(f, map_location=map_location, **kwargs)
+            return torch_load(f, map_location, **kwargs)
     except (torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error
+
+
+def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Call `torch.load`, without its announcement that it checks sparse tensors.
+
+    torch 2.15 makes that one also of tensors that were unpickled elsewhere before.
+
+    Args:
+        f: As there.
+        map_location: As there.
+        **kwargs: As there.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        return torch.load(f, map_location=map_location, **kwargs)
+
+
+def is_zip(path: Path) -> bool:
+    """Tell whether a file is a zip file, as `torch.save` writes them: only these can be mapped.
+
+    Args:
+        path: A regular file, damaged or not.
+    """
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # its end speaks of a second disk
+        return False
 
 
 def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, weights_only: bool) -> str:
@@ -328,12 +358,7 @@ def _cut_off(path: Path) -> str:
 def _arrays_allowed() -> Iterator[None]:
     # torch's own context would also take away what was allowed before it.
     allowed = torch.serialization.get_safe_globals()
-    with (
-        torch.serialization.safe_globals([entry for entry in _array_types() if entry not in allowed]),
-        warnings.catch_warnings(),
-    ):
-        # torch 2.15 announces that it checks sparse tensors, also those that were unpickled elsewhere before.
-        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+    with torch.serialization.safe_globals([entry for entry in _array_types() if entry not in allowed]):
         yield
 
 

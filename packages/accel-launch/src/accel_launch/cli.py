@@ -136,10 +136,14 @@ def _foreign(point: EntryPoint, rest: list[str]) -> int:
 def _unknown(name: str, points: Iterable[str]) -> NoReturn:
     """Raise an error about a command that is not there."""
     from accel_launch.schema import nearest
+    from accel_state.packages import install_hint
 
     if name in _SIBLINGS:
         package = _SIBLINGS[name][0]
-        raise NotAvailableError(f"`accel {name}` comes with the package {package}, which is not installed.")
+        raise NotAvailableError(
+            f"`accel {name}` comes with the package {package}, which is not installed. Install it with: "
+            f"{install_hint(None, package)}."
+        )
     known = [*_COMMANDS, *points]
     raise LaunchError(f"unknown command {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")
 

@@ -240,6 +240,8 @@ def _forked(
         set_handlers(handlers)  # the agent's would make an exception of each signal
         values: dict[str, str] = {}
         env.put(values, "FORK_LAUNCHED", True)
+        # What the function starts must not write its own end there; the agent does afterwards.
+        values["TORCHELASTIC_ERROR_FILE"] = ""
         if one_thread:
             _one_thread()
         try:

@@ -111,7 +111,7 @@ class Report:
     Args:
         who: Who speaks, e.g. `accel launch`.
         size: Number of workers.
-        stopped: How many of them were running and were stopped.
+        stopped: How many of them were running and were stopped, and had not failed themselves.
         command: What they ran; nothing for a function.
         logs: The folder of the log files, if any.
         debug: Whether debug mode was on, in which no frame is left out.

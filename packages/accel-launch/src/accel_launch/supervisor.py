@@ -42,7 +42,8 @@ class Member:
         worker: The worker.
         streams: Its streams, stderr first.
         failed_at: When it got into the trouble that it ended by, from time.time().
-        stopped: Whether it was stopped, as another had failed.
+        told: Whether it was running when another had failed, and was told to end.
+        stopped: Whether a signal ended it that it was sent for that.
         words: The end of its stderr, where it failed.
         unshown: Whether those words have not been shown.
     """
@@ -50,6 +51,7 @@ class Member:
     worker: Supervised
     streams: list[Stream]
     failed_at: float | None = None
+    told: bool = False
     stopped: bool = False
     words: bytes = b""
     unshown: bool = False
@@ -69,7 +71,6 @@ class Run:
         output: Where the output goes.
         members: The workers.
         failed: Whether one failed.
-        stopped: How many were stopped because another had failed.
         asked: The signal that asked the run to end.
     """
 
@@ -77,7 +78,6 @@ class Run:
     output: Output
     members: list[Member] = field(default_factory=list)
     failed: bool = False
-    stopped: int = 0
     asked: int | None = None
 
     def loop(self, signals: SignalPipe, forget: Callable[[int], None]) -> None:
@@ -189,7 +189,7 @@ class Run:
         grace = _FAILURE_GRACE_S if grace is None else grace
         for member in self.members:
             worker = member.worker
-            self.stopped += worker.running
+            member.told = worker.running
             # One in trouble is ending by itself, and may be the cause of it all.
             worker.term_at = now + (min(_SETTLE_S, grace / 2) if member.stderr.in_trouble else 0)
             worker.kill_by(now + grace)
@@ -256,7 +256,7 @@ class Run:
             report = Report(
                 "accel launch",
                 len(self.members),
-                self.stopped,
+                sum(member.told and member.failed_at is None for member in self.members),
                 self.plan.command,
                 self.output.folder,
                 debug=value("debug"),

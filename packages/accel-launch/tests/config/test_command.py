@@ -6,6 +6,7 @@ import pytest
 
 from accel_launch.config import load_config_from_file
 from accel_launch.config.command import _has_tpu, main
+from accel_launch.errors import LaunchError
 
 
 def test_default_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +16,14 @@ def test_default_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert load_config_from_file(path).mixed_precision == "fp16"
     assert str(path) in capsys.readouterr().out
     assert main(["default", "--config_file", str(path)]) == 1
+
+
+def test_update_leaves_no_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("use_xpu: true\n")
+    with pytest.raises(LaunchError, match=r"has no effect any more: remove it"):
+        main(["update", "--config_file", str(path)])
+    assert path.read_text() == "use_xpu: true\n"
 
 
 def test_update_rewrites_old_forms_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
 from accel_state.env import keep_accelerate_environment
@@ -14,8 +15,8 @@ __all__ = ["purge_accelerate_environment"]
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
-# unittest calls these around each test, in TestCase.run: what they set is for the test.
-_AROUND_A_TEST = ("setUp", "asyncSetUp", "tearDown", "asyncTearDown")
+# unittest calls these around a test, in TestCase.run, or all of a class: what they set is for the tests.
+_AROUND_TESTS = ("setUp", "asyncSetUp", "tearDown", "asyncTearDown", "tearDownClass")
 
 
 def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
@@ -23,7 +24,8 @@ def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
 
     Of a class, the methods, static methods, class methods and properties defined in its body are treated so,
     and the test methods (`test...`) that it inherits; the same goes for its subclasses. Of a
-    `unittest.TestCase`, what `setUp` sets is there in the test, and gone after `tearDown`.
+    `unittest.TestCase`, what `setUp` sets is there in the test, and gone after `tearDown`; so is what
+    `setUpClass` sets in all tests of the class, and gone after `tearDownClass`.
 
     Args:
         func_or_cls: A function (plain, generator, coroutine or asynchronous generator), or a class.
@@ -55,9 +57,11 @@ def _purge_subclasses(base: Any) -> None:
 def _purge_methods(cls: type) -> None:
     is_test_case = "unittest" in sys.modules and issubclass(cls, sys.modules["unittest"].TestCase)
     for name, member in list(vars(cls).items()):
-        if is_test_case and name in _AROUND_A_TEST:
+        if is_test_case and name in _AROUND_TESTS:
             continue
-        if isinstance(member, (staticmethod, classmethod)):
+        if is_test_case and name == "setUpClass" and isinstance(member, classmethod):
+            setattr(cls, name, classmethod(_purging_after_the_class(member.__func__)))
+        elif isinstance(member, (staticmethod, classmethod)):
             setattr(cls, name, type(member)(_purging(member.__func__)))
         elif isinstance(member, property):
             get, put, delete = (part and _purging(part) for part in (member.fget, member.fset, member.fdel))
@@ -67,17 +71,41 @@ def _purge_methods(cls: type) -> None:
     for name in dir(cls):
         if name not in vars(cls) and (name.startswith("test") or (is_test_case and name == "run")):
             member = inspect.getattr_static(cls, name)
-            if inspect.isfunction(member):
+            if isinstance(member, staticmethod):
+                setattr(cls, name, staticmethod(_purging(member.__func__, _from_above(cls, name, cls))))
+            elif isinstance(member, classmethod):
+                setattr(cls, name, classmethod(_purging(member.__func__, _from_above(cls, name))))
+            elif inspect.isfunction(member):
                 setattr(cls, name, _purging(member, _from_above(cls, name)))
 
 
-def _from_above(cls: type, name: str) -> Callable[..., Any]:
-    """Return a method that calls what a class inherits, whatever that is when it is called."""
+def _from_above(cls: type, name: str, *owner: type) -> Callable[..., Any]:
+    """Return a method that calls what a class inherits, whatever that is when it is called.
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(cls, self), name)(*args, **kwargs)
+    Args:
+        cls: The class.
+        name: The method's name.
+        *owner: The class again for a static method, which gets no `self`.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given: list[Any] = [*owner, *args]
+        return getattr(super(cls, given[0]), name)(*given[1:], **kwargs)
 
     return call
+
+
+def _purging_after_the_class(set_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `setUpClass` after which the class's cleanup purges, also where it fails."""
+
+    @functools.wraps(set_up)
+    def wrapper(cls: Any) -> None:
+        kept = ExitStack()
+        kept.enter_context(keep_accelerate_environment())
+        cls.addClassCleanup(kept.close)
+        set_up(cls)
+
+    return wrapper
 
 
 def _purging(function: Callable[..., Any], call: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -18,20 +18,24 @@ from accel_state import env
 
 __all__ = ["record_uncaught"]
 
-_installed_in: int | None = None
-
 
 def record_uncaught() -> None:
     """From now on, write an exception that nobody catches to the file that a launcher asked for, if it did.
 
-    The file's time of modification is when the exception came; `sys.excepthook` goes on as before.
+    The file's time of modification is when the exception came; `sys.excepthook` goes on as before. The
+    variable is taken away, so that what this process starts does not write its own end into the file. In a
+    process of `multiprocessing` nothing is done: nothing calls the hook there, and torch's agent reads the
+    variable after the function that it runs.
     """
-    global _installed_in
     path = env.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or _installed_in == os.getpid():
+    if path is None:
         return
-    pid = _installed_in = os.getpid()
-    before = sys.excepthook
+    from multiprocessing import parent_process
+
+    if parent_process() is not None:
+        return
+    env.put_here("TORCHELASTIC_ERROR_FILE", None)
+    pid, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == pid:  # else a fork, whose end is not that of the worker

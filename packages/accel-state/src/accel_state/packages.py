@@ -58,20 +58,24 @@ def is_package_available(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def install_hint(extra: str, package: str = "accel") -> str:
-    """The command that installs an extra, for an error message.
+def install_hint(extra: str | None, package: str = "accel") -> str:
+    """The command that installs a package of this repository, or an extra of it, for an error message.
 
     It works from a checkout: the packages are not on the public index, where `accel` is another project.
 
     Args:
-        extra: The extra.
-        package: The package of this repository that has it.
+        extra: The extra; None for the package alone.
+        package: The package of this repository.
 
     Returns:
         The command, and where to run it.
     """
-    siblings = "".join(f"./packages/{name} " for name in _SIBLINGS[package])
-    return f"pip install {siblings}'./packages/{package}[{extra}]' (in a checkout of accel)"
+    folders = [f"./packages/{name}" for name in _SIBLINGS[package]]
+    if extra is not None:
+        folders.append(f"'./packages/{package}[{extra}]'")
+    elif _SIBLINGS[package] != ("*",):  # which has the package too
+        folders.append(f"./packages/{package}")
+    return f"pip install {' '.join(folders)} (in a checkout of accel)"
 
 
 def require(module: str, extra: str, package: str = "accel") -> ModuleType:

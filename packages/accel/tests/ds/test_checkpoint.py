@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,25 @@ def test_a_file_that_names_code_is_refused_and_nothing_is_run(tmp_path, monkeypa
 
     assert not (tmp_path / "trapped").exists()
     assert not hasattr(reader, "load")  # DeepSpeed's own is in its place again
+
+
+def test_sparse_tensors_are_read_without_an_announcement(tmp_path, monkeypatch):
+    read = torch.load
+
+    def announcing(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn("Validating sparse tensor invariants upon loading.", UserWarning, stacklevel=2)
+        return read(*args, **kwargs)
+
+    torch.save(torch.ones(2).to_sparse(), tmp_path / "file.pt")
+    monkeypatch.setattr(torch, "load", announcing)
+    found, reader = [], SimpleNamespace()
+    engine = SimpleNamespace(
+        checkpoint_engine=reader,
+        load_checkpoint=lambda folder, tag: found.append(reader.load(str(tmp_path / "file.pt"))),
+    )
+    checkpoint.load(engine, tmp_path, {})
+
+    assert found[0].is_sparse
 
 
 FILES = {

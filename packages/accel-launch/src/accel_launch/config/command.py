@@ -101,6 +101,8 @@ def _update(config_file: str | None) -> int:
     if not notes:
         print(f"{config.path} is up to date.")
         return 0
+    if not config.to_dict():
+        raise LaunchError(f"All that {config.path} sets has no effect any more: remove it.")
     config.write(config.path)
     for note in notes:
         print(note.message)

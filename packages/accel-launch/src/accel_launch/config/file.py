@@ -129,13 +129,12 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
     if not path.is_file():
         raise FileNotFoundError(
             f"There is no config file {path}. Write one with `accel config default --config_file {path}`, or "
-            "launch without --config_file."
+            "name another with --config_file."
         )
     values = _parse(path)
-    if values is None:
+    if values in (None, {}):
         raise ConfigError(
-            f"Config file {path} is empty. Write it with `accel config --config_file {path}`, or remove it "
-            "and launch without one."
+            f"Config file {path} is empty. Write it with `accel config --config_file {path}`, or remove it."
         )
     if not isinstance(values, dict):
         raise ConfigError(f"Config file {path} holds {type(values).__name__}; a mapping of keys is needed.")

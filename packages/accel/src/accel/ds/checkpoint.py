@@ -19,6 +19,7 @@ import torch
 
 from accel.ds.runtime import part
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.tensors import torch_load
 
 __all__ = ["check", "load", "save"]
 
@@ -98,7 +99,7 @@ def _no_code_runs(reader: Any) -> Iterator[None]:
 def _read(allowed: list[Any], path: str, map_location: Any = None) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch_load(path, map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} holds more than tensors and plain values, or is damaged.") from error
 
