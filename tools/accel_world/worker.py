@@ -112,8 +112,8 @@ def _leave_world() -> list[str]:
         if dist.is_initialized():
             settle()
             dist.destroy_process_group()
-        # Also where the function has left by itself. What lies in a cycle with a group would be taken down by a
-        # loader's worker, forked later, and crash it: gloo's threads are not there.
+        # Also where the function has left by itself. What lies in a cycle with a group would be taken down by
+        # a loader's worker, forked later, and crash it: gloo's threads are not there.
         release_groups()
         _freeze_modules()
     except Exception as error:
