@@ -16,7 +16,7 @@ from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.engines.context import Prepared
 from accel.engines.loader import EngineLoader
 from accel.megatron.dummies import MegatronLMDummyScheduler
-from accel.uneven import warn_of_uneven
+from accel.uneven import warn_of_missing, warn_of_uneven
 from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -253,6 +253,7 @@ def prepare_loader(
         prepared.gradient_state = accelerator.gradient_state
     if accelerator.use_distributed:
         prepared.tell_uneven = partial(warn_of_uneven, accelerator.engine.joining)
+        prepared.tell_missing = partial(warn_of_missing, accelerator.engine.joining)
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
     if prepared is not loader:
