@@ -324,3 +324,45 @@ def test_a_file_for_each_process_goes_on_where_it_was(world):
     for rank, (rows, rest, part) in enumerate(world.run(goes_on, timeout_s=60)):
         assert rest == rows[2:]
         assert tuple(part) == (rank, 2)
+
+
+def evaluates(count: int, dispatch: bool | None, epochs: int = 2) -> tuple[list[str], list[list[int]]]:
+    """Gather the rows of files in each step; return what was told and raised, and the rows."""
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+    names = [f"file {4 * (number % count)}" for number in range(2)]  # of 5 and 9 rows, or of 5 and 5
+    data = IterableDataset.from_generator(rows_of_files, gen_kwargs={"names": names})
+    loader = accelerator.prepare(DataLoader(data, 2))
+    texts: list[str] = []
+    rows: list[list[int]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(epochs):
+            rows.append([])
+            try:
+                for batch in loader:
+                    rows[-1] += accelerator.gather_for_metrics(batch["i"]).tolist()
+            except RuntimeError as raised:
+                texts.append(str(raised))
+    return [*(str(warning.message) for warning in caught), *texts], rows
+
+
+def test_files_that_differ_in_size_raise_in_the_step_that_another_process_does_not_make(world):
+    (first, _), (second, _) = world.run(evaluates, 2, None, timeout_s=60)
+
+    assert first == []
+    told, again, *raised = second
+    assert told == again
+    assert told.startswith("Process 0 has only 3 batches of this loader, and process 1 is in step 4, as")
+    assert len(raised) == 2
+    for text in raised:
+        assert "process 0 has only 3 batches of the DataLoaderShard over IterableDataset" in text
+        assert "pass dispatch_batches=True" in text
+
+
+@pytest.mark.parametrize(("count", "dispatch"), [(1, None), (2, True)])
+def test_files_of_one_size_and_those_that_are_handed_out_count_once(world, count, dispatch):
+    everything = sorted([*range(5), *(range(5) if count == 1 else range(40, 49))])
+    for texts, rows in world.run(evaluates, count, dispatch, timeout_s=60):
+        assert texts == []
+        assert [sorted(epoch) for epoch in rows] == [everything] * 2

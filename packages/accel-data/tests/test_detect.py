@@ -322,6 +322,7 @@ def told_of(kind, *args):
         "dataset": lambda: Noting(args),
         "stream": lambda: NotingStream(args),
         "part": lambda: Part(args[0], current_process().rank, 2),
+        "subset": lambda: Subset(Noting(("rank", "world_size")), range(current_process().rank, 8, 2)),
     }[kind]()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -344,6 +345,7 @@ def test_a_dataset_that_may_be_whole_is_told_once(world, kind, names):
     ("kind", "args"),
     [
         ("part", (7,)),  # 4 and 3 samples
+        ("subset", ()),
         ("dataset", ("rank", "num_replicas")),
         ("stream", ("dp_rank", "dp_world_size")),
     ],

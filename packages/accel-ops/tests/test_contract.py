@@ -186,7 +186,7 @@ def stuck(monkeypatched: float) -> list[str]:
 def never_comes() -> str:
     """Process 1 does not come before the process group's timeout."""
     process = debugging()
-    session._default_store().set_timeout(timedelta(seconds=1))  # type: ignore[union-attr]
+    session.default_store().set_timeout(timedelta(seconds=1))  # type: ignore[union-attr]
     with mock.patch.object(whereabouts, "_QUIET_S", 0.0):
         gather(torch.ones(1), process=process)
         if process.rank == 1:
@@ -212,7 +212,7 @@ def keys_after(operations: int) -> int:
     for _ in range(operations):
         gather(torch.ones(1), process=process)
     dist.barrier()
-    count = int(session._default_store().num_keys())  # type: ignore[union-attr]
+    count = int(session.default_store().num_keys())  # type: ignore[union-attr]
     dist.barrier()
     return count
 

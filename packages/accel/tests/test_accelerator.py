@@ -347,6 +347,7 @@ def test_a_model_with_fp16_parameters_is_refused_under_fp16():
     [
         ("prepare_model", "x", r"prepare_model takes a torch.nn.Module, not str \('x'\)"),
         ("prepare_optimizer", torch.nn.Linear(1, 1), "prepare_optimizer takes an optimizer .*not Linear"),
+        ("prepare_scheduler", "s", r"prepare_scheduler takes what has a step method, not str \('s'\)"),
     ],
 )
 def test_an_object_of_another_kind_is_named_as_what_it_is(method, item, message):

@@ -190,6 +190,14 @@ def test_a_failing_hook_leaves_the_old_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def test_a_folder_that_is_not_used_is_told_once(tmp_path):
+    naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=naming)
+    with pytest.warns(UserWarning, match="save_state ignores output_dir='mine'"):
+        accelerator.save_state("mine")
+    accelerator.save_state("mine")  # another warning would be an error
+
+
 def test_automatic_names_count_up_prune_and_resume_behind_the_newest(tmp_path):
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2}
     run = make_run(project_config=ProjectConfiguration(**config))

@@ -98,6 +98,25 @@ def a_part_is_prepared_later(accelerator: Accelerator) -> None:
     train(accelerator, lambda data: model(encoder(data)), optimizer, beside)  # type: ignore[arg-type]
 
 
+def train_plainly(model: Any, *optimizers: Any, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        model(batch()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain_and_unprepared_model(accelerator: Accelerator) -> None:
+    model = Net()
+    train_plainly(model, accelerator.prepare(sgd(model)))
+
+
+def plain_and_a_loader_alone_is_prepared(accelerator: Accelerator) -> None:
+    model = Net()
+    accelerator.prepare(DataLoader(batch()))
+    train_plainly(model, sgd(model))
+
+
 WRONG: dict[str, tuple[Callable[[Accelerator], None], str]] = {
     function.__name__: (function, name)
     for function, name in (
@@ -107,6 +126,8 @@ WRONG: dict[str, tuple[Callable[[Accelerator], None], str]] = {
         (a_late_generator, "Linear"),
         (a_frozen_model_is_prepared_and_the_trained_one_is_not, "Net"),
         (a_part_is_prepared_later, "Linear"),
+        (plain_and_unprepared_model, "Net"),
+        (plain_and_a_loader_alone_is_prepared, "Net"),
     )
 }
 
@@ -193,6 +214,31 @@ def an_optimizer_that_follows_the_window(accelerator: Accelerator) -> None:
                 optimizer.zero_grad()
 
 
+def plain_as_it_should_be(accelerator: Accelerator) -> None:
+    model = Net()
+    model, optimizer, _ = accelerator.prepare(model, sgd(model), DataLoader(batch()))
+    train_plainly(model, optimizer)
+
+
+def plain_with_an_optimizer_of_something_else(accelerator: Accelerator) -> None:
+    model, probe = Net(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train_plainly(probe, sgd(probe))
+    train_plainly(model, optimizer)
+
+
+def plain_and_averaged_by_its_own_wrapper(accelerator: Accelerator) -> None:
+    model = DistributedDataParallel(Net()) if accelerator.use_distributed else Net()
+    accelerator.prepare(DataLoader(batch()))
+    train_plainly(model, sgd(model))
+
+
+def plain_with_an_optimizer_alone(accelerator: Accelerator) -> None:
+    model = Net()
+    model = accelerator.prepare(model)
+    train_plainly(model, sgd(model))
+
+
 LAWFUL: dict[str, Callable[[Accelerator], None]] = {
     function.__name__: function
     for function in (
@@ -207,6 +253,10 @@ LAWFUL: dict[str, Callable[[Accelerator], None]] = {
         averaged_by_hooks,
         gradients_without_an_optimizer,
         an_optimizer_that_follows_the_window,
+        plain_as_it_should_be,
+        plain_with_an_optimizer_of_something_else,
+        plain_and_averaged_by_its_own_wrapper,
+        plain_with_an_optimizer_alone,
     )
 }
 
@@ -215,7 +265,7 @@ def on_several(fsdp: bool = False) -> dict[str, list[str]]:
     """What is told in each case."""
     found = {}
     for case, function in {**LAWFUL, **{name: wrong for name, (wrong, _) in WRONG.items()}}.items():
-        if fsdp and case in ("averaged_by_its_own_wrapper", "averaged_by_hooks", "an_adversarial_pair"):
+        if fsdp and ("averaged" in case or case == "an_adversarial_pair"):
             continue
         torch.manual_seed(0)
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
@@ -370,13 +420,14 @@ class Keeps:
         pass
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("way", ["left out", "registered", "hooked", "prepared later"])
-def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, tmp_path):
+def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, plain, tmp_path):
     accelerator = Accelerator()
     model = accelerator.prepare(Net())
     optimizer = sgd(model, momentum=0.9)
     with told() as found:
-        train(accelerator, model, optimizer)
+        train_plainly(model, optimizer) if plain else train(accelerator, model, optimizer)
         if way == "registered":
             accelerator.register_for_checkpointing(optimizer)
         if way == "hooked":
@@ -422,7 +473,6 @@ def test_nothing_is_left_of_it_after_the_first_steps():
     before = len(_global_optimizer_pre_hooks)
     accelerator, model = Accelerator(), Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    assert len(_global_optimizer_pre_hooks) == before
     train(accelerator, model, optimizer, steps=1)
     assert len(_global_optimizer_pre_hooks) == before + 1
     train(accelerator, model, optimizer, steps=1)
@@ -436,6 +486,21 @@ def test_nothing_is_left_of_it_after_the_first_steps():
     assert len(_global_optimizer_pre_hooks) == before
     assert accelerator._is_usual
     assert other is not None
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+def test_little_is_left_of_it_after_the_first_steps_of_a_plain_loop(steps, tmp_path, monkeypatch):
+    before = len(_global_optimizer_pre_hooks)
+    accelerator, model = Accelerator(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    other = accelerator.prepare(Net()) if steps == 100 else None  # which never steps
+    train_plainly(model, optimizer, steps=steps)
+    monkeypatch.delattr("accel.misuse._parameters")  # what is needed to judge a step
+    train_plainly(model, optimizer, steps=1)
+    monkeypatch.undo()
+    accelerator.save_state(str(tmp_path / "state"))
+    assert len(_global_optimizer_pre_hooks) == before
+    del other
 
 
 def test_an_accelerator_that_is_gone_leaves_nothing():

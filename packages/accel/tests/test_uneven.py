@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import pytest
@@ -47,7 +48,6 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
     dispatch = False if kind in ("stream", "sized stream") else None
     config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatch)
     accelerator = Accelerator(dataloader_config=config)
-    rank, size = accelerator.process_index, accelerator.num_processes
     data = {
         "map": torch.ones(count, 1),
         "sampler of batches": torch.ones(count, 1),
@@ -55,7 +55,6 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
         "sized stream": Sized(count),
         "dispatched stream": Stream(count),
         "dispatched sized stream": Sized(count),
-        "part": Part(count + rank, rank, size),
     }[kind]
     loader = DataLoader(data, batch_size=2, drop_last=drop_last)
     if kind == "sampler of batches":
@@ -85,7 +84,6 @@ def read(kind: str, count: int, even: bool = False, drop_last: bool = False) -> 
         ("dispatched sized stream", 6, {}, None, [2, 2]),
         ("dispatched sized stream", 5, {}, "gives 2 batches to process 0, but only 1 to process 1", [2, 1]),
         ("dispatched stream", 5, {}, "may give some processes fewer batches than others", [2, 1]),
-        ("part", 4, {}, "may give some processes fewer batches than others", [2, 3]),
     ],
 )
 def test_uneven_batches_are_told_once(world, kind, count, options, message, numbers):
@@ -193,3 +191,107 @@ def test_gathering_without_the_others_raises_at_once(world, kind, count, batch_s
     data, (_, _, error) = "Numbers" if "stream" in kind else "range", results[0]
     assert f"{name} over {data} (batch_size={batch_size}, even_batches=False), only {left} of" in error
     assert "Use even_batches=True" in error
+
+
+def make_parts(counts: tuple[int, ...]) -> tuple[Accelerator, DataLoader]:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    return accelerator, accelerator.prepare(DataLoader(Part(counts[rank], rank, len(counts)), 2))
+
+
+def gathers_parts(counts: tuple[int, ...], first: int = 1, epochs: int = 2) -> tuple[list[str], list[str]]:
+    """Gather from the `first` step on, and return what was told and raised; slow where there is less data."""
+    accelerator, loader = make_parts(counts)
+    errors = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(epochs):
+            got = 0
+            for step, batch in enumerate(loader, 1):
+                if first > 1 and counts[accelerator.process_index] == min(counts):
+                    time.sleep(0.3)
+                if step < first:
+                    continue
+                try:
+                    got += len(accelerator.gather_for_metrics(batch))
+                    accelerator.gather_for_metrics(["twice in a step"])
+                except RuntimeError as raised:
+                    errors.append(str(raised))
+                    break
+            else:
+                assert max(counts) > min(counts) or got == sum(counts)
+    return [str(warning.message) for warning in caught], errors
+
+
+@pytest.mark.parametrize(
+    ("counts", "batches", "first", "debug"),
+    [
+        ((3, 7), 2, 1, False),
+        ((7, 2), 1, 1, False),
+        ((0, 3), 0, 1, False),
+        ((4, 7), 2, 3, False),
+        ((3, 7), 2, 1, True),
+    ],
+)
+def test_parts_that_differ_raise_in_the_step_that_another_process_does_not_make(
+    world, counts, batches, first, debug
+):
+    env = {"ACCELERATE_DEBUG_MODE": "1"} if debug else {}
+    results = world.run(gathers_parts, counts, first, env=env, timeout_s=60)
+    more, less = counts.index(max(counts)), counts.index(min(counts))
+    told, errors = results[more]
+
+    assert results[less] == ([], [])
+    assert len(errors) == 2  # in each epoch
+    assert f"process {less} has only {batches} batches of the DataLoaderShard over Part" in errors[0]
+    assert f"process {more} is in step {batches + 1}, as each process was given a part" in errors[0]
+    assert "prepare the whole dataset on every process" in errors[0]
+    if first == 1 and batches:  # else it is not yet known when the step begins
+        assert f"Process {less} has only {batches} batches of this loader" in told[0]
+        assert "join_uneven_inputs([model]):`, or prepare the whole dataset" in told[0]
+    assert len(told) <= 2
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_equal_parts_are_silent(world, count):
+    assert world.run(gathers_parts, (count, count), timeout_s=60) == [([], [])] * 2
+
+
+def looked_into() -> list[int]:
+    """Passes of which one process makes one alone, or does not come to the end, do no harm."""
+    accelerator, loader = make_parts((4, 7))
+    if accelerator.is_main_process:
+        next(iter(loader))
+    sizes = []
+    with warnings.catch_warnings(action="ignore"):  # a step is begun that process 0 does not make
+        for _ in range(2):
+            for step, _ in enumerate(loader, 1):
+                if step == 2:  # where process 0 is at the end
+                    break
+            for step, batch in enumerate(loader, 1):
+                if step > 2:
+                    break
+                sizes.append(len(accelerator.gather_for_metrics(batch)))
+    return sizes
+
+
+def test_passes_that_are_not_made_by_all_do_no_harm(world):
+    assert world.run(looked_into, timeout_s=60) == [[4, 4, 4, 4]] * 2
+
+
+def trains_on_parts() -> list[str]:
+    accelerator, loader = make_parts((3, 7))
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+def test_training_on_parts_inside_of_a_join_is_silent(world):
+    assert world.run(trains_on_parts, timeout_s=60) == [[], []]

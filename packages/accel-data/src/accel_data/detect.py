@@ -136,7 +136,7 @@ def split_everywhere(
     if not together:
         return split
     lengths = tuple(facts.length for facts in _one_of_each(everyone) if facts.length is not None)
-    if split.is_loose and len(set(lengths)) < 2:
+    if split.is_loose and len({(facts.length, facts.rows) for facts in _one_of_each(everyone)}) < 2:
         _tell_loose(split)
     if not split.of_dataset or len(lengths) < size:
         return split

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_data.adapter import DataLoaderAdapter
+from accel_data.attendance import Attendance, Missing
 from accel_data.checks import check_skip, explained
 from accel_data.cursor import Pass
 from accel_data.iterable import count_rows
@@ -37,6 +38,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Attributes:
         tell_uneven: Called when a pass begins in which some processes get fewer batches than others, or may
             do so: with the number of batches of each process, or None where that is not known.
+        attendance: Who has left a pass, where each process reads a part of its own and does not know how many
+            batches the others have; None for other loaders.
+        tell_missing: Called then in a step in which a process is known to have no batch, on the first process
+            that finds it.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.device = device
         self.rng_types: list[str | RNGType] | None = None
         self.tell_uneven: Callable[[tuple[int, ...] | None], None] | None = None
+        self.attendance: Attendance | None = None
+        self.tell_missing: Callable[[Missing], None] | None = None
         self.skip_batches = check_skip(skip_batches)
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = drop_last_step
@@ -70,13 +77,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         side = None if device is None else SideStream.of(device, non_blocking)
         started = self._start_pass()
         self.begin()
-        exhausted = False
+        attendance, told, exhausted = self.attendance, False, False
+        if attendance is not None:
+            attendance.begin()
         batches: Iterator[Any] = iter(())
         share, fill = Share(), None
         try:
             if not started.begin.ended:
                 batches, share = self._read(started)
-            if self.tell_uneven is not None:
+            if self.tell_uneven is not None and attendance is None:
                 self._tell_uneven(self.tell_uneven, started)
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
@@ -86,6 +95,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     fill = share.last if last else share.now
                     self._mark(batch, fill, last)
                     started.ended = last and self._ends_for_all(started)
+                if attendance is not None:
+                    attendance.attend(step, last=step == share.num_batches)
+                    told = told or self._tells_missing(attendance)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
             self._check_something(started)
@@ -98,6 +110,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if isinstance(batches, Generator):  # what reads ahead ends now
                 batches.close()
             self._progress.finish(started, exhausted)
+            if attendance is not None:
+                attendance.end(exhausted)
             self.end()
 
     def _ends_for_all(self, started: Pass) -> bool:
@@ -142,6 +156,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             counts = self._batches_of_each(started)
             if counts is None or len(set(counts)) > 1:
                 tell(counts)
+
+    def _tells_missing(self, attendance: Attendance) -> bool:
+        """Tell who has no batch in this step, if one is known; returns whether it is."""
+        missing = None if self.tell_missing is None else attendance.missing()
+        if missing is not None and self.tell_missing is not None and attendance.is_first_to_tell():
+            self.tell_missing(missing)
+        return missing is not None
 
     def _batches_of_each(self, started: Pass) -> tuple[int, ...] | None:
         """Number of batches of each process in a pass; None where it is not known."""

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, settings
 from accel_data.agree import Seeding, agreed_order
+from accel_data.attendance import Attendance
 from accel_data.checks import (
     check_divides,
     check_loader,
@@ -40,6 +41,17 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
 
 __all__ = ["Plan", "get_sampler", "prepare_data_loader", "skip_first_batches"]
+
+
+_SHARDS = (
+    "`datasets` has given each process a shard of the stream, and the shards differ in size",
+    "pass dispatch_batches=True (in a DataLoaderConfiguration), so that process 0 reads for all evenly",
+)
+_PARTS = (
+    "each process was given a part of its own, and the parts differ in size",
+    "prepare the whole dataset on every process, which is then shared out evenly",
+)
+"""Why processes have different numbers of batches, and what to do."""
 
 
 class _Place(NamedTuple):
@@ -175,6 +187,8 @@ def prepare_data_loader(
         shard = _class_for(DataLoaderShard, custom_classes)
         prepared = _shard(shard, dataloader, plan, split, common)
     prepared.rng_types = types if several else None
+    if split is not None and together and _may_differ(prepared):
+        prepared.attendance = Attendance(*(_PARTS if split.part is None else _SHARDS))
     if prepared._seed is None:
         prepared._progress.sample_seed = seeding.for_samples()
     return prepared
@@ -310,6 +324,14 @@ def _dispatcher(
     assert loader._shard is not None
     loader._shard.seed = seed
     return loader
+
+
+def _may_differ(loader: DataLoaderShard | DataLoaderDispatcher) -> bool:
+    """Whether processes may have different numbers of batches, and do not know those of the others."""
+    shard = loader._shard
+    if shard is None:
+        return isinstance(loader.dataset, PresplitStream)
+    return isinstance(shard, PresplitBatchSampler) and not shard.is_even and shard.batches_of_each is None
 
 
 def _iterated(dataloader: DataLoader[Any], data_seed: int | None = None) -> tuple[Any, bool]:

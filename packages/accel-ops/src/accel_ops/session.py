@@ -26,7 +26,7 @@ from accel_state.warning import warn
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["DistributedOperationException", "Session", "current_session", "leave"]
+__all__ = ["DistributedOperationException", "Session", "current_session", "default_store", "leave"]
 
 WARN_AFTER_S = 5.0
 """After so long a wait for others (seconds) there is one warning that says where they are."""
@@ -138,7 +138,7 @@ class Session:
                 self.store.set(f"left/{self.rank}", f"left {when}, because {reason}")
 
     def _notice_the_end(self) -> bool:
-        if _default_store() is self.base:
+        if default_store() is self.base:
             return False
         self._publish_left(_DESTROYED)
         _forget(self)
@@ -243,7 +243,7 @@ def current_session(process: Process) -> Session:
         RuntimeError: If there is no process group.
     """
     global _session
-    store = _default_store()
+    store = default_store()
     if store is None:
         raise RuntimeError(
             f"Process {process.rank} of {process.world_size} has no process group: it was destroyed or never "
@@ -306,7 +306,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _default_store() -> Store | None:
+def default_store() -> Store | None:
     """Return the store of the default process group (torch has no public call for it)."""
     if not dist.is_initialized():
         return None

@@ -337,6 +337,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one learning rate scheduler."""
+        check_kind(scheduler, "scheduler")
         return prepare_scheduler(self, scheduler)
 
     def prepare_data_loader(

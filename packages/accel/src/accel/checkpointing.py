@@ -204,7 +204,8 @@ def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
         _tell_other_run(config, number)
     config.iteration = max(config.iteration, number)
     folder = layout.checkpoint_dir(config.project_dir, config.iteration)
-    if output_dir is not None:
+    if output_dir is not None and not accelerator._is_folder_told:
+        accelerator._is_folder_told = True
         warn(
             f"save_state ignores output_dir={str(output_dir)!r}, as checkpoints are named automatically: "
             f"this one is {folder}. Turn automatic_checkpoint_naming off to name folders yourself."

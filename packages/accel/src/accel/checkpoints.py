@@ -33,6 +33,9 @@ class CheckpointControl:
     _save_state_hooks: OrderedDict[int, Callable[..., None]]
     _load_state_hooks: OrderedDict[int, Callable[..., None]]
 
+    _is_folder_told = False
+    """Whether it was told that a folder is not used, as checkpoints are named automatically."""
+
     @property
     def should_save_model(self) -> bool:
         """Whether this process holds weights that have to be written."""

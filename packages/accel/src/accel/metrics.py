@@ -58,6 +58,7 @@ def gather_for_metrics(
     fill = _fill(loader, shard[1])
     if fill is not None and not all(fill.rows):
         raise RuntimeError(_some_are_missing(loader, fill.rows))
+    _meet(loader, process)
     if use_gather_object or not _holds_only_tensors(data):
         if fill is not None:
             data = _cut_objects(data, fill.real[shard[0]], fill.rows[shard[0]])
@@ -80,13 +81,35 @@ def _fill(loader: Any | None, size: int) -> Fill | None:
     return Fill(real, loader.batch_rows)
 
 
-def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
+def _meet(loader: Any | None, process: Process) -> None:
+    """Make sure that all processes have this step, where each reads a part of its own.
+
+    Debug mode compares what processes call, and waits for those that come late by itself.
+    """
+    attendance = getattr(loader, "attendance", None)
+    if loader is None or attendance is None:
+        return
+    missing = attendance.missing() if process.debug else attendance.meet()
+    if missing is not None:
+        raise RuntimeError(
+            f"gather_for_metrics would wait for ever: process {missing.rank} has only {missing.batches} "
+            f"batches of the {type(loader).__name__} over {_dataset_name(loader)}, and process "
+            f"{missing.here} is in step {missing.step}, as {missing.why}. To mend it, {missing.fix}, or "
+            "gather after the loop."
+        )
+
+
+def _dataset_name(loader: Any) -> str:
     dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+    return type(dataset).__name__
+
+
+def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
     there = sum(map(bool, rows))
     missing = str(there) if there == len(rows) - 1 else f"{there} to {len(rows) - 1}"
     return (
         f"gather_for_metrics would wait for ever: in this last step of the {type(loader).__name__} over "
-        f"{type(dataset).__name__} (batch_size={loader.batch_size}, even_batches=False), only {there} of "
+        f"{_dataset_name(loader)} (batch_size={loader.batch_size}, even_batches=False), only {there} of "
         f"{len(rows)} data-parallel processes have a batch, and number {missing} has left the loop. Use "
         "even_batches=True (the default; what only fills up the step is dropped here), "
         "DataLoader(drop_last=True), or gather after the loop."

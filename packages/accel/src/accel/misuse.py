@@ -1,7 +1,7 @@
 """Use that trains wrongly in silence, noticed in the first steps or at the first save, and told with its fix.
 
-From the first backward pass on, torch calls back at every optimizer's step. That ends as soon as all that is
-prepared has stepped, and after 100 backward passes in any case: later steps cost nothing.
+From the first `prepare` or backward pass on, torch calls back at every optimizer's step. That ends as soon as
+all that is prepared has stepped, and after 100 steps or backward passes in any case: later ones cost nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
-_MOST_PASSES = 100
+_MOST = 100  # steps or backward passes
 
 
 class Watch:
@@ -31,6 +31,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._passes = 0
+        self._steps = 0
         self._outside = 0
         self._stepped: set[int] = set()
         self._judged: set[int] = set()
@@ -46,9 +47,16 @@ class Watch:
     def __del__(self) -> None:
         self._stop()
 
-    def resume(self) -> None:
+    def begin(self, accelerator: Accelerator) -> None:
+        """Look at the first steps: something was prepared that is not trained itself."""
+        if not (self._passes or self._steps):
+            self._start(accelerator)
+
+    def resume(self, accelerator: Accelerator) -> None:
         """Look at the next steps too: something was prepared."""
-        self._passes, self._is_over, self._is_save_checked = 0, False, False
+        self._passes = self._steps = 0
+        self._is_over = self._is_save_checked = False
+        self._start(accelerator)
 
     def before_backward(self, accelerator: Accelerator, is_mean: bool) -> bool:
         """Note a backward pass, and begin or end to look at steps.
@@ -61,16 +69,18 @@ class Watch:
             Whether the next pass is to be noted too.
         """
         self._passes += 1
-        if self._is_over or self._passes > _MOST_PASSES:
+        if self._is_over or self._passes > _MOST:
             self._stop()
             return False
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(accelerator)))
+        self._start(accelerator)
         self._outside += is_mean and not accelerator.window.in_micro_batch
         return True
 
     def before_step(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
         """Judge the step that an optimizer, prepared or not, is about to make."""
+        self._steps += 1
+        if self._is_over or self._steps > _MOST:
+            return  # torch is going through its hooks: this one is taken out at the next save or backward
         given = {id(item): item for item in _parameters(optimizer)}
         held = {id(item) for prepared in accelerator._optimizers for item in _parameters(prepared)}
         known = {id(item): item for item in _prepared_parameters(accelerator)}
@@ -89,6 +99,8 @@ class Watch:
 
     def before_save(self, accelerator: Accelerator) -> None:
         """Tell of what trains and does not go into the checkpoint, at the first save."""
+        if self._is_over or self._steps > _MOST:
+            self._stop()
         if self._is_save_checked or accelerator._save_state_hooks:  # which may save anything
             return
         self._is_save_checked = True
@@ -149,6 +161,10 @@ class Watch:
                 f"{type(optimizer).__name__} is not prepared, and {', and '.join(wrong)}. Pass it to "
                 "accelerator.prepare(), and use the optimizer that comes back."
             )
+
+    def _start(self, accelerator: Accelerator) -> None:
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(accelerator)))
 
     def _stop(self) -> None:
         if self._handle is not None:

@@ -16,7 +16,7 @@ from accel.ds.dummies import DummyOptim, DummyScheduler
 from accel.engines.context import Prepared
 from accel.engines.loader import EngineLoader
 from accel.megatron.dummies import MegatronLMDummyScheduler
-from accel.uneven import warn_of_uneven
+from accel.uneven import warn_of_missing, warn_of_uneven
 from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -72,6 +72,7 @@ def prepare(
             f"for each."
         )
     kinds = [_kind_of(accelerator, item) for item in objects]
+    _tell_unknown(accelerator, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
     result = list(objects)
     trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
     done = prepare_models_and_optimizers(
@@ -95,13 +96,17 @@ def prepare(
 
 
 def check_kind(item: Any, kind: str) -> None:
-    """Refuse an object that is not what `prepare_model` or `prepare_optimizer` takes.
+    """Refuse an object that is not what `prepare_model`, `prepare_optimizer` or `prepare_scheduler` takes.
 
     Raises:
         TypeError: If it is of another kind.
     """
-    if not isinstance(item, _KINDS[kind]) and not (kind == "optimizer" and _is_like_an_optimizer(item)):
-        takes = {"model": "a torch.nn.Module", "optimizer": "an optimizer of torch's kind"}[kind]
+    takes, is_like_one = {
+        "model": ("a torch.nn.Module", False),
+        "optimizer": ("an optimizer of torch's kind", _is_like_an_optimizer(item)),
+        "scheduler": ("what has a step method", callable(getattr(item, "step", None))),
+    }[kind]
+    if not isinstance(item, _KINDS[kind]) and not is_like_one:
         raise TypeError(f"prepare_{kind} takes {takes}, not {type(item).__name__} ({item!r:.80}).")
 
 
@@ -145,7 +150,7 @@ def prepare_models_and_optimizers(
     accelerator._optimizers.extend(done.optimizers)
     accelerator._lomo = find_lomo(accelerator._optimizers)
     if fresh:
-        accelerator._watch.resume()
+        accelerator._watch.resume(accelerator)
         accelerator._is_usual = False
     _attach_schedulers(accelerator)
     asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
@@ -197,6 +202,7 @@ def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedSc
         )
     prepared: AcceleratedScheduler = scheduler
     accelerator._schedulers.append(prepared)
+    accelerator._watch.begin(accelerator)
     _attach_schedulers(accelerator)
     return prepared
 
@@ -253,8 +259,10 @@ def prepare_loader(
         prepared.gradient_state = accelerator.gradient_state
     if accelerator.use_distributed:
         prepared.tell_uneven = partial(warn_of_uneven, accelerator.engine.joining)
+        prepared.tell_missing = partial(warn_of_missing, accelerator.engine.joining)
     if not any(known is prepared for known in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
+        accelerator._watch.begin(accelerator)
     if prepared is not loader:
         _made_from[prepared] = ref(loader), asked
     return prepared
@@ -268,8 +276,6 @@ def _kind_of(accelerator: Accelerator, item: Any) -> str | None:
         return "own"
     if _is_like_an_optimizer(item):
         return "optimizer"
-    if item is not None:
-        _tell_unknown(accelerator, item)
     return None
 
 
@@ -279,15 +285,16 @@ def _is_like_an_optimizer(item: Any) -> bool:
     return hasattr(item, "param_groups") and all(callable(getattr(item, name, None)) for name in methods)
 
 
-def _tell_unknown(accelerator: Accelerator, item: Any) -> None:
+def _tell_unknown(accelerator: Accelerator, items: Sequence[Any]) -> None:
     """Warn once of each type: programs prepare what they have."""
-    kind = type(item)
-    if kind in accelerator._unknown_types:
+    new = {type(item) for item in items if item is not None} - accelerator._unknown_types
+    if not new:
         return
-    accelerator._unknown_types.add(kind)
+    accelerator._unknown_types |= new
+    names = ", ".join(sorted(kind.__name__ for kind in new))
     warn(
-        f"prepare got a {kind.__name__}, which it does not prepare: it comes back unchanged. It prepares "
-        "torch Module, Optimizer, LRScheduler and DataLoader objects.",
+        f"prepare gives back unchanged what it does not prepare: {names}. It prepares torch Module, "
+        "Optimizer, LRScheduler and DataLoader objects.",
         UserWarning,
     )
 

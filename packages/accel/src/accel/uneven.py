@@ -11,8 +11,9 @@ from accel_state.warning import warn
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
     from accel.engines.base import Joining
+    from accel_data.attendance import Missing
 
-__all__ = ["join_uneven_inputs", "warn_of_uneven"]
+__all__ = ["join_uneven_inputs", "warn_of_missing", "warn_of_uneven"]
 
 
 @contextlib.contextmanager
@@ -53,13 +54,37 @@ def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> N
     else:
         seen = f"This loader gives {max(counts)} batches to process {counts.index(max(counts))}, but only "
         seen += f"{min(counts)} to process {counts.index(min(counts))}"
-    way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joining else ""
+    fix = "pass even_batches=True (the default) with the whole dataset, or drop_last=True"
+    warn(f"{seen}: {_TAKES_NO_PART}. {_to_train(joining)}{fix}.", UserWarning)
+
+
+def warn_of_missing(joining: Joining | None, missing: Missing) -> None:
+    """Tell, in the step in which it is seen, that a process which reads a part of its own has no batch.
+
+    Args:
+        joining: See `warn_of_uneven`.
+        missing: The process.
+    """
+    if joining is not None and joining.active:
+        return
     warn(
-        f"{seen}: one that is out of data takes no part in backward, gather or gather_for_metrics, which "
-        f"wait for all processes. To train on it {way}pass even_batches=True (the default) with the whole "
-        "dataset, or drop_last=True.",
+        f"Process {missing.rank} has only {missing.batches} batches of this loader, and process "
+        f"{missing.here} is in step {missing.step}, as {missing.why}: {_TAKES_NO_PART}. "
+        f"{_to_train(joining)}{missing.fix}.",
         UserWarning,
+        about="process",
     )
+
+
+_TAKES_NO_PART = (
+    "one that is out of data takes no part in backward, gather or gather_for_metrics, which wait for all "
+    "processes"
+)
+
+
+def _to_train(joining: Joining | None) -> str:
+    way = "iterate it inside `with accelerator.join_uneven_inputs([model]):`, or " if joining else ""
+    return f"To train on it {way}"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,161 @@
+"""Who has left a pass over a loader whose processes each read a part of their own.
+
+Nobody knows how many batches the others have. Each process notes in the store of the process group which one
+is its last, so that the others see who takes no part in a step: a wait in a collective could not be ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch.distributed as dist
+
+from accel_ops.session import default_store
+
+__all__ = ["Attendance", "Missing"]
+
+_PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
+
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""How many loaders were counted, per process group."""
+
+
+class Missing(NamedTuple):
+    """A process that has no batch in a step.
+
+    Args:
+        rank: The process.
+        batches: How many it has in this pass.
+        here: The process that asks.
+        step: Number of its batch, from 1.
+        why: Why their numbers of batches differ, as a clause.
+        fix: What to do, as a clause.
+    """
+
+    rank: int
+    batches: int
+    here: int
+    step: int
+    why: str
+    fix: str
+
+
+class Attendance:
+    """This process's part in the passes over one loader. All processes make it at the same point.
+
+    A pass is named by the meetings before it and the passes since, so that passes which one process alone has
+    made are forgotten at the next meeting.
+
+    Args:
+        why: Why the numbers of batches differ, as a clause.
+        fix: What to do, as a clause.
+    """
+
+    def __init__(self, why: str, fix: str) -> None:
+        self._why = why
+        self._fix = fix
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        group = dist.group.WORLD
+        self._group: ReferenceType[Any] = ref(group)
+        counts = _made.setdefault(group, Counter())
+        self._prefix = f"accel/attendance/{counts['loaders']}"
+        counts["loaders"] += 1
+        self._meetings = 0
+        self._passes = 0  # since the last meeting
+        self._pass = ""
+        self._step = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nobody, ()  # a loader that goes elsewhere has no part in this process group
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._pass, self._step = f"{self._meetings}.{self._passes}", 0
+
+    def attend(self, step: int, last: bool) -> None:
+        """Note that a batch is about to be handed out.
+
+        Args:
+            step: Its number, from 1.
+            last: Whether it is the last one of this process.
+        """
+        self._step = step
+        if last:
+            self._note(step)
+
+    def end(self, exhausted: bool) -> None:
+        """End the pass.
+
+        Args:
+            exhausted: Whether there were no more batches.
+        """
+        self._passes += 1
+        if exhausted and not self._step:
+            self._note(0)
+
+    def missing(self) -> Missing | None:
+        """Return a process that is known to have no batch in this step."""
+        store = self._store()
+        if store is None or not store.check([self._pass]):
+            return None
+        batches, rank = map(int, store.get(self._pass).split())
+        if batches >= self._step:
+            return None
+        return Missing(rank, batches, self._rank, self._step, self._why, self._fix)
+
+    def is_first_to_tell(self) -> bool:
+        """Whether no process has asked this in this pass before."""
+        store = self._store()
+        return store is not None and bool(store.add(f"{self._pass}/told", 1) == 1)
+
+    def meet(self) -> Missing | None:
+        """Wait in the middle of a step until all processes have come, or one is known not to have this step.
+
+        Returns:
+            The latter.
+        """
+        store = self._store()
+        if store is None:
+            return None
+        here = f"meeting/{self._meetings}"
+        come = store.add(here, 1)
+        if come == self._world and self._meetings:  # nobody waits in the one before
+            store.delete_key(f"meeting/{self._meetings - 1}")
+        pause = _PAUSES_S[0]
+        give_up_at = time.monotonic() + store.timeout.total_seconds()
+        while True:
+            if missing := self.missing():  # who has come may be in its next pass
+                store.add(here, -1)
+                return missing
+            if come == self._world or time.monotonic() > give_up_at:  # the collective says what is amiss
+                break
+            time.sleep(pause)
+            pause = min(pause * 1.5, _PAUSES_S[1])
+            come = store.add(here, 0)
+        self._meetings += 1
+        self._passes = 0
+        return None
+
+    def _note(self, batches: int) -> None:
+        """Note how many batches this process has, unless another one with no more has done so."""
+        store = self._store()
+        if store is None:
+            return
+        text = f"{batches} {self._rank}"
+        seen = store.compare_set(self._pass, "", text)
+        while int(seen.split()[0]) > batches:
+            seen = store.compare_set(self._pass, seen.decode(), text)
+
+    def _store(self) -> Any:
+        """Return where the notes are; None if the process group is no more."""
+        base = default_store()
+        if base is None or self._group() is not dist.group.WORLD:
+            return None
+        return dist.PrefixStore(self._prefix, base)  # type: ignore[attr-defined]
+
+
+def _nobody() -> None:
+    return None
