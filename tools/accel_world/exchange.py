@@ -68,6 +68,8 @@ def _receive(worker: Worker) -> Outcome:
     except (EOFError, ConnectionResetError):
         worker.kill()
         return Outcome("died", f"{describe_exit(worker.returncode)}\n{worker.new_output()}")
+    if reply.worn:
+        worker.kill()
     if reply.failure and not reply.left:
         _send(worker, Leave())  # which also frees the ranks that wait for this one
     kind = "raised" if reply.failure else "returned"

@@ -48,3 +48,4 @@ class Reply:
     result: bytes = b""
     failure: str = ""
     left: bool = False  # whether this is the answer to Leave
+    worn: bool = False  # whether the process keeps so much of former calls that a new one is better

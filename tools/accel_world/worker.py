@@ -20,12 +20,13 @@ from typing import Any
 
 from accel_world import leaks
 from accel_world.functions import find_function
-from accel_world.groups import release_groups
+from accel_world.groups import num_gloo_threads, release_groups
 from accel_world.messages import Call, Reply, Setup
 
 __all__ = ["main"]
 
 FATAL_LEAKS = ("threads", "child processes")  # everything else is put back without a word
+MOST_GLOO_THREADS = 16  # DeepSpeed keeps the groups that it has made
 _unraised: list[str] = []  # exceptions of threads and finalizers during the present call
 _frozen_modules = 0  # how many there were when they were last taken out of collections
 
@@ -73,7 +74,8 @@ def _serve(connection: Connection, call: Call) -> None:
     left = leaks.restore(before)
     problems += [f"The function left {name}: {'; '.join(left[name])}" for name in FATAL_LEAKS if name in left]
     problems += _unraised
-    connection.send_bytes(pickle.dumps(Reply(failure="\n".join(problems), left=True)))
+    worn = num_gloo_threads() > MOST_GLOO_THREADS
+    connection.send_bytes(pickle.dumps(Reply(failure="\n".join(problems), left=True, worn=worn)))
 
 
 def _run(call: Call) -> bytes:

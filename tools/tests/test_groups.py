@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import torch
 
 from accel_world.groups import num_gloo_threads
@@ -21,3 +23,23 @@ def test_no_group_outlives_its_world(world):
     world.run(train_in_shards, size=2)
 
     assert world.run(num_gloo_threads, size=2, init=False) == [0, 0]
+
+
+KEPT = []
+
+
+def keep_groups() -> int:
+    import torch.distributed as dist
+
+    KEPT.extend(dist.new_group() for _ in range(18))
+    return os.getpid()
+
+
+def own_id() -> int:
+    return os.getpid()
+
+
+def test_a_process_that_keeps_many_groups_is_replaced(world):
+    first = world.run(keep_groups, size=2)
+
+    assert not {*first} & {*world.run(own_id, size=2)}
