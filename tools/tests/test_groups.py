@@ -20,9 +20,11 @@ def train_in_shards() -> None:
 
 
 def test_no_group_outlives_its_world(world):
+    before = world.run(num_gloo_threads, size=2, init=False)  # libraries may have kept some
     world.run(train_in_shards, size=2)
+    after = world.run(num_gloo_threads, size=2, init=False)
 
-    assert world.run(num_gloo_threads, size=2, init=False) == [0, 0]
+    assert all(now <= earlier for now, earlier in zip(after, before, strict=True))
 
 
 KEPT = []
