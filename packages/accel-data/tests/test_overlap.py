@@ -346,7 +346,7 @@ print("left", number)
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["leave", "fail"])
 def test_a_script_ends_in_the_middle_of_a_loop(launched, way):
-    run = launched(SCRIPT, way, launcher="torchrun", timeout_s=100)  # imports alone take most of it, beside others
+    run = launched(SCRIPT, way, launcher="torchrun", timeout_s=100)  # imports take most
 
     if way == "leave":
         assert run.returncode == 0, run.stderr
