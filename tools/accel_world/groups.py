@@ -14,24 +14,26 @@ from typing import Any
 
 __all__ = ["num_gloo_threads", "release_groups"]
 
-_ROUNDS = 4  # collections: what C++ holds of a graph is seen to be garbage a layer at a time
+_ROUNDS = 3  # collections: what C++ holds of a graph is seen to be garbage a layer at a time
+_kept = 0  # threads that were there after the last collection of everything
 
 
 def release_groups() -> None:
     """Free the process groups of a world that was left, with all that keeps them."""
+    global _kept
     gc.collect()
-    if not num_gloo_threads():
+    if num_gloo_threads() <= _kept:  # a library keeps those: they are not looked for again
         return
     for clear in _caches():
         clear()
-    for attempt in range(_ROUNDS):
-        if attempt == _ROUNDS - 1:
-            gc.unfreeze()  # what was alive when modules were frozen may lie in a cycle now
+    for _ in range(_ROUNDS):
         gc.collect()
-        if not num_gloo_threads():
-            break
-    else:
-        gc.freeze()
+        if num_gloo_threads() <= _kept:
+            return
+    gc.unfreeze()  # what was alive when modules were frozen may lie in a cycle now
+    gc.collect()
+    gc.freeze()
+    _kept = num_gloo_threads()
 
 
 def num_gloo_threads() -> int:

@@ -129,7 +129,6 @@ def _environment(folder: Path, mark: str, env: Mapping[str, str | None]) -> dict
         "ACCELERATE_USE_CPU": "true",
         "HF_HOME": str(folder / "cache"),  # where a user's own default config would be found
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "PYTHONUNBUFFERED": "1",
         **env,
         "PYTHONPATH": os.pathsep.join(filter(None, places)),
         marked.MARK: mark,

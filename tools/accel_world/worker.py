@@ -120,10 +120,17 @@ def _leave_world() -> list[str]:
         _freeze_modules()
     except Exception as error:
         return [_describe(error)]
-    # A failed initialisation leaves the counter that names groups ahead of the other ranks', and the next
-    # one would wait for ever under another name.
-    dist.distributed_c10d._world.group_count = 0
+    _reset_counters()
     return []
+
+
+def _reset_counters() -> None:
+    """Put back what libraries count per process, as ranks that have run other calls would disagree on it."""
+    # Groups are named by it: a rank that is ahead would wait for ever under another name.
+    sys.modules["torch.distributed.distributed_c10d"]._world.group_count = 0
+    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if offload is not None:  # stage 3 compares the modules' numbers, which go on from model to model
+        offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 def _freeze_modules() -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,7 @@ def test_an_interrupted_run_leaves_a_working_world(world):
 
 KILLED = """
 import os, signal, threading, time
+from importlib.util import find_spec
 from pathlib import Path
 from accel_world.pool import World
 from sleeper import sleep
@@ -370,3 +372,17 @@ def test_a_script_is_run_by_every_rank_with_its_arguments(world, tmp_path):
     script.write_text("raise SystemExit(3)\n")
     with pytest.raises(WorldFailure, match="SystemExit: 3"):
         world.run(run_program, str(script), init=False)
+
+
+def number_of_modules() -> int:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    count = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
+    count[0] += 3  # as a model of four modules would
+    return count[0]
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
+def test_ranks_with_other_histories_agree_on_what_libraries_count(world):
+    assert world.run(number_of_modules, size=1, timeout_s=100) == [3]
+    assert world.run(number_of_modules, size=2, timeout_s=100) == [3, 3]

@@ -87,7 +87,7 @@ def _meet(loader: Any | None, process: Process) -> None:
     Debug mode compares what processes call, and waits for those that come late by itself.
     """
     attendance = getattr(loader, "attendance", None)
-    if loader is None or attendance is None:
+    if attendance is None:
         return
     missing = attendance.missing() if process.debug else attendance.meet()
     if missing is not None:
