@@ -129,8 +129,11 @@ def _reset_counters() -> None:
     # Groups are named by it: a rank that is ahead would wait for ever under another name.
     sys.modules["torch.distributed.distributed_c10d"]._world.group_count = 0
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    if offload is not None:  # stage 3 compares the modules' numbers, which go on from model to model
+    if (
+        offload is not None
+    ):  # stage 3 compares numbers of modules and parameters, which go on from model to model
         offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        sys.modules["deepspeed.runtime.zero.partition_parameters"].Init.param_id = 0
 
 
 def _freeze_modules() -> None:

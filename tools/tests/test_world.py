@@ -374,15 +374,17 @@ def test_a_script_is_run_by_every_rank_with_its_arguments(world, tmp_path):
         world.run(run_program, str(script), init=False)
 
 
-def number_of_modules() -> int:
+def numbers() -> list[int]:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    count = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
-    count[0] += 3  # as a model of four modules would
-    return count[0]
+    modules = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
+    modules[0] += 3  # as a model of four modules would
+    Init.param_id += 2
+    return [*modules, Init.param_id]
 
 
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 def test_ranks_with_other_histories_agree_on_what_libraries_count(world):
-    assert world.run(number_of_modules, size=1, timeout_s=100) == [3]
-    assert world.run(number_of_modules, size=2, timeout_s=100) == [3, 3]
+    assert world.run(numbers, size=1, timeout_s=100) == [[3, 2]]
+    assert world.run(numbers, size=2, timeout_s=100) == [[3, 2], [3, 2]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from accel_launch import cli
 from accel_launch.__about__ import __version__
 from accel_launch.cli import config_main, launch_main, main
 
@@ -191,3 +192,19 @@ def test_the_other_console_scripts_are_the_same_commands(
     with pytest.raises(SystemExit):
         launch_main(["--nope", "x.py"])
     assert capfd.readouterr().err.startswith("accel launch: error: unknown flag --nope")
+
+
+def test_an_interrupt_while_classes_are_made_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "class Name:\n"
+        "    def __set_name__(self, owner, name):\n"
+        "        raise KeyboardInterrupt\n"
+        "class Owner:\n    field = Name()\n"
+    )
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(cli._COMMANDS, "env", ("interrupted", ""))
+
+    assert main(["env"]) == 130

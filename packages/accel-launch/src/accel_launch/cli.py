@@ -99,6 +99,10 @@ def _run(prog: str, command: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # as Python before 3.12 tells one in __set_name__
+            return 130
+        raise
 
 
 def _show_warning(prog: str) -> Callable[..., None]:
