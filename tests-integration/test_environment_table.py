@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from accel.big_modeling import init_empty_weights
 from accel.configuration import resolve_accumulation, resolve_fsdp, resolve_megatron, resolve_parallelism
 from accel.ds.settings import resolve_deepspeed
 from accel.engines.refusals import refuse_spread_training
+from accel.engines.replicas import ReplicaCheck
 from accel.fp8.choice import resolve_fp8
 from accel.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.plugins.deepspeed import DeepSpeedPlugin
@@ -40,7 +41,7 @@ from accel_state.handlers import TorchDynamoPlugin
 from accel_state.logging import get_logger
 from accel_state.parallel_handlers import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from accel_state.parallelism import ParallelismConfig
-from accel_state.process import PartialState
+from accel_state.process import PartialState, current_process
 from accel_state.rendezvous import _init_method
 from accel_state.tracebacks import set_tracebacks
 
@@ -97,6 +98,10 @@ def bound_to_cores() -> int:
     finally:
         os.sched_setaffinity(0, cores)
         set_numa_affinity.cache_clear()
+
+
+def steps_between_checks() -> int:
+    return ReplicaCheck(replace(current_process(), world_size=2)).every
 
 
 def facts_of_process() -> Any:
@@ -169,6 +174,7 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_TORCH_DEVICE": Reader(default_device, text="nowhere"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Reader(lambda: resolve_accumulation(1, None)),
     "ACCELERATE_DEBUG_MODE": Reader(facts_of_process),
+    "ACCELERATE_CHECK_REPLICAS_STEPS": Reader(steps_between_checks),
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
     "ACCELERATE_CPU_AFFINITY": Reader(bound_to_cores),
     "ACCELERATE_ENABLE_RICH": Reader(traceback_hook),

@@ -16,7 +16,7 @@ import hypothesis
 from accel_world.pool import World
 from differential.check import check
 from differential.engines import ENGINES
-from differential.program import Program, programs
+from differential.program import Program
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def explore(world: World, engine: str, seconds: float, seed: int) -> int:
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(programs(case.kinds, case.before))
+    @hypothesis.given(case.programs())
     def try_one(program: Program) -> None:
         if time.monotonic() > end:
             raise _TimeIsUp

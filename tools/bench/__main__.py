@@ -17,6 +17,7 @@ from .clipping import clip_rows
 from .collectives import gather_rows
 from .dispatch import dispatch_rows
 from .engines import engine_memory_rows, engine_rows
+from .evaluation import evaluation_rows
 from .imports import dry_run_row, help_row, import_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "step-ddp": partial(step_row, 2),
     "engines": engine_rows,
     "engine-memory": engine_memory_rows,
+    "evaluation": evaluation_rows,
     "clip": clip_rows,
     "accumulate": accumulate_row,
     "gather": gather_rows,

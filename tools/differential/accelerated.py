@@ -20,7 +20,6 @@ from .engines import ENGINES
 from .follow import MAX_NORM, MAX_VALUE, Refused, follow
 from .model import (
     GLOBAL_BATCH,
-    Net,
     Samples,
     evaluation_samples,
     make_net,
@@ -39,12 +38,13 @@ _PACKAGES = ("accel", "accel_state", "accel_ops", "accel_data", "accel_optim", "
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Errors that accel raises itself become `Refused`; those that come out of torch stay what they are."""
+    """Errors that accel raises on purpose become `Refused`; others, and torch's, stay what they are."""
     try:
         yield
     except (ValueError, RuntimeError, TypeError) as error:
         last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        if last.f_globals["__name__"].split(".")[0] in _PACKAGES:
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        if last.f_globals["__name__"].split(".")[0] in _PACKAGES and line.startswith("raise "):
             raise Refused(f"{type(error).__name__}: {error}") from error
         raise
 
@@ -72,7 +72,7 @@ class AcceleratedSession:
         self._prepare(make_net(program, case.dtype, self.accelerator.process_index))
         self.has_saved = False
 
-    def _prepare(self, net: Net) -> None:
+    def _prepare(self, net: torch.nn.Module) -> None:
         program = self.program
         optimizers = make_optimizers(program, net)
         schedules = make_schedules(program, optimizers)
@@ -129,10 +129,10 @@ class AcceleratedSession:
             else:
                 yield mean_loss(logits, labels), None
 
-    def backward(self, loss: torch.Tensor, weight: int | None) -> None:
+    def backward(self, loss: torch.Tensor, weight: int | None, keeps_graph: bool = False) -> None:
         """Its backward pass."""
         given = {} if weight is None else {"weight": weight}
-        self.accelerator.backward(loss, **given)
+        self.accelerator.backward(loss, **given, **({"retain_graph": True} if keeps_graph else {}))
 
     def shown(self, loss: torch.Tensor, weight: int | None) -> float:
         """The loss of all processes."""
@@ -176,8 +176,7 @@ class AcceleratedSession:
         self.has_saved = True
 
     def _load(self) -> None:
-        if self.has_saved:
-            self.accelerator.load_state(self.folder)
+        self.accelerator.load_state(self.folder)
 
     def _add_group(self) -> None:
         for optimizer in self.optimizers[:1]:
@@ -193,7 +192,8 @@ class AcceleratedSession:
         return self.state()
 
     def _prepare_again(self) -> None:
-        net = self.inner
+        # What fsdp_version=1 has flattened is prepared again with its wrapper alone.
+        net = self.net if self.accelerator.engine.name == "fsdp1" else self.inner
         self.net = self.loader = self.optimizers = self.schedules = None  # type: ignore[assignment]
         self.accelerator.free_memory()
         self._prepare(net)
@@ -220,7 +220,11 @@ def run(program: Program, engine: str) -> Trace:
 def _run(program: Program, engine: str) -> Trace:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as own:
-        session = AcceleratedSession(program, engine)
+        try:
+            with _refusals():
+                session = AcceleratedSession(program, engine)
+        except Refused as error:
+            return Trace(ended=f"prepare: {error}")
         session.folder = str(Path(broadcast_object_list([own])[0]) / "checkpoint")
         trace = follow(program, session)
         session.accelerator.wait_for_everyone()

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from accel import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accel.utils import DeepSpeedPlugin, ParallelismConfig, TorchContextParallelConfig
 
-from .program import BEFORE, KINDS, Program
+from .program import BEFORE, KINDS, Program, programs
 
 __all__ = ["ENGINES", "EngineCase"]
 
@@ -27,6 +28,8 @@ class EngineCase:
         tolerance: Largest relative error.
         kinds: The kinds of micro-batches that it is tried with.
         before: What may come before them.
+        takes_unused: Whether a parameter that no forward pass uses has no gradient, as on one process.
+        takes_two_optimizers: Whether one model may have two.
     """
 
     size: int
@@ -35,6 +38,12 @@ class EngineCase:
     tolerance: float = 1e-9
     kinds: tuple[str, ...] = KINDS
     before: tuple[str, ...] = BEFORE
+    takes_unused: bool = True
+    takes_two_optimizers: bool = True
+
+    def programs(self) -> st.SearchStrategy[Program]:
+        """The random programs that it is tried with."""
+        return programs(self.kinds, self.before, self.takes_unused, self.takes_two_optimizers)
 
 
 def _without(values: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
@@ -81,7 +90,13 @@ def _deepspeed(stage: int) -> Callable[[Program], dict[str, Any]]:
 ENGINES: dict[str, EngineCase] = {
     "single": EngineCase(1, lambda program: {}),
     "ddp": EngineCase(2, _ddp),
-    "fsdp1": EngineCase(2, _fsdp(1)),
+    "fsdp1": EngineCase(
+        2,
+        _fsdp(1),
+        kinds=_without(KINDS, "two backwards"),  # torch has freed the weights
+        before=_without(BEFORE, "freeze"),  # what is frozen in an open window has no gradient there
+        takes_unused=False,  # zeros: they lie in a flat parameter
+    ),
     "fsdp2": EngineCase(2, _fsdp(2)),
     "hsdp": EngineCase(4, _mesh(dp_replicate_size=2, dp_shard_size=2)),
     "tp": EngineCase(2, _mesh(tp_size=2)),
@@ -102,6 +117,8 @@ ENGINES: dict[str, EngineCase] = {
             1e-3,
             kinds=("train", "evaluate inside"),
             before=("nothing", "evaluate", "save", "load", "state"),
+            takes_unused=False,  # zeros, as in any flat parameter
+            takes_two_optimizers=False,
         )
         for stage in range(4)
     },

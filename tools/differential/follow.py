@@ -51,7 +51,7 @@ class Session(Protocol):
     ) -> AbstractContextManager[tuple[torch.Tensor, int | None]]:
         """The loss of a batch and its weight, in the context in which its backward has to run."""
 
-    def backward(self, loss: torch.Tensor, weight: int | None) -> None:
+    def backward(self, loss: torch.Tensor, weight: int | None, keeps_graph: bool = False) -> None:
         """Its backward pass."""
 
     def shown(self, loss: torch.Tensor, weight: int | None) -> float:
@@ -62,6 +62,10 @@ class Session(Protocol):
 
     def clip(self, how: str) -> float | None:
         """Clip; returns the norm, if there is one."""
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint."""
 
     def act(self, action: str) -> Any:
         """Do what comes before a micro-batch; returns what it shows, if anything.
@@ -92,7 +96,8 @@ def follow(program: Program, session: Session, skipped: Collection[int] = ()) ->
     trace = Trace()
     batches = session.batches()
     for index, micro_batch in enumerate(program.micro_batches):
-        if index not in skipped and micro_batch.before != "nothing":
+        can_act = session.has_saved or micro_batch.before != "load"
+        if index not in skipped and micro_batch.before != "nothing" and can_act:
             try:
                 shown = session.act(micro_batch.before)
             except Refused as error:
@@ -136,8 +141,12 @@ def _step(
         for flipped in (False, True)[: 1 + (micro_batch.kind == "two forwards")]:
             with session.losses(tokens, ids, flipped) as (loss, weight):
                 trace.add(f"loss of {label}", session.shown(loss, weight))
+                if micro_batch.kind == "two backwards":
+                    session.backward(loss, weight, keeps_graph=True)
                 if micro_batch.kind != "no backward":
                     session.backward(loss, weight)
+        if micro_batch.kind == "clear":
+            session.net.zero_grad()
         session.finish()
         is_boundary = session.is_boundary()
         trace.add(f"boundary at {label}", is_boundary)

@@ -119,7 +119,7 @@ def make_net(program: Program, dtype: torch.dtype, offset: int = 0) -> Net:
     return net
 
 
-def _owned(program: Program, net: Net) -> list[list[torch.nn.Parameter]]:
+def _owned(program: Program, net: Any) -> list[list[torch.nn.Parameter]]:
     """The parameters of each optimizer."""
     late = set(net.blocks[-1].parameters()) if program.late else set()
     every = [item for item in net.parameters() if item not in late]
@@ -129,7 +129,7 @@ def _owned(program: Program, net: Net) -> list[list[torch.nn.Parameter]]:
     return [[item for item in every if item in inner], [item for item in every if item not in inner]]
 
 
-def make_optimizers(program: Program, net: Net) -> list[torch.optim.Optimizer]:
+def make_optimizers(program: Program, net: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of a program; one whose blocks come late would be empty, and is left out."""
     rate = {"SGD": 0.1, "Adagrad": 0.05, "ASGD": 0.1, "Adadelta": 1.0}.get(program.optimizer, 1e-2)
     options: dict[str, Any] = {"lr": rate}
@@ -141,9 +141,11 @@ def make_optimizers(program: Program, net: Net) -> list[torch.optim.Optimizer]:
             continue
         groups: list[dict[str, Any]] = [{"params": parameters}]
         if program.groups and len(parameters) > 1:
-            large = [item for item in parameters if item.dim() > 1]
-            small = [item for item in parameters if item.dim() <= 1]
-            groups = [{"params": large, "weight_decay": 0.1}, {"params": small, "lr": rate / 2}]
+            # By name: what fsdp_version=1 has flattened has one dimension.
+            biases = {item for name, item in net.named_parameters() if name.endswith("bias")}
+            weights = [item for item in parameters if item not in biases]
+            others = [item for item in parameters if item in biases]
+            groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": rate / 2}]
         made.append(getattr(torch.optim, program.optimizer)(groups, **options))
     return made
 

@@ -108,14 +108,14 @@ class PlainSession:
         else:
             yield mean_loss(logits, tokens[:, 1:]), None
 
-    def backward(self, loss: torch.Tensor, weight: int | None) -> None:
+    def backward(self, loss: torch.Tensor, weight: int | None, keeps_graph: bool = False) -> None:
         """Its backward pass; a weight counts once for a micro-batch."""
         if weight is None:
-            torch.autograd.backward(loss / self.program.accumulation)
+            torch.autograd.backward(loss / self.program.accumulation, retain_graph=keeps_graph)
             return
         if not self.counted:
             self.weight, self.counted = self.weight + weight, True
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, retain_graph=keeps_graph)
 
     def shown(self, loss: torch.Tensor, weight: int | None) -> float:
         """The loss."""
@@ -128,10 +128,17 @@ class PlainSession:
     def clip(self, how: str) -> float | None:
         """Clip; returns the norm, if there is one."""
         if how == "value":
-            torch.nn.utils.clip_grad_value_(self.net.parameters(), MAX_VALUE)
+            with_gradients = [item for item in self.net.parameters() if item.grad is not None]
+            if with_gradients:  # torch 2.13 fails on none
+                torch.nn.utils.clip_grad_value_(with_gradients, MAX_VALUE)
             return None
         chosen: torch.nn.Module = self.net if how == "norm" else self.net.blocks[0]
         return float(torch.nn.utils.clip_grad_norm_(chosen.parameters(), MAX_NORM))
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint."""
+        return self.saved is not None
 
     def act(self, action: str) -> Any:
         """Do what comes before a micro-batch; returns what it shows, if anything."""
@@ -172,8 +179,7 @@ class PlainSession:
         }
 
     def _load(self) -> None:
-        if self.saved is None:
-            return
+        assert self.saved is not None
         saved = copy.deepcopy(self.saved)
         self.net.load_state_dict(saved["net"])
         for parameter, gradient in zip(self.net.parameters(), saved["gradients"], strict=True):

@@ -39,6 +39,8 @@ KINDS = (
     "zero first",  # zero_grad before backward instead of after the step
     "evaluate inside",  # an evaluation between the beginning of the micro-batch and its forward pass
     "two forwards",  # two forward and two backward passes
+    "two backwards",  # two backward passes of one forward pass
+    "clear",  # model.zero_grad after backward, in the middle of a window or at its end
 )
 """What a micro-batch is."""
 
@@ -112,13 +114,21 @@ class Program:
 
 
 @st.composite
-def programs(draw: Any, kinds: tuple[str, ...] = KINDS, before: tuple[str, ...] = BEFORE) -> Program:
+def programs(
+    draw: Any,
+    kinds: tuple[str, ...] = KINDS,
+    before: tuple[str, ...] = BEFORE,
+    takes_unused: bool = True,
+    takes_two_optimizers: bool = True,
+) -> Program:
     """Random programs.
 
     Args:
         draw: Given by hypothesis.
         kinds: Of micro-batches, to choose from.
         before: What may come before them.
+        takes_unused: Whether models may have a block that no forward pass uses.
+        takes_two_optimizers: Whether one model may have two.
     """
     weighted = draw(st.booleans())
     chosen_kinds = [kind for kind in kinds if not weighted or kind in WEIGHTED_KINDS]
@@ -135,13 +145,13 @@ def programs(draw: Any, kinds: tuple[str, ...] = KINDS, before: tuple[str, ...] 
         blocks=draw(st.integers(1, 3)),
         tied=draw(st.booleans()),
         shared=draw(st.booleans()),
-        unused=draw(st.booleans()),
+        unused=takes_unused and draw(st.booleans()),
         frozen=draw(st.booleans()),
         late=late,
         wrapped=draw(st.booleans()),
         in_parts=draw(st.booleans()),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
-        optimizers=draw(st.sampled_from([1, 1, 2])),
+        optimizers=draw(st.sampled_from([1, 1, 2])) if takes_two_optimizers else 1,
         groups=draw(st.booleans()),
         schedule=draw(st.sampled_from(SCHEDULES[:2] if late else SCHEDULES)),
         weighted=weighted,

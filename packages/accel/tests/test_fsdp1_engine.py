@@ -413,7 +413,7 @@ def refusals() -> dict[str, str]:
     optimizer = make_optimizer(stepped)
     stepped(data()).sum().backward()
     optimizer.step()
-    refuse("state", make_accelerator(use_orig_params=True), stepped, optimizer)
+    refuse("state", make_accelerator(use_orig_params=False), stepped, optimizer)
     net = Net()
     split = torch.optim.SGD([net.layers[0].linear.weight, net.layers[1].linear.weight], 0.1)
     refuse("part", make_accelerator(), net, split)

@@ -233,8 +233,7 @@ def what_reaches_torch() -> list[tuple[bool, ...]]:
         is_held_back = all(item.grad is None for item in model.parameters())
         accelerator.backward(model(data()).square().mean())
         is_reduced = all(isinstance(item.grad, DTensor) for item in model.parameters())
-        with torch.no_grad():
-            model(data())
+        model(data())
         is_resharded = isinstance(model.layers[0].linear.weight, DTensor)
         offloads_activations = getattr(model.layers[0].forward, "offload", False)
         groups = model._get_fsdp_state()._fsdp_param_groups  # of torch 2.13

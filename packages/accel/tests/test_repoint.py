@@ -32,7 +32,7 @@ def check_states() -> None:
     optimizer = torch.optim.SGD([{"params": [parameter(2)]}, {"params": [old], "lr": 0.5}], lr=0.1)
     states = {"average": torch.ones(4, 2), "rows": torch.ones(4), "step": torch.tensor(3.0)}
     optimizer.state[old] = dict(states)
-    repoint(optimizer, replaced)
+    repoint(optimizer, replaced.present)
 
     assert optimizer.param_groups[1]["params"][0] is new
     assert optimizer.param_groups[1]["lr"] == 0.5
@@ -48,7 +48,7 @@ def check_states() -> None:
 def check_mixed_group(options: dict[str, Any]) -> None:
     old, _, replaced = replacements()
     optimizer = torch.optim.AdamW([old, parameter(2)], **options)
-    repoint(optimizer, replaced)
+    repoint(optimizer, replaced.present)
     for item in optimizer.param_groups[0]["params"]:
         item.grad = torch.ones_like(item)
     optimizer.step()

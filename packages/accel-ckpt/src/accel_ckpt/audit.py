@@ -10,7 +10,8 @@ from accel_ckpt import layout
 
 __all__ = ["Expected", "Findings", "audit"]
 
-_PER_RANK = ("random", "gradients")
+_PER_RANK = ("random", "gradients", "buffers")
+_IN_PARTS = ("sharded", "registered")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def audit(
     _compare_ranks(frozenset(names), facts, rank, world_size, findings)
     for name in sorted(names):
         role = layout.role_of(name)
-        if name in asked or role in (*_PER_RANK, "sharded", *expected.hooked):
+        if name in asked or role in (*_PER_RANK, *_IN_PARTS, *expected.hooked):
             continue
         if layout.is_shard(name) and hooks_read_shards:
             continue
@@ -100,7 +101,7 @@ def audit(
             findings.notes.append(f"{name} was written by a hook; no hook is registered that could read it")
         else:
             findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
-    parts = {name.partition("/")[0] for name in names if layout.role_of(name) == "sharded"}
+    parts = {name.partition("/")[0] for name in names if layout.role_of(name) in _IN_PARTS}
     findings.others += [
         f"the folder {name} is not loaded: there is nothing in parts for it here"
         for name in sorted(parts.difference(expected.folders))

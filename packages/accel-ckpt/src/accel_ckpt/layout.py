@@ -15,7 +15,9 @@ needed.
     scaler.pt                                      fp16 loss scale
     random_states_<rank>.pkl                       random generators, one file per rank
     gradients_<rank>.safetensors                   gradients of an open accumulation window, if there is one
+    buffers_<rank>.safetensors                     buffers that each process has its own values of
     custom_checkpoint_<i>.pkl                      registered objects
+    custom_checkpoint_<i>/                         what of their states is in parts
     accel_manifest.json                            what the folder holds, with a digest per file
 
 With automatic naming, folders are `<project_dir>/checkpoints/checkpoint_<iteration>`.
@@ -30,8 +32,10 @@ __all__ = [
     "CHECKPOINTS_DIR",
     "MANIFEST",
     "SCALER",
+    "buffers_file",
     "checkpoint_dir",
     "custom_file",
+    "custom_folder",
     "gradients_file",
     "is_index",
     "is_shard",
@@ -66,6 +70,8 @@ _ROLES = {
     "sampler": r"sampler(_\d+)?\.bin",
     "scaler": r"scaler\.pt",
     "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
+    "registered": r"custom_checkpoint_\d+/.+",
+    "buffers": r"buffers_\d+\.safetensors",
     "deepspeed": r"latest|zero_to_(fp32|torch)\.py|pytorch_model/.+",
     "megatron": r"megatron_lm/.+",
     "local": r"local_state_\d+\.bin",
@@ -158,9 +164,19 @@ def gradients_file(rank: int) -> str:
     return f"gradients_{rank}.safetensors"
 
 
+def buffers_file(rank: int) -> str:
+    """Return the name of the buffers that a rank has its own values of."""
+    return f"buffers_{rank}.safetensors"
+
+
 def custom_file(index: int) -> str:
     """Return the name of a registered object's state."""
     return f"custom_checkpoint_{index}.pkl"
+
+
+def custom_folder(index: int) -> str:
+    """Return the folder of the tensors of a registered object that each process writes its part of."""
+    return f"custom_checkpoint_{index}"
 
 
 def role_of(name: str) -> str:
@@ -171,7 +187,7 @@ def role_of(name: str) -> str:
 
     Returns:
         "model", "optimizer", "scheduler", "loader", "sampler", "scaler", "random", "gradients", "sharded",
-        "deepspeed", "megatron", "local" or "custom";
+        "registered", "buffers", "deepspeed", "megatron", "local" or "custom";
         "other" for a file that something else has put there.
     """
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +111,7 @@ class Objects:
     scaler: torch.amp.GradScaler | None = None
     custom: Sequence[Any] = ()
     parts: Parts | None = None  # further models and optimizers
+    sharded: bool = False  # whether processes have parts of the models, however these are loaded
 
     def expected(self, hooked: Collection[str]) -> Expected:
         """Tell what files they need."""
@@ -120,7 +123,10 @@ class Objects:
             loaders=[_loader_files(loader, index) for index, loader in enumerate(self.loaders)],
             scaler=self.scaler is not None and not off,
             custom=len(self.custom),
-            folders=[] if self.parts is None else [name for _, name in self.parts.folders()],
+            folders=[
+                *([] if self.parts is None else [name for _, name in self.parts.folders()]),
+                *(layout.custom_folder(index) for index in range(len(self.custom))),
+            ],
             hooked={*hooked, *(["scaler"] if off else [])},
         )
 
@@ -170,21 +176,17 @@ def restore(
         different = compare_parts(reading.folder, reading.names, objects.parts, process)
 
     def check() -> Findings:
-        size = process.world_size
         findings = audit(
             reading.names,
             reading.strangers,
             reading.facts,
             objects.expected(hooked),
             process_index,
-            size,
+            process.world_size,
             reading.listed,
         )
         findings.core += different
-        for index, model in enumerate(objects.models):
-            state = reading.load(*layout.model_files(index))
-            if state is not None:
-                findings.core += _compare_weights(index, model, state)
+        findings.core += _compare_models(reading, objects.models)
         for index, optimizer in enumerate(objects.optimizers):
             name = layout.optimizer_file(index)
             if name in reading.names:
@@ -211,6 +213,7 @@ def restore(
                 filled = {} if load_model_func_kwargs else reading.fill(model, layout.model_file(index))
                 _load_model(model, {**state, **filled}, options)
             del state  # what it holds of the file, before the next is opened
+        states.update(registered)
         idle = _schedules_left(reading, objects.schedulers, left, findings)
         for item, name in objects.stateful():
             if name in states:
@@ -229,6 +232,7 @@ def restore(
     generators = _random_states(reading, process_index, process)
     if objects.parts is not None:
         left += load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
+    registered = _load_registered(reading, objects, process)
     return together(load, process, "loading the checkpoint")
 
 
@@ -248,6 +252,24 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
     """
     file = plain_file(recovery.find(Path(path)), layout.custom_file(index))
     obj.load_state_dict(tensors.load(file, map_location="cpu", weights_only=weights_only))
+
+
+def _load_registered(reading: Reading, objects: Objects, process: Process) -> dict[str, Any]:
+    """The states of registered objects, which may have parts, by file. Every process must call it."""
+    found: dict[str, Any] = {}
+    if "torch.distributed.tensor" not in sys.modules and not any(
+        layout.role_of(name) == "registered" for name in reading.names
+    ):
+        return found
+    from accel_ckpt.registered import load_registered_parts  # takes most of a second to import
+
+    for index, item in enumerate(objects.custom):
+        name = layout.custom_file(index)
+        if name in reading.names:
+            saved = together(partial(reading.load, name), process, f"reading {name}")
+            place = reading.folder, reading.names
+            found[name] = load_registered_parts(item, index, saved, *place, objects.sharded, process)
+    return found
 
 
 def _schedules_left(
@@ -290,6 +312,15 @@ def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Mo
             if kept is not None and name not in state:
                 state[name] = state[kept]
     return inner, state
+
+
+def _compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
+    lines = []
+    for index, model in enumerate(models):
+        state = reading.load(*layout.model_files(index))
+        if state is not None:
+            lines += _compare_weights(index, model, state)
+    return lines
 
 
 def _compare_weights(index: int, model: torch.nn.Module, state: dict[str, Any]) -> list[str]:

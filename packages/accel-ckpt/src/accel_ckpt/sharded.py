@@ -43,6 +43,7 @@ __all__ = [
     "load_parts",
     "load_sharded_state",
     "save_sharded_state",
+    "write_parts",
 ]
 
 Folder = str | os.PathLike[str]
@@ -123,10 +124,10 @@ def save_sharded_state(
     with staged(output_dir, process=process) as staging:
         for index, model in enumerate(parts.models):
             weights = {"model": get_model_state_dict(model)}
-            _write(weights, layout.sharded_model_folder(index), staging, process)
+            write_parts(weights, layout.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
             state = {"optimizer": parts_to_save(parts.owner(index), optimizer)}
-            _write(state, layout.sharded_optimizer_folder(index), staging, process)
+            write_parts(state, layout.sharded_optimizer_folder(index), staging, process)
 
 
 def load_sharded_state(
@@ -260,7 +261,15 @@ def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, 
     return sorted(found)
 
 
-def _write(state: dict[str, Any], name: str, staging: Staging, process: Process) -> None:
+def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Process) -> None:
+    """Write a state, each process its part, into a folder of a checkpoint. Every process must call it.
+
+    Args:
+        state: The state.
+        name: The folder's name.
+        staging: The checkpoint's folder.
+        process: This process.
+    """
     folder = staging.path / name
     if staging.memory is not None:
         state = recursively_apply(_copy, state, staging.memory)

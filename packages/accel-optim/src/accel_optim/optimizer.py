@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from accel_ops.tree import send_to_device
 from accel_optim import scaler as scaling
 from accel_optim.lomo import steps_in_backward
+from accel_optim.owner import ParameterOwner
 from accel_state.gradient import GradientState
 from accel_state.warning import warn
 
@@ -77,6 +78,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: The gradient scaler to step through in fp16 training. Several optimizers may share one; the
             scale is then updated once all that hold gradients have stepped.
         gradient_state: The accumulation window's state to follow; by default the newest.
+        owner: Who has the parameters and gradients; by default they are where the user sees them.
 
     Raises:
         TypeError: If `optimizer` is wrapped already, or is no optimizer.
@@ -91,6 +93,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None = None,
         *,
         gradient_state: GradientState | None = None,
+        owner: ParameterOwner | None = None,
     ) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):
             raise TypeError(
@@ -104,6 +107,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.device_placement = device_placement
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
+        self.owner = ParameterOwner() if owner is None else owner
         self._start(scaler)
         if device_placement:
             self._place_state()
@@ -153,7 +157,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             param_group: `params` and the group's own options.
         """
-        self.optimizer.add_param_group(param_group)
+        self.optimizer.add_param_group({**param_group, "params": self._present(param_group["params"])})
+        self.owner.take(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer."""
@@ -190,6 +195,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.owner.forget_gradients(self._parameters())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, at the window's boundary only.
@@ -211,6 +217,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._steps_in_backward:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             return None
+        self.owner.before_step(self._parameters())
         if self.scaler is not None:
             return self._step_scaled(self.scaler, closure)
         if closure is None:
@@ -237,11 +244,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def train(self) -> None:
         """Put a schedule-free optimizer in training mode; nothing for others."""
         if callable(train := getattr(self.optimizer, "train", None)):
+            self.owner.show_present()
             train()
 
     def eval(self) -> None:
         """Put a schedule-free optimizer in evaluation mode; nothing for others."""
         if callable(evaluate := getattr(self.optimizer, "eval", None)):
+            self.owner.show_present()
             evaluate()
 
     def __getattr__(self, name: str) -> Any:
@@ -251,17 +260,31 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The gradient state belongs to the process and not to the optimizer.
+        # The gradient state belongs to the process, and the owner to an engine, and not to the optimizer.
         return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": self.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = state["optimizer"]
         self.device_placement = state["device_placement"]
+        self.owner = ParameterOwner()
         self.gradient_state = GradientState()
         self._start(state["scaler"])
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _present(self, given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return self.owner.present_all([given])
+        if isinstance(given, set | frozenset):
+            return given  # torch refuses it: its order is not that of other processes
+        given = list(given)
+        if any(isinstance(item, tuple) for item in given):
+            return [(name, self.owner.present(parameter)) for name, parameter in given]
+        return self.owner.present_all(given)
 
     def _hold_back(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None and not self._held_back:

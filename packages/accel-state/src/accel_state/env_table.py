@@ -41,6 +41,12 @@ _GENERAL = _group(
     ("TORCH_DEVICE", "str", None, "The device of this process, e.g. cuda:1; found by itself if unset."),
     ("GRADIENT_ACCUMULATION_STEPS", "int", 1, "Micro-batches per optimizer step."),
     ("DEBUG_MODE", "flag", False, "Compare shapes, types and call sites before each collective."),
+    (
+        "CHECK_REPLICAS_STEPS",
+        "int",
+        None,
+        "Steps between comparisons of what processes have alike; 0 for none (in debug mode: each step).",
+    ),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
     ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),

@@ -21,7 +21,7 @@ from accel.ds.settings import active_plugin, precision_under, resolve_deepspeed,
 from accel.engines import EngineContext, choose_engine, start_engine
 from accel.engines.refusals import mapped_devices
 from accel.fp8.choice import resolve_fp8
-from accel.gradients import GradientControl
+from accel.gradients import GradientControl, drop_gradients, has_gradients
 from accel.mesh import MeshCoordinates
 from accel.misuse import Watch
 from accel.precision import Precision
@@ -362,7 +362,12 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         return len(mapped_devices(model)) > 1
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release these objects and everything prepared, collect garbage, and count steps anew."""
+        """Release these objects and everything prepared, collect garbage, and count steps anew.
+
+        The gradients of an accumulation window that is open are dropped.
+        """
+        if has_gradients(self):
+            drop_gradients(self)
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
         self._lomo = None

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.own_buffers import save_own_buffers
 from accel.prepare import holds_any
 from accel_ckpt import background, layout, rotation, tensors
 from accel_ckpt.agree import collect, together
 from accel_ckpt.gradients import get_gradients
-from accel_ckpt.staging import staged
+from accel_ckpt.staging import Staging, staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
 from accel_optim.scaler import end_round
@@ -101,6 +102,7 @@ def save_state(
     """
     background.wait()
     _check_window(accelerator)
+    accelerator.engine.check_save(accelerator._optimizers)
     accelerator._watch.before_save(accelerator)
     end_round(accelerator.scaler)  # or what the last steps found would not count in the scale that is saved
     config = accelerator.project_configuration
@@ -130,15 +132,33 @@ def save_state(
             from accel_ckpt.sharded import save_sharded_state  # takes most of a second to import
 
             save_sharded_state(staging.path, **parts_of(accelerator), process=process)
+        if accelerator.engine.gradients_in_parts:
+            save_own_buffers(accelerator, staging)
         accelerator.engine.save_own(staging.path, **options)
         for index, item in enumerate(accelerator._custom_objects):
-            save_custom_state(item, staging.path, index, each_node)
+            _save_registered(accelerator, item, index, staging)
         if config.automatic_checkpoint_naming:
             limit = config.total_limit
             staging.after_commit(lambda: rotation.prune(folder.parent, limit, staging.target))
     if config.automatic_checkpoint_naming:
         config.iteration += 1
     return str(staging.target)
+
+
+def _save_registered(accelerator: Accelerator, item: Any, index: int, staging: Staging) -> None:
+    """Write a registered object's state; what is in parts is written by all processes."""
+    if not accelerator.engine.gradients_in_parts:
+        each_node = accelerator.project_configuration.save_on_each_node
+        save_custom_state(item, staging.path, index, each_node)
+        return
+    from accel_ckpt.registered import refuse_local_parts, save_registered_parts
+
+    process = accelerator.process
+    state = together(item.state_dict, process, f"state_dict of registered object {index}")
+    refuse_local_parts(item, index, state, process)
+    state = save_registered_parts(index, state, staging, process)
+    if staging.writes_shared:
+        staging.write(state, layout.custom_file(index))
 
 
 def wait_for_save() -> None:

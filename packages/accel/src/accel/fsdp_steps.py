@@ -140,7 +140,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
                 )
             if new is not old:
                 replaced.add(old, new)
-    repoint(optimizer, replaced)
+    repoint(optimizer, replaced.present)
 
 
 def get_parameters_from_modules(

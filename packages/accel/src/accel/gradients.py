@@ -26,7 +26,20 @@ if TYPE_CHECKING:
     from accel_optim.window import Window
     from accel_state.gradient import GradientState
 
-__all__ = ["GradientControl"]
+__all__ = ["GradientControl", "drop_gradients", "has_gradients"]
+
+
+def drop_gradients(accelerator: Accelerator) -> None:
+    """Drop the gradients of everything prepared, also those that an engine holds back."""
+    optimizers = (getattr(item, "optimizer", item) for item in accelerator._optimizers)
+    for holder in (*accelerator._models, *optimizers):
+        holder.zero_grad()
+    accelerator.engine.owner.forget_gradients()
+
+
+def has_gradients(accelerator: Accelerator) -> bool:
+    """Whether an accumulation window is open, or an engine holds gradients back in `no_sync`."""
+    return bool(accelerator.step) or accelerator.engine.owner.holds_back
 
 
 class GradientControl:
@@ -179,6 +192,7 @@ class GradientControl:
         """
         if self.scaler is None or not self.sync_gradients:
             return
+        self.engine.owner.finish_window()
         chosen: Sequence[Any] = self._optimizers
         if optimizer is not None:
             given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
@@ -222,6 +236,7 @@ class GradientControl:
             ValueError: If fp16 gradients belong to no prepared optimizer.
         """
         if self.sync_gradients:
+            self.engine.owner.finish_window()
             parameters = self._unscale_gradients_of(parameters)
             return self.engine.clip_grad_norm(parameters, max_norm, norm_type)
         norm = self.engine.grad_norm(parameters, norm_type)
@@ -233,6 +248,7 @@ class GradientControl:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
         if not self.sync_gradients:
             return
+        self.engine.owner.finish_window()
         parameters = self._unscale_gradients_of(parameters)
         self.engine.clip_grad_value(parameters, clip_value)
 

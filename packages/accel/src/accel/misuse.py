@@ -138,7 +138,8 @@ class Watch:
         if size == 1 or self._is_model_told:
             return
         new = given.keys() - known.keys() - self._judged
-        loose = [given[key] for key in new if _is_on_its_own(given[key])]
+        owner = accelerator.engine.owner
+        loose = [given[key] for key in new if _is_on_its_own(given[key]) and not owner.averages(given[key])]
         self._judged |= {id(item) for item in loose}
         family = _family(loose, known)
         if family and not any(_is_parallel(module) for module in family):
@@ -202,7 +203,7 @@ def _is_meant(
 
 def _is_replaced(accelerator: Accelerator, given: dict[int, torch.Tensor]) -> bool:
     """Whether others are in the place of an optimizer's parameters, since their model was sharded."""
-    present = accelerator.engine.present
+    present = accelerator.engine.owner.present
     return any(present(item) is not item for item in given.values() if isinstance(item, torch.nn.Parameter))
 
 

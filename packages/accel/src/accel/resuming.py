@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.checkpointing import free_number, parts_of
+from accel.gradients import drop_gradients, has_gradients
+from accel.own_buffers import load_own_buffers
 from accel_ckpt import background, layout, manifest, recovery, rotation
 from accel_ckpt.agree import collect, from_main, together
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -80,6 +82,7 @@ def load_state(
         accelerator.scaler,
         accelerator._custom_objects,
         _parts(accelerator) if in_parts else None,
+        sharded=engine.gradients_in_parts,
     )
     result = restore(
         reading,
@@ -90,8 +93,12 @@ def load_state(
         strict=strict,
         **options if len(others) == len(models) else {},
     )
+    if any(layout.role_of(name) == "buffers" for name in reading.names):
+        load_own_buffers(accelerator, reading)
     engine.load_own(reading.folder, **options)
     forget_round(accelerator.scaler)
+    if has_gradients(accelerator) and not reading.facts.get("open_window"):
+        drop_gradients(accelerator)  # of the window that is left
     if "window" in result:
         accelerator.window.load_state_dict(result["window"])
     else:

@@ -32,6 +32,7 @@ from accel_ops import collectives
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.owner import ParameterOwner
 from accel_state.warning import warn
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class Engine:
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
+        self.owner = self.make_owner()
+
+    def make_owner(self) -> ParameterOwner:
+        """Who has parameters and gradients; it holds models weakly, and no engine, as optimizers keep it."""
+        return ParameterOwner()
 
     keeps_open_window = True
     """Whether the gradients of an open accumulation window are where a checkpoint finds them."""
@@ -108,11 +114,11 @@ class Engine:
             refuse_offloaded_training(model, objects.evaluation_mode)
             refuse_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
             if self.context.scaler is not None and not objects.evaluation_mode:
-                refuse_fp16_parameters(model, self.present)
+                refuse_fp16_parameters(model, self.owner.present)
         for optimizer in objects.optimizers:
             has_scaler = self.context.scaler is not None
             if has_scaler:
-                refuse_fp16_parameters_of(optimizer, self.present)
+                refuse_fp16_parameters_of(optimizer, self.owner.present)
             refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
             refuse_lomo(optimizer, num_processes=self.data_shard[1], has_scaler=has_scaler)
 
@@ -171,6 +177,7 @@ class Engine:
             device_placement=place,
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
+            owner=self.owner,
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
@@ -228,6 +235,7 @@ class Engine:
         if self.context.scaler is not None:
             loss = self.context.scaler.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self.owner.after_backward(bool(kwargs.get("retain_graph")))
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over the processes whose gradients are reduced together.
@@ -263,10 +271,6 @@ class Engine:
         for device, gradients in by_device.items():
             own = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
             torch._foreach_mul_(gradients, own)
-
-    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The tensor that is stepped for a parameter: it itself, as a rule."""
-        return parameter
 
     def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
         """The tensors that have the gradients of parameters: these themselves, as a rule."""
@@ -312,6 +316,13 @@ class Engine:
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """What a full state is loaded into: it has a state_dict and a load_state_dict."""
         return model
+
+    def check_save(self, optimizers: Iterable[Any]) -> None:
+        """Refuse what cannot be saved, before anything is written.
+
+        Raises:
+            ValueError: With the reason and the alternative.
+        """
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """What has the optimizer's full state on the processes that write; all processes call it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine, Joining
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.ddp_owner import ReplicaOwner
+from accel.engines.loose import parameters_of
 from accel.engines.missing_weights import refusing_together
 from accel_optim.optimizer import AcceleratedOptimizer
 
@@ -30,7 +33,21 @@ class DDPEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self.joining: Joining = Joining()  # torch has a Join for DDP
+        self.joining: Joining = self.owner.joining  # torch has a Join for DDP
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
+
+    owner: ReplicaOwner
+
+    def make_owner(self) -> ReplicaOwner:
+        """Who has parameters and gradients."""
+        return ReplicaOwner(self.context.process)
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Wrap models and optimizers, and find what the ones step and the others do not have."""
+        done = super().prepare(objects)
+        self._known.update(dict.fromkeys(done.optimizers))
+        self.owner.take(parameters_of(self._known))
+        return done
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -74,6 +91,7 @@ class DDPEngine(Engine):
             )
         if self.context.ddp is not None:
             self.context.ddp.register_comm_hook(wrapped)
+        self.owner.add(wrapped)
         return wrapped
 
     @property
@@ -88,7 +106,7 @@ class DDPEngine(Engine):
         gradients after the window's last backward are the same.
         """
         ddp = _ddp(model)
-        return contextlib.nullcontext() if ddp is None or _learns_graph(ddp) else ddp.no_sync()
+        return contextlib.nullcontext() if ddp is None or _learns_graph(ddp) else self.owner.holding(ddp)
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over all processes, in one small collective.

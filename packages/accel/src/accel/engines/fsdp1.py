@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.flattened import (
+    Flattened,
+    check_apart,
+    check_saved_whole,
+    check_stateless,
+    check_whole_units,
+)
+from accel.engines.fsdp1_owner import FlatOwner
 from accel.engines.sharded import ShardedEngine, tell_upcast
 from accel.parallel import flat, norms
 from accel.parallel.checkpointing import apply_activation_checkpointing
 from accel.parallel.filling import Filling
+from accel.parallel.flat_optimizer import cut_states
 from accel.parallel.flat_state import (
     FlatRecord,
     WholeFlatModel,
@@ -58,7 +65,13 @@ class FSDP1Engine(ShardedEngine):
         super().__init__(context)
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
-        self._flattened = _Flattened()
+
+    owner: FlatOwner
+
+    def make_owner(self) -> FlatOwner:
+        """Who has parameters and gradients."""
+        self._flattened = Flattened()
+        return FlatOwner(self._flattened, self.context.process)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -69,15 +82,18 @@ class FSDP1Engine(ShardedEngine):
         """Refuse what cannot be sharded, before anything is changed."""
         super().check(objects)
         fresh = [model for model in objects.models if not objects.evaluation_mode and not self.is_done(model)]
+        taken = flat.flattened_modules(self._models)
+        for model in fresh:
+            check_apart(model, taken)
         units = [
             set(members)
             for model in fresh
             for members in flat.members_of(model, choose_groups(model, self.plugin))
         ]
         for optimizer in (*objects.optimizers, *self._known):
-            _check_stateless(optimizer, fresh)
             if not self.plugin.use_orig_params:
-                _check_whole_units(optimizer, units)
+                check_stateless(optimizer, fresh)
+                check_whole_units(optimizer, units)
             self._flattened.check(optimizer)
 
     def check_model(self, model: torch.nn.Module) -> None:
@@ -118,6 +134,7 @@ class FSDP1Engine(ShardedEngine):
         self._flattened.note(before, root)
         self._records[root] = record
         self._models.add(root)
+        self.owner.add(root)
         return root
 
     def _sharding(self) -> flat.FlatSharding:
@@ -137,25 +154,22 @@ class FSDP1Engine(ShardedEngine):
         filling = Filling(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
         return flat.FlatSharding(filling, options)
 
-    @property
-    def free_gathered(self) -> Callable[[], None]:
-        """Puts shards in the place of gathered parameters."""
-        return partial(flat.free_gathered, self._models)
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a model that is sharded already."""
+        return flat.is_flattened(parameter)
 
     def repoint(self, optimizer: Any) -> None:
-        """Give an optimizer the parameters that models have now."""
-        self._flattened.repoint(getattr(optimizer, "optimizer", optimizer))
-
-    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The vector that a parameter lies in, where it is no part of the model any more."""
-        return self._flattened.present(parameter)
+        """Give an optimizer the parameters that models have now, and its state their parts."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._flattened.repoint(inner)
+        cut_states(inner, self._models)
 
     # Gradients
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
         root = _root(model)
-        return contextlib.nullcontext() if root is None else root.no_sync()
+        return contextlib.nullcontext() if root is None else self.owner.holding(root)
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
@@ -207,6 +221,11 @@ class FSDP1Engine(ShardedEngine):
         """The model as a whole state is loaded into it."""
         root = _root(model)
         return model if root is None else WholeFlatModel(root, self._records[root])
+
+    def check_save(self, optimizers: Iterable[Any]) -> None:
+        """Refuse optimizers of which torch cannot save the state."""
+        for optimizer in optimizers:
+            check_saved_whole(optimizer, self._models)
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its whole state, which is gathered now, by all processes."""
@@ -294,67 +313,6 @@ class FSDP1Engine(ShardedEngine):
         return inner, root, self._flattened.in_given_order(inner, names)
 
 
-class _Flattened:
-    """Which parameter took the place of which, and what it was called.
-
-    Several parameters may have become one, a flat parameter. What nobody else holds is forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._new: Any = WeakIdKeyDictionary()  # untyped in torch
-        self._names: Any = WeakIdKeyDictionary()
-        self._sizes: Any = WeakIdKeyDictionary()
-        self._given: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
-
-    def note(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
-        """Note the present parameters of a model.
-
-        Args:
-            before: The names of each parameter that the model had.
-            root: The wrapped model.
-        """
-        now = flat.owners_by_name(root)
-        for old, names in before.items():
-            if now[names[0]] is not old:
-                self._new[old] = now[names[0]]
-                self._names[old] = names[0]
-                self._sizes[now[names[0]]] = self._sizes.get(now[names[0]], 0) + old.requires_grad
-
-    def check(self, optimizer: Any) -> None:
-        """Refuse an optimizer with some of the parameters in a flat parameter, which is stepped as a whole.
-
-        Raises:
-            ValueError: If it has some in a group.
-        """
-        for group in optimizer.param_groups:
-            trained = [item for item in group["params"] if item.requires_grad and item in self._new]
-            for flattened in {self._new[item] for item in trained}:
-                held = sum(self._new[item] is flattened for item in trained)
-                _check_whole(optimizer, held, self._sizes[flattened])
-
-    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The parameter that is used now."""
-        new: torch.nn.Parameter = self._new.get(parameter, parameter)
-        return new
-
-    def repoint(self, optimizer: Any) -> None:
-        """Give an optimizer the present parameters, in place: groups, options and schedules stay."""
-        groups = [list(group["params"]) for group in optimizer.param_groups]
-        if not any(parameter in self._new for group in groups for parameter in group):
-            return
-        if all(parameter in self._names for group in groups for parameter in group):
-            self._given[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
-        for group in optimizer.param_groups:
-            group["params"][:] = dict.fromkeys(self._new.get(item, item) for item in group["params"])
-
-    def in_given_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
-        """The names of each group in the order in which the user gave the parameters, where it is known."""
-        given = self._given.get(optimizer)
-        if given is not None and [*map(sorted, given)] == [*map(sorted, names)]:
-            return given
-        return names
-
-
 def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:
     """The wrapper of a prepared model, below torch.compile's."""
     plain = getattr(model, "_orig_mod", model)
@@ -380,29 +338,3 @@ def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
             "each, or set FULL_SHARD."
         )
     return init_device_mesh(kind, (size // local, local), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def _check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
-    """Refuse a state that would have to be cut as parameters are that torch has flattened."""
-    new = {parameter for model in fresh for parameter in model.parameters()}
-    if any(parameter in optimizer.state for parameter in new):
-        raise ValueError(
-            f"{type(optimizer).__name__} has a state for parameters that fsdp_version=1 is going to flatten. "
-            "Prepare first, and then load its state (load_state, load_state_dict), or set fsdp_version=2."
-        )
-
-
-def _check_whole_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
-    """Refuse groups of an optimizer that cut through a flat parameter."""
-    for unit in units:
-        trained = {parameter for parameter in unit if parameter.requires_grad}
-        for group in optimizer.param_groups:
-            _check_whole(optimizer, len(trained & set(group["params"])), len(trained))
-
-
-def _check_whole(optimizer: Any, held: int, size: int) -> None:
-    if held not in (0, size):
-        raise ValueError(
-            f"{type(optimizer).__name__} has a group with {held} of {size} parameters that fsdp_version=1 "
-            "lays into one vector, which is stepped as a whole. Set use_orig_params=True, or fsdp_version=2."
-        )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.mesh_owner import MeshOwner
 from accel.engines.mesh_plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
 from accel.engines.sharded import ShardedEngine
-from accel.parallel import held_back, norms
+from accel.parallel import norms
 from accel.parallel.context import ContextParallel
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.language_models import check_language_models, tell_part
-from accel.parallel.repoint import Replaced, repoint
+from accel.parallel.repoint import repoint
 from accel.parallel.tensor import forget_meshes
 from accel.parallel.wrapping import aliases
 
@@ -44,8 +43,12 @@ class MeshEngine(ShardedEngine):
         axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
         self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
         self._sequences = _share_sequences(context, self._meshes)
-        self._replaced = Replaced()
-        self._parts: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
+
+    owner: MeshOwner
+
+    def make_owner(self) -> MeshOwner:
+        """Who has parameters and gradients."""
+        return MeshOwner(self.context.process)
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -64,7 +67,6 @@ class MeshEngine(ShardedEngine):
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be made parallel, before anything is changed."""
-        self._note_gathered()
         super().check(objects)
         if self._sequences is not None:
             for model in objects.models:
@@ -91,17 +93,20 @@ class MeshEngine(ShardedEngine):
         plain = getattr(model, "_orig_mod", model)
         return isinstance(plain, FSDPModule) or plain in self._models
 
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a model that is sharded already."""
+        return self.owner.owns(parameter)
+
     def repoint(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now, in shards."""
-        self._note_gathered()
-        repoint(optimizer, self._replaced)
+        repoint(optimizer, self.owner.present)
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
         """Replace layers by those of fp8, whose weights are gathered in fp8 where they are sharded."""
         if self.context.fp8 is not None and not self.is_done(model):
             before = aliases(model)
             self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
-            self._replaced.note(before, model)
+            self.owner.replaced.note(before, model)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """As for all sharded engines; language models learn which part of each sequence they see."""
@@ -117,15 +122,9 @@ class MeshEngine(ShardedEngine):
             plan = plan_for(model, self.plugin, self._meshes, self.context)
             before = aliases(model)
             model = plain = parallelize(model, plan)
-            self._replaced.note(before, model)
+            self.owner.add(plain, before)
         self._models.add(plain)
-        self._parts.update(part for part in plain.modules() if isinstance(part, FSDPModule))
         return model
-
-    @property
-    def free_gathered(self) -> Callable[[], None]:
-        """Puts shards in the place of gathered parameters."""
-        return partial(held_back.free_gathered, self._parts)
 
     # Gradients
 
@@ -149,32 +148,20 @@ class MeshEngine(ShardedEngine):
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
         sharded = _sharded(model)
-        return contextlib.nullcontext() if sharded is None else held_back.holding(sharded)
+        return contextlib.nullcontext() if sharded is None else self.owner.holding(sharded)
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
         # Parameters that are gathered right now show the gradient that is held back: each is scaled once.
-        every = [*norms.gradients_of(parameters), *held_back.gradients(self._models)]
+        every = [*norms.gradients_of(parameters), *self.owner.gradients()]
         norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
-
-    def _note_gathered(self) -> None:
-        for whole, sharded in held_back.gathered(self._models):
-            self._replaced.add(whole, sharded)
-
-    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The shard of a parameter: a forward pass may have left gathered ones in the model."""
-        return self._replaced.present(parameter)
 
     def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
         """The shards of parameters that have no gradients themselves."""
         given = super().with_gradients(parameters)
         if not any(item.requires_grad and item.grad is None for item in given):
             return given
-        self._note_gathered()
-        return [
-            self.present(item) if isinstance(item, torch.nn.Parameter) and item.grad is None else item
-            for item in given
-        ]
+        return [self.owner.present(item) if item.grad is None else item for item in given]
 
     def grad_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0

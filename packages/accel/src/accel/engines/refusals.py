@@ -20,7 +20,7 @@ __all__ = [
     "refuse_whole_tensor_steps",
 ]
 
-Present = Callable[[torch.nn.Parameter], torch.nn.Parameter]
+Present = Callable[[torch.Tensor], torch.Tensor]
 
 _FP16 = (
     "is float16, and fp16 training scales the loss: gradients in float16 cannot be unscaled. Keep the "

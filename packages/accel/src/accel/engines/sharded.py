@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
+from accel.engines.loose import parameters_of
 from accel.engines.missing_weights import refusing_together
 from accel.engines.refusals import mapped_devices
 from accel.parallel.alone import ensure_group
-from accel.parallel.sharding import check_layout, check_sparse
+from accel.parallel.sharding import check_layout, check_sparse, check_unshared
 from accel.parallel.wrapping import choose_groups
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.warning import warn
 
-__all__ = ["ShardedEngine", "ShardedOptimizer", "tell_upcast"]
+__all__ = ["ShardedEngine", "tell_upcast"]
 
 
 class ShardedEngine(Engine):
@@ -65,16 +65,19 @@ class ShardedEngine(Engine):
                     "places parameters by itself. Load it without device_map."
                 )
         super().check(objects)
-        for model in objects.models:
-            if not objects.evaluation_mode and not self.is_done(model):
-                self.check_model(model)
-                if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole
-                    ignored = choose_groups(model, self.plugin).ignored
-                    check_layout(model, self.name, ignored, strided=self.version == 1)
-                    check_sparse(model, self.name, ignored)
+        models = () if objects.evaluation_mode else objects.models
+        fresh = [model for model in dict.fromkeys(models) if not self.is_done(model)]
+        check_unshared(fresh, self.name, self.is_sharded)
+        for model in fresh:
+            self.check_model(model)
+            if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole
+                ignored = choose_groups(model, self.plugin).ignored
+                check_layout(model, self.name, ignored, strided=self.version == 1)
+                check_sparse(model, self.name, ignored)
 
     def check_together(self, objects: Prepared) -> None:
         """Refuse what one process refuses on all, and models without weights where these count."""
+        self.owner.show_present()  # so that a module that a second model shares is known by its shards
         models = () if objects.evaluation_mode else objects.models
         fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
         whose = "the first" if self.sends_weights else "all"
@@ -103,6 +106,10 @@ class ShardedEngine(Engine):
         """Whether the model is sharded already."""
         raise NotImplementedError
 
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a model that is sharded already."""
+        raise NotImplementedError
+
     def repoint(self, optimizer: Any) -> None:
         """Give an optimizer the parameters that models have now."""
         raise NotImplementedError
@@ -112,6 +119,7 @@ class ShardedEngine(Engine):
         done = super().prepare(objects)
         for optimizer in self._known:
             self.repoint(optimizer)
+        self.owner.take(parameters_of(self._known))
         return done
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
@@ -121,25 +129,17 @@ class ShardedEngine(Engine):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
         """Point an optimizer to the parameters that its model has now, and wrap it."""
         self.repoint(optimizer)
-        prepared = ShardedOptimizer(
-            optimizer,
-            device_placement=place,
-            scaler=self.context.scaler,
-            gradient_state=self.context.gradient_state,
-        )
-        prepared._free_gathered = self.free_gathered
+        prepared = super().prepare_optimizer(optimizer, place)
         self._known[prepared] = None
         return prepared
 
     @property
-    def free_gathered(self) -> Callable[[], None]:
-        """What puts shards in the place of gathered parameters; it holds models weakly, and no engine."""
-        raise NotImplementedError
-
-    @property
     def refused_optimizers(self) -> tuple[str, ...]:
-        """Parameters have their shapes under version 2, and those of vectors under version 1."""
-        return ("LBFGS", "Adafactor") if self.version == 2 else ("LBFGS", "Adafactor", "Muon")
+        """Parameters have their shapes under version 2, and those of vectors under version 1.
+
+        Rprop chooses elements by a mask, which torch does for whole tensors alone.
+        """
+        return ("LBFGS", "Adafactor", "Rprop" if self.version == 2 else "Muon")
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clip each gradient; no operation of torch takes parts and whole tensors together."""
@@ -162,32 +162,6 @@ class ShardedEngine(Engine):
     def saves_parts(self) -> bool:
         """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
         return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
-
-
-class ShardedOptimizer(AcceleratedOptimizer):
-    """An optimizer over shards: what a forward pass left gathered is freed before it changes them.
-
-    Otherwise the next forward pass would compute with what was gathered before. Any optimizer can be wrapped:
-    one that is not torch's has no hooks for it.
-    """
-
-    _free_gathered: Callable[[], None] = staticmethod(lambda: None)  # of one that was unpickled, alone
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As AcceleratedOptimizer does, on shards."""
-        if self.gradient_state.sync_gradients:
-            self._free_gathered()
-        return super().step(closure)
-
-    def train(self) -> None:
-        """As AcceleratedOptimizer does, on shards: schedule-free optimizers change parameters here."""
-        self._free_gathered()
-        super().train()
-
-    def eval(self) -> None:
-        """As `train`."""
-        self._free_gathered()
-        super().eval()
 
 
 def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:

@@ -6,17 +6,19 @@ flat parameter, a vector that all its parameters lie in, of which each process o
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_shard, _reshard
 
 from accel.parallel.filling import Filling, fill_group, fill_rest
 from accel.parallel.norms import Sets
@@ -25,15 +27,19 @@ from accel.parallel.wrapping import Groups
 __all__ = [
     "FlatSharding",
     "check_flat_groups",
+    "flattened_modules",
+    "forget",
     "free_gathered",
     "gradient_sets",
     "gradients",
+    "is_flattened",
     "load_local_state",
     "local_state",
     "managed",
     "members_of",
     "owners_by_name",
     "parts",
+    "reduce",
     "shard_flat",
     "upcast_groups",
 ]
@@ -71,7 +77,20 @@ def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> Ful
         wrapped = _wrap(model, module, keep, how)
         for parent, name in places[module]:
             setattr(parent, name, wrapped)
-    return _wrap(model, model, keep, how)
+    root = _wrap(model, model, keep, how)
+    if root.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
+        root.register_forward_hook(_free_frozen)
+    return root
+
+
+def _free_frozen(root: FullyShardedDataParallel, inputs: Any, output: Any) -> None:
+    """Free the outermost parameters after forward where nothing is trained: torch leaves them to backward.
+
+    What averages them (torch.optim.swa_utils.AveragedModel, say) would otherwise not reach the shards.
+    """
+    handle = root._handle
+    if handle is not None and not handle.flat_param.requires_grad and not handle.needs_unshard():
+        _reshard(root, handle, free_unsharded_flat_param=True)
 
 
 def _wrap(
@@ -111,6 +130,85 @@ def free_gathered(models: Iterable[torch.nn.Module]) -> None:
         has_run = hasattr(flat, "_full_param_padded")  # made by the first forward pass
         if has_run and flat.requires_grad and handle.uses_sharded_strategy and not handle.needs_unshard():
             _reshard(module, handle, free_unsharded_flat_param=True)
+
+
+def reduce(models: Iterable[torch.nn.Module]) -> None:
+    """Reduce the gradients that are held back, as a backward pass outside of `no_sync` does."""
+    for module, handle in parts(models):
+        flat = handle.flat_param
+        if flat.grad is None or not (_is_held(handle) or not handle.uses_sharded_strategy):
+            continue
+        flat.grad.data = flat.grad.to(handle._reduce_dtype)
+        states = module.training_state, handle._training_state
+        module.training_state = TrainingState.FORWARD_BACKWARD
+        handle._training_state = HandleTrainingState.BACKWARD_POST
+        try:
+            with _reducing(module):
+                (_reduce_grad if handle.uses_sharded_strategy else _reduce_grad_no_shard)(module, handle)
+        finally:
+            module.training_state, handle._training_state = states
+        flat._post_backward_called = True
+        handle.prepare_gradient_for_optim()
+        flat._post_backward_called = False
+
+
+@contextlib.contextmanager
+def _reducing(module: Any) -> Iterator[None]:
+    """The stream in which torch reduces; replicas of shards are reduced in another one after it."""
+    current, reducing = module._device_handle.current_stream(), module._post_backward_stream
+    reducing.wait_stream(current)
+    with module._device_handle.stream(reducing):
+        yield
+    current.wait_stream(reducing)
+    if module._all_reduce_stream is not current:
+        current.wait_stream(module._all_reduce_stream)
+
+
+def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = None) -> None:
+    """Drop gradients that are held back, and reduced ones that torch has put aside for the window's end.
+
+    Args:
+        models: The wrapped models.
+        wanted: The `id` of each parameter whose gradient is dropped; None for all.
+    """
+    for _, handle in parts(models):
+        flat = handle.flat_param
+        aside = getattr(flat, "_saved_grad_shard", None)
+        if not _is_held(handle) and aside is None:
+            continue
+        members = [item for item in flat._params or (flat,) if item.requires_grad]
+        if wanted is None or wanted >= {id(item) for item in members}:
+            flat.grad = None
+            for item in members:
+                item.grad = None
+            if aside is not None:
+                del flat._saved_grad_shard
+            continue
+        if flat._params is None:  # stepped as a whole, by an optimizer that was not asked for
+            continue
+        views = handle._get_unflat_views(flat.grad) if _is_held(handle) else [None] * len(flat._params)
+        for item, view, place in zip(flat._params, views, flat._shard_param_infos, strict=True):
+            if id(item) in wanted:
+                if view is not None:
+                    view.zero_()
+                if aside is not None and place.in_shard:
+                    aside[place.offset_in_shard :][: place.numel_in_shard].zero_()
+
+
+def _is_held(handle: Any) -> bool:
+    """Whether the gradient is a whole one, where parameters are in parts."""
+    flat = handle.flat_param
+    return handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._sharded_size
+
+
+def flattened_modules(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """The modules whose parameters lie in flat ones."""
+    return {info.module for _, handle in parts(models) for info in handle.flat_param._param_infos}
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a flat one, or lies in one: also after its wrapper is gone."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))  # torch's own mark, against doing it twice
 
 
 def managed(models: Iterable[torch.nn.Module]) -> dict[int, dist.ProcessGroup | None]:
@@ -237,7 +335,8 @@ def check_flat_groups(model: torch.nn.Module, groups: Groups, upcasts: bool, use
         use_orig_params: Whether the parameters stay visible.
 
     Raises:
-        ValueError: If those of one group have several dtypes, or some of them are frozen and may not be.
+        ValueError: If those of one group have several dtypes or a complex one, or some are frozen and may
+            not be.
     """
     for members in members_of(model, groups):
         lifts = upcasts and any(item.requires_grad and item.dtype.itemsize < 4 for item in members)
@@ -252,6 +351,12 @@ def check_flat_groups(model: torch.nn.Module, groups: Groups, upcasts: bool, use
                 f"and they have several dtypes: {listed}. Cast them to one, give them groups of their own "
                 "(auto_wrap_policy), or set fsdp_version=2, which needs this of the trainable ones alone."
             )
+        for item, name in members.items():
+            if item.is_complex():
+                raise ValueError(
+                    f"{type(model).__name__}.{name} is complex, and fsdp_version=1 flattens real parameters "
+                    "alone. Set fsdp_version=2."
+                )
         kinds = {item.requires_grad: name for item, name in members.items()}
         if len(kinds) > 1 and not use_orig_params:
             raise ValueError(

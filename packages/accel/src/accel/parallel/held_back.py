@@ -6,13 +6,26 @@ The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-__all__ = ["free_gathered", "gathered", "gradients", "holding", "sharded_parameters"]
+__all__ = [
+    "clear_with",
+    "forget",
+    "free_after_evaluation",
+    "free_gathered",
+    "gathered",
+    "gradients",
+    "holding",
+    "reduce",
+    "sharded_parameters",
+]
 
 
 @contextlib.contextmanager
@@ -25,16 +38,46 @@ def holding(model: FSDPModule) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def gradients(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The whole gradients that are kept for the window's end."""
-    found = []
-    for model in models:
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                found += [
-                    item for parameter in sharded_parameters(part) if (item := _held(parameter)) is not None
-                ]
-    return found
+def reduce(model: FSDPModule) -> None:
+    """Reduce the gradients that are held back, as a backward pass outside of `holding` does at its end."""
+    modules = cast("torch.nn.Module", model).modules()
+    parts = [part for part in modules if isinstance(part, FSDPModule)]
+    if any(True for _ in gradients(parts)):
+        # What torch queues in backward: it reduces what is there, part by part, and waits for it.
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def gradients(parts: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The gradients that are kept whole for the window's end, with what `fully_shard` knows of each."""
+    for part in parts:
+        for parameter in sharded_parameters(part):
+            if (gradient := _held(parameter)) is not None:
+                yield parameter, gradient
+
+
+def forget(parts: Iterable[FSDPModule], wanted: Collection[int] | None = None) -> None:
+    """Drop whole gradients that are kept for the window's end.
+
+    Args:
+        parts: The modules that shard parameters.
+        wanted: The `id` of each shard whose gradient is dropped; None for all.
+    """
+    for parameter, _ in gradients(parts):
+        if wanted is None or id(parameter.sharded_param) in wanted:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def clear_with(model: FSDPModule) -> None:
+    """Have `model.zero_grad()` drop also the whole gradients that are kept."""
+    model.zero_grad = partial(_zero_grad, weakref.ref(model))  # type: ignore[attr-defined]
+
+
+def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
+    model: Any = reference()
+    type(model).zero_grad(model, set_to_none)
+    forget(part for part in model.modules() if isinstance(part, FSDPModule))
 
 
 def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
@@ -47,18 +90,13 @@ def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def gathered(models: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Whole parameters, each with the sharded one whose place it takes where it is gathered.
-
-    A forward pass without a backward one leaves them in the model, for whoever asks for its parameters.
-    """
-    for model in models:
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                for parameter in sharded_parameters(part):
-                    whole = getattr(parameter, "_unsharded_param", None)
-                    if whole is not None:
-                        yield whole, parameter.sharded_param
+def gathered(parts: Iterable[FSDPModule]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Whole parameters, each with the sharded one whose place it takes from forward to backward."""
+    for part in parts:
+        for parameter in sharded_parameters(part):
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                yield whole, parameter.sharded_param
 
 
 def free_gathered(parts: Iterable[FSDPModule]) -> None:
@@ -67,8 +105,55 @@ def free_gathered(parts: Iterable[FSDPModule]) -> None:
     What no optimizer steps may stay gathered.
     """
     for part in parts:
+        _freeze_as_shown(part)
         if any(parameter.sharded_param.requires_grad for parameter in sharded_parameters(part)):
             part.reshard()
+
+
+def free_after_evaluation(part: FSDPModule, keeps_frozen: bool) -> None:
+    """Free a module's parameters after a forward pass that no backward pass follows: torch does not.
+
+    A module that was evaluated would otherwise go on showing whole parameters, and what a user does to these
+    (giving them to an optimizer, averaging them) would not reach the shards.
+
+    Args:
+        part: A module that stays gathered after forward.
+        keeps_frozen: Whether it stays so where nothing in it is trained, to be gathered once.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def free(module: Any, inputs: Any, output: Any) -> None:
+        is_trained = any(parameter.sharded_param.requires_grad for parameter in sharded_parameters(module))
+        if not torch.is_grad_enabled() if is_trained else not keeps_frozen:
+            module.reshard()
+
+    module = cast("torch.nn.Module", part)
+    module.register_forward_hook(free)
+    module.register_forward_pre_hook(_before_forward, prepend=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_forward(module: Any, inputs: Any) -> None:
+    """A forward pass whose loss was dropped leaves whole parameters, which a user may have frozen since."""
+    _freeze_as_shown(module)
+
+
+def _freeze_as_shown(part: FSDPModule) -> None:
+    """Train those shards whose whole parameters are trained, where a module shows these.
+
+    torch sets both alike when it gathers them: where they differ, it was the user.
+    """
+    changed = [
+        parameter
+        for parameter in sharded_parameters(part)
+        if parameter.sharded_state is ShardedState.UNSHARDED
+        and parameter.sharded_param.requires_grad is not parameter._unsharded_param.requires_grad
+    ]
+    if changed:
+        flags = [parameter._unsharded_param.requires_grad for parameter in changed]
+        part.reshard()
+        for parameter, flag in zip(changed, flags, strict=True):
+            parameter.sharded_param.requires_grad_(flag)
 
 
 def _held(parameter: Any) -> torch.Tensor | None:

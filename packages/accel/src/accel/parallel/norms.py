@@ -99,7 +99,7 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
 def _total(parts: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The sum of the p-th powers of all elements; for infinity their maximum."""
     filled = [part for part in parts if part.numel()]
-    precise = torch.promote_types(parts[0].dtype, torch.float32)
+    precise = torch.promote_types(parts[0].dtype.to_real(), torch.float32)
     if not filled:
         return torch.zeros((), device=device, dtype=precise)
     if norm_type == 2.0 and all(_is_vector(part) for part in filled):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,22 +34,30 @@ class Replaced:
         """Note that one parameter took the place of another."""
         self._new[old] = new
 
-    def present(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether something took the place of a tensor."""
+        return parameter in self._new
+
+    def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is used now."""
         while parameter in self._new:
             parameter = self._new[parameter]
         return parameter
 
 
-def repoint(optimizer: Any, replaced: Replaced) -> None:
+def repoint(optimizer: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Give an optimizer the present parameters, in place: groups, options, schedules and state stay.
+
+    Args:
+        optimizer: The optimizer.
+        present: Gives the parameter that is stepped for one that the optimizer may have.
 
     Raises:
         ValueError: If a group is fused and its parameters cannot be stepped together.
     """
     for group in optimizer.param_groups:
         old = list(group["params"])
-        new = [replaced.present(parameter) for parameter in old]
+        new = [present(parameter) for parameter in old]
         _check_together(optimizer, group, new)
         for before, now in zip(old, new, strict=True):
             if before is not now and before in optimizer.state:
@@ -56,7 +65,7 @@ def repoint(optimizer: Any, replaced: Replaced) -> None:
         group["params"][:] = new
 
 
-def _shard_state(state: Any, parameter: torch.nn.Parameter) -> Any:
+def _shard_state(state: Any, parameter: torch.Tensor) -> Any:
     return {name: shard_like(value, parameter) for name, value in state.items()}
 
 
@@ -75,7 +84,7 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     return parts if parts.device == local_device else parts.to(local_device)
 
 
-def _check_together(optimizer: Any, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+def _check_together(optimizer: Any, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
     """Step parameters one by one where they are on several meshes: no operation takes such lists."""
     kinds = {item.device_mesh if isinstance(item, DTensor) else None for item in parameters}
     if len(kinds) < 2:

@@ -11,9 +11,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from accel.parallel.filling import Filling, fill_group, fill_rest
+from accel.parallel.held_back import free_after_evaluation
 from accel.parallel.shared_meshes import SharedMeshes
 
-__all__ = ["Sharding", "check_dtypes", "check_ignored", "check_layout", "check_sparse", "shard", "upcast"]
+__all__ = [
+    "Sharding",
+    "check_dtypes",
+    "check_ignored",
+    "check_layout",
+    "check_sparse",
+    "check_unshared",
+    "shard",
+    "upcast",
+]
 
 
 @dataclass(frozen=True)
@@ -86,15 +96,49 @@ def check_layout(
     """
     left = {id(item) for item in ignored}
     for name, parameter in model.named_parameters():
-        if id(parameter) in left or isinstance(parameter, DTensor):
+        is_cut = isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")  # by deepspeed.zero.Init
+        if id(parameter) in left or is_cut:
             continue
         fix = ""
         if parameter.dim() == 0:
             fix = "has no dimension. Make it a vector of one element"
+        elif not strided and not parameter.numel():
+            fix = "has no elements. Make it a buffer"
         elif not strided and not parameter.is_contiguous():
             fix = f"has strides {parameter.stride()}. Make it contiguous: parameter.data.contiguous()"
         if fix:
             raise ValueError(f"{type(model).__name__}.{name} cannot be prepared under {engine}: it {fix}.")
+
+
+def check_unshared(
+    models: Iterable[torch.nn.Module], engine: str, is_sharded: Callable[[torch.Tensor], bool]
+) -> None:
+    """Refuse models that share parameters with each other, or with one that is sharded already.
+
+    Args:
+        models: Those that are going to be sharded.
+        engine: What the engine is called.
+        is_sharded: Whether a parameter is sharded already.
+
+    Raises:
+        ValueError: If there are any; the message names a parameter, and the fix.
+    """
+    owners: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter):
+                raise ValueError(
+                    f"{type(model).__name__}.{name} is sharded already: it belongs to a model that was "
+                    f"prepared before, and {engine} shards each parameter for one model. Use the model that "
+                    "prepare() returned instead of its unwrapped one; or put models that share modules into "
+                    "one torch.nn.Module, and prepare that."
+                )
+            if owners.setdefault(parameter, model) is not model:
+                raise ValueError(
+                    f"{type(owners[parameter]).__name__} and {type(model).__name__} share {name}, and "
+                    f"{engine} shards each parameter for one model. Put both into one torch.nn.Module, and "
+                    "prepare that."
+                )
 
 
 def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = ()) -> None:
@@ -162,5 +206,8 @@ def shard(
         fill_group(model, module, keep | done, how.filling)
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
-        meshes.put_into(fully_shard(module, reshard_after_forward=reshard, **options))
+        sharded = fully_shard(module, reshard_after_forward=reshard, **options)
+        meshes.put_into(sharded)
+        if not reshard:
+            free_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)
     return model

@@ -1,0 +1,81 @@
+"""The owner of flat parameters, in which those that a user holds lie."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from accel.engines.training_owner import TrainingOwner
+from accel.parallel import flat
+
+if TYPE_CHECKING:
+    from accel.engines.flattened import Flattened
+    from accel_state.process import Process
+
+__all__ = ["FlatOwner"]
+
+
+class FlatOwner(TrainingOwner):
+    """Parameters that lie in flat ones, of which each process has a part.
+
+    Args:
+        flattened: What took the place of what a user may hold.
+        process: This process.
+    """
+
+    def __init__(self, flattened: Flattened, process: Process) -> None:
+        super().__init__(process)
+        self._flattened = flattened
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Note a wrapped model."""
+        self._models[model] = None
+
+    def present(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter that is stepped: it itself, or the flat one that it lies in."""
+        return self._flattened.present(parameter)
+
+    def present_all(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that are stepped, a flat one once.
+
+        Raises:
+            ValueError: If there are some of those in a flat parameter, and not all.
+        """
+        self._flattened.check_group("The optimizer", parameters)
+        return list(dict.fromkeys(super().present_all(parameters)))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a flat parameter, or lies in one."""
+        return flat.is_flattened(tensor)
+
+    @contextlib.contextmanager
+    def holding(self, root: FullyShardedDataParallel) -> Iterator[None]:
+        """A context whose backward passes keep whole gradients until the window ends."""
+        self.holds_back = True
+        with self._counted_holding(), root.no_sync():
+            yield
+
+    def after_backward(self, retains_graph: bool) -> None:
+        """Note that there are new gradients, and whether they are held back."""
+        super().after_backward(retains_graph)
+        self.holds_back |= self.is_holding
+
+    def finish_window(self) -> None:
+        """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
+        if self.holds_back:
+            self.holds_back = False
+            flat.reduce(self._models)
+        super().finish_window()
+
+    def show_present(self) -> None:
+        """Put shards in the place of gathered parameters."""
+        flat.free_gathered(self._models)
+
+    def forget_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Drop whole gradients that are held back."""
+        if self.holds_back:
+            flat.forget(self._models, None if parameters is None else {id(item) for item in parameters})

@@ -1,0 +1,101 @@
+"""Trained tensors that belong to no prepared model, whose gradients no engine reduces in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["LooseTensors", "average_gradients", "parameters_of"]
+
+
+def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """All that some optimizers step."""
+    return (item for each in optimizers for group in each.param_groups for item in group["params"])
+
+
+class LooseTensors:
+    """Tensors that prepared optimizers step and no prepared model has: a temperature beside a model, say.
+
+    They start with the first process's values, as the parameters of models do, and their gradients are
+    averaged over all processes at the end of each accumulation window.
+
+    Args:
+        process: This process.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def take(self, tensors: Iterable[torch.Tensor], is_owned: Callable[[torch.Tensor], bool]) -> None:
+        """Note new ones; every process calls it with the same tensors.
+
+        Args:
+            tensors: What optimizers step.
+            is_owned: Whether a tensor belongs to a prepared model.
+        """
+        if self._process.world_size == 1:
+            return
+        known = [item for item in self._present() if not is_owned(item)]
+        held = {id(item) for item in known}
+        new = [item for item in dict.fromkeys(tensors) if id(item) not in held and not is_owned(item)]
+        self._tensors = [weakref.ref(item) for item in (*known, *new)]
+        if new:
+            _send_values(new, self._process)
+
+    def trained(self) -> list[torch.Tensor]:
+        """Those that are trained now."""
+        return [item for item in self._present() if item.requires_grad]
+
+    def _present(self) -> list[torch.Tensor]:
+        found = (reference() for reference in self._tensors)
+        return [item for item in found if item is not None]
+
+
+@torch.no_grad()
+def _send_values(tensors: Sequence[torch.Tensor], process: Process) -> None:
+    """Send the first process's values, but of what some process has no values of (the meta device)."""
+    can_send = torch.tensor([not item.is_meta for item in tensors], dtype=torch.uint8, device=process.device)
+    dist.all_reduce(can_send, dist.ReduceOp.MIN)
+    for item, wanted in zip(tensors, can_send.tolist(), strict=True):
+        if wanted:
+            values = item.detach().to(process.device, copy=True).contiguous()
+            dist.broadcast(values, 0)
+            item.copy_(values)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> None:
+    """Average gradients over all processes; every process calls it with the same parameters.
+
+    Args:
+        parameters: The parameters. One without a gradient counts as 0, unless no process has one.
+        process: This process.
+    """
+    if not parameters or process.world_size == 1:
+        return
+    has_gradient = torch.tensor([item.grad is not None for item in parameters], dtype=torch.uint8)
+    has_gradient = has_gradient.to(process.device)
+    dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+    chosen = [item for item, used in zip(parameters, has_gradient.tolist(), strict=True) if used]
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for item in chosen:
+        if item.grad is None:
+            item.grad = torch.zeros_like(item)
+        elif item.grad.is_sparse:
+            item.grad = item.grad.to_dense()
+        kinds.setdefault(item.grad.dtype, []).append(item.grad)
+    for gradients in kinds.values():
+        parts = [gradient.flatten().to(process.device) for gradient in gradients]
+        whole = torch.cat(parts) / process.world_size
+        dist.all_reduce(torch.view_as_real(whole) if whole.is_complex() else whole)
+        averaged = torch.split(whole, [part.numel() for part in parts])
+        for gradient, part in zip(gradients, averaged, strict=True):
+            gradient.copy_(part.view_as(gradient))

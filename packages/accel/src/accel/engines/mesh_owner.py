@@ -1,0 +1,98 @@
+"""The owner of sharded parameters: a map from any tensor that a user can hold to the stepped shard."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.engines.training_owner import TrainingOwner
+from accel.parallel import held_back
+from accel.parallel.repoint import Replaced
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
+
+__all__ = ["MeshOwner"]
+
+
+class MeshOwner(TrainingOwner):
+    """Parameters that `fully_shard` and tensor parallelism have put others in the place of.
+
+    A parameter is there up to three times: as the user's model had it, as the shard that optimizers step, and
+    as the whole one that the module shows from a forward pass to its backward pass. All lead to the shard.
+
+    Args:
+        process: This process.
+    """
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.replaced = Replaced()
+        self._parts: weakref.WeakKeyDictionary[FSDPModule, None] = weakref.WeakKeyDictionary()
+        self._shards: Any = WeakIdKeyDictionary()
+
+    def add(self, model: torch.nn.Module, before: dict[torch.nn.Parameter, list[str]]) -> None:
+        """Note a model that was made parallel.
+
+        Args:
+            model: The model.
+            before: The parameters that it had, with their names.
+        """
+        self.replaced.note(before, model)
+        self._models[model] = None
+        self._parts.update(dict.fromkeys(part for part in model.modules() if isinstance(part, FSDPModule)))
+        for parameter in model.parameters():
+            self._shards[parameter] = None
+        if isinstance(model, FSDPModule):
+            held_back.clear_with(model)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter of a model that was made parallel, or one that it replaced."""
+        return self.replaced.present(tensor) in self._shards
+
+    def present(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The shard of a parameter."""
+        if parameter not in self._shards and not self.replaced.knows(parameter):
+            for whole, shard in held_back.gathered(self._parts):
+                self.replaced.add(whole, shard)
+        return self.replaced.present(parameter)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The whole gradients that are held back until the window ends."""
+        return [gradient for _, gradient in held_back.gradients(self._parts)]
+
+    @contextlib.contextmanager
+    def holding(self, model: FSDPModule) -> Iterator[None]:
+        """A context whose backward passes keep whole gradients until the window ends."""
+        self.holds_back = True
+        with self._counted_holding(), held_back.holding(model):
+            yield
+
+    def after_backward(self, retains_graph: bool) -> None:
+        """Note that there are new gradients, and whether they are held back."""
+        super().after_backward(retains_graph)
+        self.holds_back |= self.is_holding
+
+    def finish_window(self) -> None:
+        """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
+        if self.holds_back:
+            self.holds_back = False
+            for model in self._models:
+                if isinstance(model, FSDPModule):
+                    held_back.reduce(model)
+        super().finish_window()
+
+    def show_present(self) -> None:
+        """Put shards in the place of gathered parameters."""
+        held_back.free_gathered(self._parts)
+
+    def forget_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Drop whole gradients that are held back."""
+        if self.holds_back:
+            held_back.forget(self._parts, None if parameters is None else {id(item) for item in parameters})

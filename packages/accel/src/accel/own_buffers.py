@@ -1,0 +1,62 @@
+"""Buffers that each process has its own values of, where parameters are sharded.
+
+DDP sends the first process's buffers in every forward pass. FSDP does not: what batch norm has seen, without
+synchronisation, differs between processes. A checkpoint keeps each process's own then, beside the first one's
+among the weights, which are for any other number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.tensor import DTensor
+
+from accel_ckpt import layout
+from accel_ckpt.agree import collect, together
+from accel_ckpt.registered import digest
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel_ckpt.reading import Reading
+    from accel_ckpt.staging import Staging
+
+__all__ = ["load_own_buffers", "save_own_buffers"]
+
+
+def save_own_buffers(accelerator: Accelerator, staging: Staging) -> None:
+    """Write the buffers of this process, if they differ between processes; every process calls it."""
+    process = accelerator.process
+    buffers = dict(_buffers(accelerator))
+    own = [digest(buffer) for buffer in buffers.values()]
+    if any(other != own for other in collect(own, process)):
+        # Copies: buffers may share memory, and a file of safetensors has each name by itself.
+        state = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        staging.write(state, layout.buffers_file(process.rank), safe_serialization=True)
+
+
+def load_own_buffers(accelerator: Accelerator, reading: Reading) -> None:
+    """Restore what `save_own_buffers` wrote; every process calls it.
+
+    On another number of processes all have the first one's, as far as the checkpoint has them.
+    """
+    process = accelerator.process
+    saved = reading.facts.get("world_size")
+    name = layout.buffers_file(process.rank if saved == process.world_size else 0)
+    state = together(lambda: reading.load(name), process, f"reading {name}")
+    for key, buffer in _buffers(accelerator) if state else ():
+        if key in state and state[key].shape == buffer.shape:
+            buffer.detach().copy_(state[key])
+
+
+def _buffers(accelerator: Accelerator) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of prepared models that are saved and whole, by names that every engine gives."""
+    for index, model in enumerate(accelerator._models):
+        inner = accelerator.engine.unwrap_model(model, keep_torch_compile=False)
+        for path, module in inner.named_modules():
+            for name, buffer in module._buffers.items():
+                is_saved = buffer is not None and name not in module._non_persistent_buffers_set
+                if is_saved and not isinstance(buffer, DTensor) and buffer.numel():
+                    yield clean_tensor_name(f"{index}.{path}.{name}" if path else f"{index}.{name}"), buffer
