@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -257,9 +256,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
 def _load_registered(reading: Reading, objects: Objects, process: Process) -> dict[str, Any]:
     """The states of registered objects, which may have parts, by file. Every process must call it."""
     found: dict[str, Any] = {}
-    if "torch.distributed.tensor" not in sys.modules and not any(
-        layout.role_of(name) == "registered" for name in reading.names
-    ):
+    if not objects.sharded and not any(layout.role_of(name) == "registered" for name in reading.names):
         return found
     from accel_ckpt.registered import load_registered_parts  # takes most of a second to import
 

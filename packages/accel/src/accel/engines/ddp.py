@@ -106,7 +106,11 @@ class DDPEngine(Engine):
         gradients after the window's last backward are the same.
         """
         ddp = _ddp(model)
-        return contextlib.nullcontext() if ddp is None or _learns_graph(ddp) else self.owner.holding(ddp)
+        return (
+            contextlib.nullcontext()
+            if ddp is None or _learns_graph(ddp)
+            else self.owner.holding(ddp.no_sync())
+        )
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over all processes, in one small collective.

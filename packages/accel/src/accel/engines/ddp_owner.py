@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,12 +53,6 @@ class ReplicaOwner(TrainingOwner):
         self._models[model] = None
         self._frozen[model] = [item for item in model.parameters() if not item.requires_grad]
         model.register_forward_hook(self._local.after_forward)
-
-    @contextlib.contextmanager
-    def holding(self, model: DistributedDataParallel) -> Iterator[None]:
-        """A context whose backward passes leave gradients on their process."""
-        with self._counted_holding(), model.no_sync():
-            yield
 
     def after_backward(self, retains_graph: bool) -> None:
         """Note whose gradients are this process's own now.

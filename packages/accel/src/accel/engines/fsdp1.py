@@ -169,7 +169,7 @@ class FSDP1Engine(ShardedEngine):
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
         root = _root(model)
-        return contextlib.nullcontext() if root is None else self.owner.holding(root)
+        return contextlib.nullcontext() if root is None else self.owner.holding(root.no_sync())
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""

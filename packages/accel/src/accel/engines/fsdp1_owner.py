@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from accel.engines.training_owner import TrainingOwner
+from accel.engines.training_owner import ShardOwner
 from accel.parallel import flat
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["FlatOwner"]
 
 
-class FlatOwner(TrainingOwner):
+class FlatOwner(ShardOwner):
     """Parameters that lie in flat ones, of which each process has a part.
 
     Args:
@@ -52,30 +50,14 @@ class FlatOwner(TrainingOwner):
         """Whether a tensor is a flat parameter, or lies in one."""
         return flat.is_flattened(tensor)
 
-    @contextlib.contextmanager
-    def holding(self, root: FullyShardedDataParallel) -> Iterator[None]:
-        """A context whose backward passes keep whole gradients until the window ends."""
-        self.holds_back = True
-        with self._counted_holding(), root.no_sync():
-            yield
-
-    def after_backward(self, retains_graph: bool) -> None:
-        """Note that there are new gradients, and whether they are held back."""
-        super().after_backward(retains_graph)
-        self.holds_back |= self.is_holding
-
-    def finish_window(self) -> None:
-        """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
-        if self.holds_back:
-            self.holds_back = False
-            flat.reduce(self._models)
-        super().finish_window()
+    def reduce_held(self) -> None:
+        """Reduce the gradients that are held back."""
+        flat.reduce(self._models)
 
     def show_present(self) -> None:
         """Put shards in the place of gathered parameters."""
         flat.free_gathered(self._models)
 
-    def forget_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+    def forget_held(self, wanted: set[int] | None) -> None:
         """Drop whole gradients that are held back."""
-        if self.holds_back:
-            flat.forget(self._models, None if parameters is None else {id(item) for item in parameters})
+        flat.forget(self._models, wanted)

@@ -15,7 +15,7 @@ from accel.engines.context import EngineContext, Prepared
 from accel.engines.mesh_owner import MeshOwner
 from accel.engines.mesh_plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
 from accel.engines.sharded import ShardedEngine
-from accel.parallel import norms
+from accel.parallel import held_back, norms
 from accel.parallel.context import ContextParallel
 from accel.parallel.full_state import WholeModel, WholeOptimizer, gather_whole
 from accel.parallel.language_models import check_language_models, tell_part
@@ -148,7 +148,7 @@ class MeshEngine(ShardedEngine):
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward keeps whole gradients instead of reducing them."""
         sharded = _sharded(model)
-        return contextlib.nullcontext() if sharded is None else self.owner.holding(sharded)
+        return contextlib.nullcontext() if sharded is None else self.owner.holding(held_back.holding(sharded))
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.engines.training_owner import TrainingOwner
+from accel.engines.training_owner import ShardOwner
 from accel.parallel import held_back
 from accel.parallel.repoint import Replaced
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MeshOwner"]
 
 
-class MeshOwner(TrainingOwner):
+class MeshOwner(ShardOwner):
     """Parameters that `fully_shard` and tensor parallelism have put others in the place of.
 
     A parameter is there up to three times: as the user's model had it, as the shard that optimizers step, and
@@ -67,32 +65,16 @@ class MeshOwner(TrainingOwner):
         """The whole gradients that are held back until the window ends."""
         return [gradient for _, gradient in held_back.gradients(self._parts)]
 
-    @contextlib.contextmanager
-    def holding(self, model: FSDPModule) -> Iterator[None]:
-        """A context whose backward passes keep whole gradients until the window ends."""
-        self.holds_back = True
-        with self._counted_holding(), held_back.holding(model):
-            yield
-
-    def after_backward(self, retains_graph: bool) -> None:
-        """Note that there are new gradients, and whether they are held back."""
-        super().after_backward(retains_graph)
-        self.holds_back |= self.is_holding
-
-    def finish_window(self) -> None:
-        """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
-        if self.holds_back:
-            self.holds_back = False
-            for model in self._models:
-                if isinstance(model, FSDPModule):
-                    held_back.reduce(model)
-        super().finish_window()
+    def reduce_held(self) -> None:
+        """Reduce the gradients that are held back."""
+        for model in self._models:
+            if isinstance(model, FSDPModule):
+                held_back.reduce(model)
 
     def show_present(self) -> None:
         """Put shards in the place of gathered parameters."""
         held_back.free_gathered(self._parts)
 
-    def forget_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+    def forget_held(self, wanted: set[int] | None) -> None:
         """Drop whole gradients that are held back."""
-        if self.holds_back:
-            held_back.forget(self._parts, None if parameters is None else {id(item) for item in parameters})
+        held_back.forget(self._parts, wanted)

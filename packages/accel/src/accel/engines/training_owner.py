@@ -16,7 +16,7 @@ from accel_optim.owner import ParameterOwner
 if TYPE_CHECKING:
     from accel_state.process import Process
 
-__all__ = ["TrainingOwner"]
+__all__ = ["ShardOwner", "TrainingOwner"]
 
 
 class TrainingOwner(ParameterOwner):
@@ -46,10 +46,16 @@ class TrainingOwner(ParameterOwner):
         return self.is_holding
 
     @contextlib.contextmanager
-    def _counted_holding(self) -> Iterator[None]:
+    def holding(self, no_sync: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """A context whose backward passes leave gradients on their process.
+
+        Args:
+            no_sync: The context that makes them so.
+        """
         self._num_holding += 1
         try:
-            yield
+            with no_sync:
+                yield
         finally:
             self._num_holding -= 1
 
@@ -83,3 +89,43 @@ class TrainingOwner(ParameterOwner):
         self.show_present()
         if not self.may_differ:
             self._check.before_step(parameters, self._models)
+
+
+class ShardOwner(TrainingOwner):
+    """Parameters in parts, whose gradients are kept whole outside of `.grad` until the window ends."""
+
+    @contextlib.contextmanager
+    def holding(self, no_sync: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """A context whose backward passes keep whole gradients until the window ends."""
+        self.holds_back = True
+        with super().holding(no_sync):
+            yield
+
+    def after_backward(self, retains_graph: bool) -> None:
+        """Note that there are new gradients, and whether they are held back."""
+        super().after_backward(retains_graph)
+        self.holds_back |= self.is_holding
+
+    def finish_window(self) -> None:
+        """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
+        if self.holds_back:
+            self.holds_back = False
+            self.reduce_held()
+        super().finish_window()
+
+    def forget_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Drop whole gradients that are held back."""
+        if self.holds_back:
+            self.forget_held(None if parameters is None else {id(item) for item in parameters})
+
+    def reduce_held(self) -> None:
+        """Reduce the gradients that are held back."""
+        raise NotImplementedError
+
+    def forget_held(self, wanted: set[int] | None) -> None:
+        """Drop the gradients that are held back.
+
+        Args:
+            wanted: The `id` of each stepped tensor whose gradient is dropped; None for all.
+        """
+        raise NotImplementedError

@@ -82,12 +82,17 @@ def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
 
 def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
     """What `fully_shard` keeps of each parameter that a module shards by itself."""
+    for group in _groups(module):
+        yield from group.fsdp_params
+
+
+def _groups(module: FSDPModule) -> Any:
+    """The parameters that a module shards by itself, as they are gathered together."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12 has one group at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    for group in groups:
-        yield from group.fsdp_params
+    return groups
 
 
 def gathered(parts: Iterable[FSDPModule]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -145,9 +150,10 @@ def _freeze_as_shown(part: FSDPModule) -> None:
     """
     changed = [
         parameter
-        for parameter in sharded_parameters(part)
-        if parameter.sharded_state is ShardedState.UNSHARDED
-        and parameter.sharded_param.requires_grad is not parameter._unsharded_param.requires_grad
+        for group in _groups(part)
+        if group.fsdp_params[0].sharded_state is ShardedState.UNSHARDED  # that of all: few are, in a step
+        for parameter in group.fsdp_params
+        if parameter.sharded_param.requires_grad is not parameter._unsharded_param.requires_grad
     ]
     if changed:
         flags = [parameter._unsharded_param.requires_grad for parameter in changed]
