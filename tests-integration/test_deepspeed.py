@@ -738,6 +738,22 @@ def test_one_process_that_nobody_launched(world):
     assert losses == pytest.approx(plain(), rel=1e-5)
 
 
+def linear_of_stage(stage: int) -> tuple[str, str]:
+    before = F.linear.__module__
+    accelerator = make(stage)
+    prepared(accelerator)
+    accelerator.end_training()
+    return before, F.linear.__module__
+
+
+def test_what_one_stage_replaces_in_torch_is_not_there_in_the_next_run_of_a_rank(world):
+    # Ranks with other functions would add up the gradients of different parameters, at stage 2.
+    ((own, replaced),) = world.run(linear_of_stage, 3, size=1, timeout_s=100)
+    assert own != replaced
+
+    assert world.run(linear_of_stage, 2, timeout_s=100) == [(own, own)] * 2
+
+
 def with_an_old_state() -> bool:
     accelerator = make(1)
     model = Net()

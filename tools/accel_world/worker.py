@@ -120,20 +120,26 @@ def _leave_world() -> list[str]:
         _freeze_modules()
     except Exception as error:
         return [_describe(error)]
-    _reset_counters()
+    _reset_libraries()
     return []
 
 
-def _reset_counters() -> None:
-    """Put back what libraries count per process, as ranks that have run other calls would disagree on it."""
+def _reset_libraries() -> None:
+    """Put back what libraries keep per process, as ranks that have run other calls would disagree on it."""
     # Groups are named by it: a rank that is ahead would wait for ever under another name.
     sys.modules["torch.distributed.distributed_c10d"]._world.group_count = 0
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    if (
-        offload is not None
-    ):  # stage 3 compares numbers of modules and parameters, which go on from model to model
-        offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-        sys.modules["deepspeed.runtime.zero.partition_parameters"].Init.param_id = 0
+    if offload is None:
+        return
+    # Stage 3 compares numbers of modules and parameters, which go on from model to model.
+    offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    partition = sys.modules["deepspeed.runtime.zero.partition_parameters"]
+    partition.Init.param_id = 0
+    # Stage 3 replaces it for good. Its backward pass finishes weights before biases, and stage 2 adds
+    # gradients up in the order in which each rank finishes them.
+    linear = getattr(partition.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if linear is not None:
+        sys.modules["torch.nn.functional"].linear = linear
 
 
 def _freeze_modules() -> None:
