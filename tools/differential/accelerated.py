@@ -98,9 +98,11 @@ class AcceleratedSession:
         """The rest of this epoch, or the next one."""
         return iter(self.loader)
 
-    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
         """The context of one micro-batch."""
-        return self.accelerator.accumulate(self.net)
+        with _refusals(), self.accelerator.accumulate(self.net):
+            yield
 
     def is_boundary(self) -> bool:
         """Whether this micro-batch ends its window."""
@@ -119,10 +121,8 @@ class AcceleratedSession:
         ids = ids[:, None].expand_as(labels).contiguous()
         places = torch.arange(labels.shape[1]).expand_as(labels).contiguous()
         shared = [inputs, labels, ids, places, self.inner.positions]
-        with (
-            _refusals(),
-            self.accelerator.maybe_context_parallel(shared, [1, 1, 1, 1, 0], {inputs, labels, ids, places}),
-        ):
+        no_restore = {inputs, labels, ids, places}
+        with self.accelerator.maybe_context_parallel(shared, [1, 1, 1, 1, 0], no_restore):
             logits = self.net(inputs)
             if self.program.weighted:
                 yield sum_loss(logits, labels, ids, places)
@@ -147,13 +147,12 @@ class AcceleratedSession:
 
     def clip(self, how: str) -> float | None:
         """Clip; returns the norm, if there is one."""
-        with _refusals():
-            if how == "value":
-                self.accelerator.clip_grad_value_(self.net.parameters(), MAX_VALUE)
-                return None
-            chosen = self.net if how == "norm" else self.inner.blocks[0]
-            norm = self.accelerator.clip_grad_norm_(chosen.parameters(), MAX_NORM)
-            return None if norm is None else float(norm)
+        if how == "value":
+            self.accelerator.clip_grad_value_(self.net.parameters(), MAX_VALUE)
+            return None
+        chosen = self.net if how == "norm" else self.inner.blocks[0]
+        norm = self.accelerator.clip_grad_norm_(chosen.parameters(), MAX_NORM)
+        return None if norm is None else float(norm)
 
     def act(self, action: str) -> Any:
         """Do what comes before a micro-batch; returns what it shows, if anything."""

@@ -94,7 +94,6 @@ ENGINES: dict[str, EngineCase] = {
         2,
         _fsdp(1),
         kinds=_without(KINDS, "two backwards"),  # torch has freed the weights
-        before=_without(BEFORE, "freeze", "unfreeze"),  # not in an open window: docs/engines.md
         takes_unused=False,  # zeros: they lie in a flat parameter
     ),
     "fsdp2": EngineCase(2, _fsdp(2)),

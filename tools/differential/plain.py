@@ -173,7 +173,11 @@ class PlainSession:
     def _save(self) -> None:
         self.saved = {
             "net": self.state(),
-            "gradients": [None if item.grad is None else item.grad.clone() for item in self.net.parameters()],
+            # As in a new process, where there are none but those of an open window.
+            "gradients": [
+                None if item.grad is None or self.boundary else item.grad.clone()
+                for item in self.net.parameters()
+            ],
             "others": copy.deepcopy([item.state_dict() for item in (*self._optimizers, *self._schedules)]),
             "place": (self.epoch, self.done, self.step, self.weight),
         }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.parallel import flat
+
+if TYPE_CHECKING:
+    from accel_state.process import Process
 
 __all__ = ["Flattened", "check_apart", "check_saved_whole", "check_stateless", "check_whole_units"]
 
@@ -106,15 +110,18 @@ def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> N
             )
 
 
-def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
-    """Refuse an optimizer with some of the trained parameters in a flat one: torch saves all or none.
+def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process: Process) -> None:
+    """Refuse a state of some of the trained parameters in a flat one: torch saves that of all or none.
+
+    Every process must call it.
 
     Args:
         optimizer: The optimizer.
         models: Wrapped models.
+        process: This process.
 
     Raises:
-        ValueError: If it has some.
+        ValueError: If it steps some of them, or has a state for some.
     """
     held = {id(item) for group in optimizer.param_groups for item in group["params"]}
     for _, handle in flat.parts(models):
@@ -125,6 +132,19 @@ def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module]) -> None
                 f"save_state: {type(optimizer).__name__} has {count} of {len(members)} trained parameters "
                 "that fsdp_version=1 lays into one vector, and torch saves the state of all of them or none. "
                 "Wrap them apart (auto_wrap_policy), give them to one optimizer, or set fsdp_version=2."
+            )
+        if not count:
+            continue
+        # A process has no state of what has no part in its shard.
+        has_state = torch.tensor([item in optimizer.state for item in members], dtype=torch.uint8)
+        has_state = has_state.to(process.device)
+        dist.all_reduce(has_state, dist.ReduceOp.MAX)
+        num_stepped = int(has_state.sum())
+        if num_stepped not in (0, len(members)):
+            raise ValueError(
+                f"save_state: {type(optimizer).__name__} has stepped {num_stepped} of {len(members)} trained "
+                "parameters that fsdp_version=1 lays into one vector, and torch saves the state of all of "
+                "them or none. Save after the first step with what was unfrozen, or set fsdp_version=2."
             )
 
 

@@ -171,6 +171,11 @@ class FSDP1Engine(ShardedEngine):
         root = _root(model)
         return contextlib.nullcontext() if root is None else self.owner.holding(root.no_sync())
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass, also where parameters were frozen or unfrozen inside a window."""
+        self.owner.before_backward()
+        super().backward(loss, **kwargs)
+
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
         managed = flat.managed(self._models)
@@ -223,9 +228,9 @@ class FSDP1Engine(ShardedEngine):
         return model if root is None else WholeFlatModel(root, self._records[root])
 
     def check_save(self, optimizers: Iterable[Any]) -> None:
-        """Refuse optimizers of which torch cannot save the state."""
+        """Refuse optimizers of which torch cannot save the state; every process calls it."""
         for optimizer in optimizers:
-            check_saved_whole(optimizer, self._models)
+            check_saved_whole(optimizer, self._models, self.context.process)
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer with its whole state, which is gathered now, by all processes."""

@@ -9,6 +9,7 @@ import torch
 
 from accel.engines.training_owner import ShardOwner
 from accel.parallel import flat
+from accel.parallel.flat_freezing import Freezing, drop_hooks_of_others
 
 if TYPE_CHECKING:
     from accel.engines.flattened import Flattened
@@ -28,10 +29,12 @@ class FlatOwner(ShardOwner):
     def __init__(self, flattened: Flattened, process: Process) -> None:
         super().__init__(process)
         self._flattened = flattened
+        self._freezing = Freezing()
 
     def add(self, model: torch.nn.Module) -> None:
         """Note a wrapped model."""
         self._models[model] = None
+        model.register_forward_pre_hook(drop_hooks_of_others)
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is stepped: it itself, or the flat one that it lies in."""
@@ -50,8 +53,22 @@ class FlatOwner(ShardOwner):
         """Whether a tensor is a flat parameter, or lies in one."""
         return flat.is_flattened(tensor)
 
+    def before_backward(self) -> None:
+        """Let a window's gradients be those of what is trained now.
+
+        Raises:
+            ValueError: If a window has gradients of what is frozen now.
+        """
+        if self.holds_back:
+            self._freezing.follow(self._models)
+
     def reduce_held(self) -> None:
-        """Reduce the gradients that are held back."""
+        """Reduce the gradients that are held back.
+
+        Raises:
+            ValueError: If some are of what is frozen now; nothing is reduced.
+        """
+        self._freezing.finish(self._models)
         flat.reduce(self._models)
 
     def show_present(self) -> None:

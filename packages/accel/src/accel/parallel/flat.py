@@ -33,6 +33,7 @@ __all__ = [
     "gradient_sets",
     "gradients",
     "is_flattened",
+    "is_held",
     "load_local_state",
     "local_state",
     "managed",
@@ -136,7 +137,7 @@ def reduce(models: Iterable[torch.nn.Module]) -> None:
     """Reduce the gradients that are held back, as a backward pass outside of `no_sync` does."""
     for module, handle in parts(models):
         flat = handle.flat_param
-        if flat.grad is None or not (_is_held(handle) or not handle.uses_sharded_strategy):
+        if flat.grad is None or not (is_held(handle) or not handle.uses_sharded_strategy):
             continue
         flat.grad.data = flat.grad.to(handle._reduce_dtype)
         states = module.training_state, handle._training_state
@@ -174,7 +175,7 @@ def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = 
     for _, handle in parts(models):
         flat = handle.flat_param
         aside = getattr(flat, "_saved_grad_shard", None)
-        if not _is_held(handle) and aside is None:
+        if not is_held(handle) and aside is None:
             continue
         members = [item for item in flat._params or (flat,) if item.requires_grad]
         if wanted is None or wanted >= {id(item) for item in members}:
@@ -186,7 +187,7 @@ def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = 
             continue
         if flat._params is None:  # stepped as a whole, by an optimizer that was not asked for
             continue
-        views = handle._get_unflat_views(flat.grad) if _is_held(handle) else [None] * len(flat._params)
+        views = handle._get_unflat_views(flat.grad) if is_held(handle) else [None] * len(flat._params)
         for item, view, place in zip(flat._params, views, flat._shard_param_infos, strict=True):
             if id(item) in wanted:
                 if view is not None:
@@ -195,7 +196,7 @@ def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = 
                     aside[place.offset_in_shard :][: place.numel_in_shard].zero_()
 
 
-def _is_held(handle: Any) -> bool:
+def is_held(handle: Any) -> bool:
     """Whether the gradient is a whole one, where parameters are in parts."""
     flat = handle.flat_param
     return handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._sharded_size
