@@ -65,8 +65,10 @@ class Module:
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:
-        """Everything the module imports, at any depth."""
-        return tuple(self._walk(self.tree, "loading"))
+        """Everything the module imports, at any depth; for type checking also what its stub does."""
+        stub = self.path.with_suffix(".pyi")
+        typed = self._walk(ast.parse(stub.read_text(), str(stub)), "typing") if stub.exists() else ()
+        return (*self._walk(self.tree, "loading"), *typed)
 
     def at(self, line: int) -> str:
         """Return `path:line` for a message."""

@@ -11,13 +11,16 @@ from accel_state.lazy import attach
 
 
 @pytest.fixture
-def package(monkeypatch):
+def package(monkeypatch, tmp_path):
     module = types.ModuleType("lazy_sample")
     monkeypatch.setitem(sys.modules, "lazy_sample", module)
-    get, listed, exported = attach(
-        "lazy_sample", {"json.decoder": ["JSONDecoder"], "fractions": ["Fraction"]}, ["part"]
+    file = tmp_path / "__init__.py"
+    file.with_suffix(".pyi").write_text(
+        "from fractions import Fraction as Fraction\n"
+        "from json.decoder import JSONDecoder as JSONDecoder\n"
+        "from lazy_sample import part as part\n"
     )
-    module.__getattr__, module.__dir__, module.__all__ = get, listed, exported
+    module.__getattr__, module.__dir__, module.__all__ = attach("lazy_sample", str(file))
     return module
 
 

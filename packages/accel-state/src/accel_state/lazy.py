@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __all__ = ["attach"]
 
 
-def attach(
-    package: str, names: Mapping[str, Iterable[str]], submodules: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make what a package's `__init__` needs to export names without importing their modules.
+
+    Type checkers and this function read one list: the stub `__init__.pyi` beside the package's `__init__.py`,
+    of lines `from module import name as name`. A name that it imports from the package itself is a submodule.
 
     Args:
         package: The package's `__name__`.
-        names: Per module (its full name), the names that it exports.
-        submodules: Submodules that become attributes on first use.
+        file: The package's `__file__`.
 
     Returns:
         `__getattr__`, `__dir__` and `__all__` (sorted), to be assigned in the package.
     """
-    module_of = {name: module for module, exported in names.items() for name in exported}
-    parts = frozenset(submodules)
+    module_of, submodules = {}, set()
+    for line in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(line, ast.ImportFrom) and line.module:
+            names = [alias.name for alias in line.names]
+            if line.module == package:
+                submodules.update(names)
+            else:
+                module_of.update(dict.fromkeys(names, line.module))
 
     def get(name: str) -> Any:
         if name in module_of:
             value = getattr(import_module(module_of[name]), name)
             setattr(sys.modules[package], name, value)
             return value
-        if name in parts:
+        if name in submodules:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *module_of, *parts})
+        return sorted({*vars(sys.modules[package]), *module_of, *submodules})
 
     return get, listed, sorted(module_of)

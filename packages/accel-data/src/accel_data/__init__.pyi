@@ -1,0 +1,17 @@
+from accel_data.__about__ import __version__ as __version__
+from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
+from accel_data.adapter import get_sampler as get_sampler
+from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
+from accel_data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from accel_data.iterable import IterableDatasetShard as IterableDatasetShard
+from accel_data.mixin import DataLoaderStateMixin as DataLoaderStateMixin
+from accel_data.order import SeedableRandomSampler as SeedableRandomSampler
+from accel_data.prepare import prepare_data_loader as prepare_data_loader
+from accel_data.prepare import skip_first_batches as skip_first_batches
+from accel_data.samplers import BatchSamplerShard as BatchSamplerShard
+from accel_data.samplers import SkipBatchSampler as SkipBatchSampler
+from accel_data.seeds import sample_generator as sample_generator
+from accel_data.seeds import sample_rng as sample_rng
+from accel_data.seeds import sample_seed as sample_seed
+from accel_data.shard import DataLoaderShard as DataLoaderShard
+from accel_data.shard import SkipDataLoader as SkipDataLoader

@@ -1,0 +1,13 @@
+from accel_optim.__about__ import __version__ as __version__
+from accel_optim.handlers import AutocastKwargs as AutocastKwargs
+from accel_optim.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_optim.handlers import GradScalerKwargs as GradScalerKwargs
+from accel_optim.local_sgd import LocalSGD as LocalSGD
+from accel_optim.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accel_optim.optimizer import move_to_device as move_to_device
+from accel_optim.optimizer import patch_optimizer_step as patch_optimizer_step
+from accel_optim.precision import autocast as autocast
+from accel_optim.precision import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+from accel_optim.scaler import get_grad_scaler as get_grad_scaler
+from accel_optim.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accel_optim.window import Window as Window
