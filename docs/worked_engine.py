@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 from accel.engines import ENGINES, Engine, EngineRow
 from accel.utils import DistributedType
-from accel_ops import collectives
+from accel_ops.collectives import operations
 
 
 class LateAverage(Engine):
@@ -38,12 +38,12 @@ class LateAverage(Engine):
         if self.context.gradient_state.sync_gradients:
             for parameter in self.trained:
                 if parameter.grad is not None:
-                    parameter.grad = collectives.reduce(parameter.grad, "mean", process=self.context.process)
+                    parameter.grad = operations.reduce(parameter.grad, "mean", process=self.context.process)
 
     def total_weight(self, weight, dtype):
         """Add up the weight of backward(loss, weight=...) over the processes."""
         weight = torch.as_tensor(weight, dtype=dtype, device=self.context.process.device)
-        return float(collectives.reduce(weight, "sum", process=self.context.process))
+        return float(operations.reduce(weight, "sum", process=self.context.process))
 
 
 ENGINES[DistributedType.MULTI_CPU] = EngineRow(f"{__name__}:LateAverage", "pip install torch")

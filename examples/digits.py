@@ -5,7 +5,7 @@ __all__ = ["load_digits"]
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError:
-    from accel_state.packages import install_hint
+    from accel_state.imports.packages import install_hint
 
     raise ImportError(
         f"The examples need scikit-learn. Install it with: {install_hint('examples')}"

@@ -15,8 +15,8 @@ from accel.ds.config import HfDeepSpeedConfig
 from accel.ds.runtime import GatheredParameters
 from accel.ds.ulysses import SequenceParallelLoader
 from accel.plugins.deepspeed import DeepSpeedPlugin
-from accel_state.parallel_handlers import DeepSpeedSequenceParallelConfig
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
+from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig
 
 pytestmark = [
     pytest.mark.timeout(400),  # importing DeepSpeed and transformers on a busy machine

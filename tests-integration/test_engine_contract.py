@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel.accelerator import Accelerator
 from accel.plugins.deepspeed import DeepSpeedPlugin
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.parallelism import ParallelismConfig, TorchContextParallelConfig
+from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
 
 VOCAB, WIDTH, HEADS, LENGTH = 13, 8, 2, 8
 STEPS, ACCUMULATION, GLOBAL_BATCH, MAX_NORM = 20, 2, 8, 0.5

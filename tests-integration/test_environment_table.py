@@ -32,18 +32,18 @@ from accel_launch.resolve import resolve
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_launch.slurm import find_step
 from accel_launch.tpu.variables import prepare_tpu, tpu_settings
-from accel_state import env, placement
+from accel_state import env
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.affinity import set_numa_affinity
-from accel_state.devices import DEVICES, default_device, detect
-from accel_state.env_table import VARIABLES
+from accel_state.devices.affinity import set_numa_affinity
+from accel_state.devices.table import DEVICES, default_device, detect
+from accel_state.env.table import VARIABLES
 from accel_state.handlers import TorchDynamoPlugin
-from accel_state.logging import get_logger
-from accel_state.parallel_handlers import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-from accel_state.parallelism import ParallelismConfig
-from accel_state.process import PartialState, current_process
-from accel_state.rendezvous import _init_method
-from accel_state.tracebacks import set_tracebacks
+from accel_state.logging.loggers import get_logger
+from accel_state.logging.tracebacks import set_tracebacks
+from accel_state.parallelism.config import ParallelismConfig
+from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accel_state.process.rendezvous import _init_method
+from accel_state.process.state import PartialState, current_process, ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -134,7 +134,7 @@ def left_out_of_a_run_of_its_own() -> Any:
 
 
 def place_on_machine() -> Any:
-    return placement.find_place(DEVICES["cpu"], {"rank": 1, "world_size": 6})
+    return ranks.find_place(DEVICES["cpu"], {"rank": 1, "world_size": 6})
 
 
 STEP = {

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 from accel_world.program import run_program
 from accel_world.report import WorldFailure
 

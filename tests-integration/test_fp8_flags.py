@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 # Torch starts in every process, and the machine may be busy.
 pytestmark = pytest.mark.timeout(300)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.utils import DataLoaderConfiguration
 from accel_data import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("fresh_state")]
 

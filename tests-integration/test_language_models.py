@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
 from accel.utils import get_model_tp_size
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 SMALL = {
     "vocab_size": 32,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 pytest.importorskip("ray", reason=install_hint("ray", "accel-launch"))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 pytest.importorskip("sagemaker", reason=install_hint("sagemaker", "accel-launch"))
 pytest.importorskip("moto", reason="pip install 'moto[server]'")

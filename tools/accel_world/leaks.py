@@ -31,7 +31,7 @@ PATIENCE_S = 4.0  # how long a thread or child that is on its way out may take
 SINGLETONS = (
     ("accel_state.gradient", "GradientState"),
     ("accel_state.accelerator_state", "AcceleratorState"),
-    ("accel_state.process", "PartialState"),
+    ("accel_state.process.state", "PartialState"),
 )
 own_children: set[int] = set()  # ids of processes that belong to the plugin, not to a test
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")

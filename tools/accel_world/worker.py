@@ -107,7 +107,7 @@ def _join_world(call: Call) -> None:
 def _leave_world() -> list[str]:
     import torch.distributed as dist
 
-    from accel_state.settle import settle
+    from accel_state.process.drain import settle
 
     try:
         leaks.reset_singletons()

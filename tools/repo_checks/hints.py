@@ -18,7 +18,7 @@ from repo_checks.tree import Package
 __all__ = ["check_hints", "wrong_commands"]
 
 HELPER = "install_hint"
-HELPER_MODULE = "packages/accel-state/src/accel_state/packages.py"
+HELPER_MODULE = "packages/accel-state/src/accel_state/imports/packages.py"
 COMMAND = re.compile(r"pip install ([^`\n#&;()]*)")
 ARGUMENT = re.compile(r"(?P<path>\./packages/)?(?P<name>[\w*-]+)(?:\[(?P<extras>[\w,-]+)\])?[.,:]?")
 BARE_EXTRA = re.compile(r"(?<![\w/.-])accel(?:-[a-z]+)?\[[a-z][a-z0-9-]*\]")

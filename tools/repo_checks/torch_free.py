@@ -16,12 +16,12 @@ PATTERNS = (
     "accel_state",
     "accel_state.enums",
     "accel_state.env*",
-    "accel_state.failure",
+    "accel_state.process.failure",
     "accel_state.handlers",
-    "accel_state.imports",
-    "accel_state.logging",
-    "accel_state.parallelism",
-    "accel_state.warning",
+    "accel_state.imports.available",
+    "accel_state.logging.loggers",
+    "accel_state.parallelism.config",
+    "accel_state.logging.warning",
 )
 LIGHT = frozenset({"packaging", "yaml"})  # the only third-party modules they may load
 

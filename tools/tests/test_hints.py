@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel import tracking
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 from repo_checks.declared import extras
 from repo_checks.hints import check_hints, wrong_commands
 from repo_checks.tree import packages

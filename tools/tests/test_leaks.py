@@ -120,9 +120,9 @@ def test_a_singleton_left_behind(monkeypatch):
         def _reset_state(cls) -> None:
             cls._shared_state.clear()
 
-    module = types.ModuleType("accel_state.process")
+    module = types.ModuleType("accel_state.process.state")
     module.PartialState = PartialState
-    monkeypatch.setitem(sys.modules, "accel_state.process", module)
+    monkeypatch.setitem(sys.modules, "accel_state.process.state", module)
     before = leaks.capture()
     PartialState._shared_state["rank"] = 0
     assert leaks.restore(before) == {

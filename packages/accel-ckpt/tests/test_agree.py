@@ -6,7 +6,7 @@ import pytest
 
 from accel_ckpt.agree import agree, from_main, together
 from accel_ckpt.errors import CheckpointError
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 def _fail_on(failing: list[int]) -> str:

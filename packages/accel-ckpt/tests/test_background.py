@@ -16,7 +16,7 @@ from torch import nn
 from accel_ckpt import background, memory, staging, tensors
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.staging import staged
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +247,7 @@ def test_when_one_fails_in_the_background_all_do(world: Any, tmp_path: Path) -> 
 
 
 def _destroy_in_flight(folder: str) -> bool:
-    from accel_state.process import PartialState
+    from accel_state.process.state import PartialState
 
     state = PartialState(cpu=True)
     with staged(Path(folder) / "c", blocking=False, process=state.process) as opened:

@@ -9,7 +9,7 @@ import torch
 
 from accel_ckpt import memory
 from accel_ckpt.memory import Memory
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 class Elsewhere(torch.Tensor):

@@ -14,7 +14,7 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import model_file, optimizer_file
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.state import save_accelerator_state
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 def saved(tmp_path: Path) -> tuple[Path, torch.optim.Optimizer]:

@@ -8,7 +8,7 @@ import torch
 
 from accel_ckpt.resharding import fingerprints, random_states_for
 from accel_ckpt.rng import set_rng_state
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 def state(seed: int, shared: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from accel_ckpt.restore import load_accelerator_state
 from accel_ckpt.staging import staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 class Counter:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accel_ckpt import rng, tensors
-from accel_state import devices
-from accel_state.process import current_process
+from accel_state.devices import table
+from accel_state.process.state import current_process
 
 
 def draw() -> list[Any]:
@@ -47,7 +47,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process on a device whose row answers with the CPU's generator, as there is no other device here."""
     states: list[Any] = []
     cuda = replace(
-        devices.DEVICES["cuda"],
+        table.DEVICES["cuda"],
         calls={
             "get_rng_state": lambda: torch.tensor([1, 2], dtype=torch.uint8),
             "set_rng_state": states.append,

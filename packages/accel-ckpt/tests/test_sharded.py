@@ -24,7 +24,7 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import open_checkpoint
 from accel_ckpt.sharded import Parts, load_parts, load_sharded_state, save_sharded_state
 from accel_ckpt.staging import release_memory, staged
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

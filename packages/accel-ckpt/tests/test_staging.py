@@ -10,7 +10,7 @@ import pytest
 from accel_ckpt import manifest
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.staging import opened_at, staged
-from accel_state.process import Process, current_process
+from accel_state.process.state import Process, current_process
 
 
 def files(folder: Path) -> list[str]:

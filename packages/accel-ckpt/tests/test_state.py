@@ -27,7 +27,7 @@ from accel_ckpt.state import (
     save_accelerator_state,
     save_custom_state,
 )
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 SLOW_S = 100  # a worker's first optimizer or DDP imports torch's compiler, which takes seconds
 

@@ -4,7 +4,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from accel_data.agree import Seeding, agreed_order
 from accel_data.order import SeedableRandomSampler
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 
 class Custom:

@@ -9,7 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_data import DataLoaderShard, prepare_data_loader
 from accel_data.detect import find_split
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

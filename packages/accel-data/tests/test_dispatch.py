@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from accel_data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accel_state.gradient import GradientState
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

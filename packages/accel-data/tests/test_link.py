@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_data import prepare_data_loader
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

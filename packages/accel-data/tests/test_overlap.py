@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_data import prepare_data_loader, sample_rng, skip_first_batches
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -11,7 +11,7 @@ from accel_data import prepare_data_loader
 from accel_data.layout import Share
 from accel_data.loader import noted
 from accel_data.prefetch import Copy, SideStream, copied_ahead
-from accel_state.devices import DEVICES
+from accel_state.devices.table import DEVICES
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -31,7 +31,7 @@ from accel_data import (
 )
 from accel_data.samplers import PresplitBatchSampler
 from accel_state.gradient import GradientState
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

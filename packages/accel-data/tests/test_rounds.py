@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from accel_data.layout import Fill
 from accel_data.rounds import Read, Rounds
 from accel_data.scatter import ABSENT
-from accel_ops.tree import slice_tensors
+from accel_ops.trees.tensors import slice_tensors
 
 
 def rounds(reads, *args):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from accel_data.layout import Fill
 from accel_data.scatter import ABSENT, Message, Receiver, Sender, open_line
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 Pair = namedtuple("Pair", "left right")
 

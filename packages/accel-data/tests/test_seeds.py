@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import prepare_data_loader, sample_generator, sample_rng, sample_seed, skip_first_batches
 from accel_state.gradient import GradientState
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

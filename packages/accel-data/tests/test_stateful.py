@@ -11,7 +11,7 @@ from accel_data import (
     prepare_data_loader,
     skip_first_batches,
 )
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = [

@@ -172,7 +172,7 @@ def test_the_worker_in_trouble_first_is_named_though_another_ends_first(start: S
 
 TWO_FAIL = """
 import os, time
-from accel_state.failure import record_uncaught
+from accel_state.process.failure import record_uncaught
 
 if {record}:
     record_uncaught()
@@ -220,7 +220,7 @@ def test_of_two_that_ended_before_the_launcher_looked_the_cause_is_named(
 
 def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) -> None:
     script = (
-        "import os, sys, time\nfrom accel_state.failure import record_uncaught\n"
+        "import os, sys, time\nfrom accel_state.process.failure import record_uncaught\n"
         "if os.environ['RANK'] == '0':\n"
         "    sys.excepthook = lambda *_: (open('ready0', 'w').close(), time.sleep(60))\n"
         "    record_uncaught()\n    raise ValueError('the cause')\n"
@@ -238,10 +238,10 @@ def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) ->
 def test_a_child_that_fails_is_not_taken_for_its_worker(start: Start) -> None:
     script = """
 import os, subprocess, sys, time
-from accel_state.failure import record_uncaught  # PartialState calls it
+from accel_state.process.failure import record_uncaught  # PartialState calls it
 
 record_uncaught()
-child = "from accel_state.failure import record_uncaught; record_uncaught(); raise KeyError('the child')"
+child = "import accel_state.process.failure as f; f.record_uncaught(); raise KeyError('the child')"
 if os.environ["RANK"] == "0":
     assert subprocess.run([sys.executable, "-c", child], stderr=subprocess.DEVNULL).returncode == 1
     open("ready0", "w").close()
@@ -321,7 +321,7 @@ def test_the_summary_has_colour_on_a_terminal(start: Start, environ: dict[str, s
 
 def test_frames_of_libraries_are_left_out_unless_in_debug_mode(start: Start) -> None:
     script = (
-        "from accel_state import env\nfrom accel_state.env_purge import purge_accelerate_environment\n"
+        "from accel_state import env\nfrom accel_state.env.purge import purge_accelerate_environment\n"
         "@purge_accelerate_environment\ndef main(): env.put({}, 'RANK', 'x')\nmain()\n"
     )
     _, _, error = start("launch", "--launcher", "local", script=script).finish()

@@ -25,7 +25,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there 
 
 SCRIPT = """
 import torch
-from accel_state.process import PartialState
+from accel_state.process.state import PartialState
 
 state = PartialState(cpu=True)
 total = torch.tensor([state.process_index + 1])

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accel_launch.errors import LaunchError
 from accel_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher
-from accel_state import watch
+from accel_state.process import hooks
 
 
 def all_ranks(folder: str) -> None:
@@ -33,7 +33,7 @@ def all_ranks(folder: str) -> None:
 
 
 def met_through_the_state(folder: str) -> None:
-    from accel_state.process import PartialState
+    from accel_state.process.state import PartialState
 
     state = PartialState()
     Path(folder, str(state.process_index)).write_text(
@@ -101,7 +101,7 @@ def test_notebook_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.M
 def leave_one_by_one(folder: str) -> None:
     """Rank 0 ends only when it sees that rank 1 has left."""
     rank = os.environ["RANK"]
-    watch.register(lambda process: None, lambda process: None, leaves=Path(folder, rank).touch)
+    hooks.register(lambda process: None, lambda process: None, leaves=Path(folder, rank).touch)
     until = time.monotonic() + 30
     while rank == "0" and not Path(folder, "1").exists():
         assert time.monotonic() < until
@@ -155,10 +155,12 @@ def test_a_failing_rank_of_notebook_launcher_gives_the_launchers_summary(capfd: 
 
 
 def fail_beside_one_that_goes_on(folder: str) -> None:
-    from accel_state.failure import record_uncaught
+    from accel_state.process.failure import record_uncaught
 
     record_uncaught()  # as a PartialState does
-    child = "from accel_state.failure import record_uncaught; record_uncaught(); raise KeyError('child')"
+    child = (
+        "from accel_state.process.failure import record_uncaught; record_uncaught(); raise KeyError('child')"
+    )
     if os.environ["RANK"] == "0":
         subprocess.run([sys.executable, "-c", child], stderr=subprocess.DEVNULL, check=False)
         Path(folder, "ready").touch()
@@ -217,7 +219,7 @@ def test_notebook_launcher_leaves_signals_as_they_were() -> None:
 
 @pytest.mark.usefixtures("fresh_state")
 def test_a_process_with_a_state_is_refused() -> None:
-    from accel_state.process import PartialState
+    from accel_state.process.state import PartialState
 
     PartialState(cpu=True)
     with pytest.raises(LaunchError, match="Restart the kernel, and make the Accelerator inside the function"):

@@ -84,7 +84,7 @@ def test_a_script_is_needed() -> None:
 
 
 def join() -> int:
-    from accel_state.process import PartialState
+    from accel_state.process.state import PartialState
 
     programs.test_launch()
     return int(PartialState().num_processes)

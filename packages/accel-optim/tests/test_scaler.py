@@ -401,7 +401,7 @@ def test_options_reach_torch() -> None:
 
 
 def test_the_scaler_is_that_of_the_devices_type() -> None:
-    from accel_state.process import current_process
+    from accel_state.process.state import current_process
 
     here = current_process().device.type
     scaler = get_grad_scaler()

@@ -17,38 +17,56 @@ import accel_state
 
 # Names so general that they are clear only with their module before them: `env.get`, `devices.row`.
 WITH_MODULE_ONLY = {
-    "control": {"describe", "wait"},
-    "devices": {"default_device", "detect", "row"},
+    "process.control": {"describe", "wait"},
+    "devices.table": {"default_device", "detect", "row"},
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"}
     | {"keep_accelerate_environment"},
-    "shared": {"shared_dict"},
-    "warning": {"user_frame", "warn"},
+    "process.shared_dict": {"shared_dict"},
+    "logging.warning": {"user_frame", "warn"},
 }
-# Modules that only the package itself uses. A new module stands here or among the exports of the package.
+# Modules that only the packages themselves use. A new module stands here or among the exports of the package.
 INTERNAL = {
     "__about__",
-    "capabilities",
-    "device_calls",
-    "device_row",
-    "env_table",
-    "env_variable",
-    "failure",
+    "devices",
+    "devices.calls",
+    "devices.probes",
+    "devices.row",
+    "env.table",
+    "env.variable",
+    "imports",
+    "imports.packages",
     "lazy",
-    "packages",
-    "parallel_handlers",
-    "placement",
-    "rendezvous",
-    "settle",
-    "slurm",
-    "split",
-    "stores",
-    "tracebacks",
-    "watch",
+    "logging",
+    "logging.tracebacks",
+    "parallelism",
+    "parallelism.handlers",
+    "process",
+    "process.drain",
+    "process.failure",
+    "process.hooks",
+    "process.ranks",
+    "process.rendezvous",
+    "process.slurm",
+    "process.split",
+    "process.stores",
 }
-TORCH_FREE = ("enums", "env", "failure", "handlers", "imports", "lazy", "logging", "parallelism", "warning")
+TORCH_FREE = (
+    "enums",
+    "env",
+    "handlers",
+    "imports.available",
+    "lazy",
+    "logging.loggers",
+    "logging.warning",
+    "parallelism.config",
+    "process.failure",
+)
 HEAVY = {"torch", "numpy", "packaging", "importlib.metadata", "asyncio", "subprocess", "multiprocessing"}
 README = Path(__file__).parents[1] / "README.md"
-MODULES = [info.name for info in pkgutil.iter_modules(accel_state.__path__)]
+MODULES = [
+    info.name.removeprefix("accel_state.")
+    for info in pkgutil.walk_packages(accel_state.__path__, "accel_state.")
+]
 PUBLIC_MODULES = [module for module in MODULES if module not in INTERNAL]
 
 
@@ -85,9 +103,12 @@ def test_nothing_else_is_exported():
     assert sorted({*public, "__version__"}) == accel_state.__all__
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "__about__"])
+@pytest.mark.parametrize("module", MODULES)
 def test_all_names_exist_once_and_are_documented(module):
     loaded = load(module)
+    if not hasattr(loaded, "__all__"):
+        assert not [name for name in vars(loaded) if name[0] != "_" and f"{module}.{name}" not in MODULES]
+        return
     assert len(set(loaded.__all__)) == len(loaded.__all__)
     for name in loaded.__all__:
         value = getattr(loaded, name)

@@ -17,10 +17,10 @@ from accel_state.accelerator_state import (
     do_nothing,
     is_initialized,
 )
-from accel_state.device_row import DeviceRow
+from accel_state.devices.row import DeviceRow
 from accel_state.enums import DistributedType
-from accel_state.parallelism import ParallelismConfig
-from accel_state.process import PartialState
+from accel_state.parallelism.config import ParallelismConfig
+from accel_state.process.state import PartialState
 from accel_world.pool import World
 
 SIZES = (1, 2, 3, 4)

@@ -15,7 +15,7 @@ from accel_optim.handlers import AutocastKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

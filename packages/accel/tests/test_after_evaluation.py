@@ -16,7 +16,7 @@ from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.utils import broadcast_object_list
 from accel_optim.handlers import GradScalerKwargs
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}

@@ -13,7 +13,7 @@ from accel.accelerator import Accelerator
 from accel.parallel.ring import balanced_part
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
-from accel_state.parallelism import ParallelismConfig, TorchContextParallelConfig
+from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
 from accel_world.told import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

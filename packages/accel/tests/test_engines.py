@@ -15,12 +15,12 @@ from accel.accelerator import Accelerator
 from accel.engines import ENGINES, choose_engine, engine_class
 from accel.engines.ddp import DDPEngine
 from accel.engines.single import SingleEngine
-from accel_ops.contract import DistributedOperationException
+from accel_ops.debug.contract import DistributedOperationException
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

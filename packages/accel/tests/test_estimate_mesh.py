@@ -20,7 +20,7 @@ from accel.estimate_mesh import MeshSizes, language_model, mesh_bytes
 from accel.parallel.tensor import split_dims
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_optim.handlers import GradScalerKwargs
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
 ENGINES = {

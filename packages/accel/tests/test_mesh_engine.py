@@ -17,7 +17,7 @@ from accel.accelerator import Accelerator
 from accel.parallel.checkpointing import CheckpointedForward
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 from accel_world.told import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.accelerator import Accelerator
 from accel.metrics import gather_for_metrics
 from accel_data.config import DataLoaderConfiguration
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 from accel_world.told import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

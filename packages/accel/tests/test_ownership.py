@@ -19,7 +19,7 @@ from accel.accelerator import Accelerator
 from accel.plugins.deepspeed import DeepSpeedPlugin
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.utils import DataLoaderConfiguration
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
 from accel.utils import TorchTensorParallelPlugin as exported
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 
 def test_the_plugin_becomes_the_sizes_of_a_mesh():

@@ -15,7 +15,7 @@ from accel.accelerator import Accelerator
 from accel.agreement import Agreement
 from accel.preemption import EXIT_CODE
 from accel_ckpt.config import ProjectConfiguration
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 from accel_world.program import run_program
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedR
 
 from accel.accelerator import Accelerator
 from accel_data.config import DataLoaderConfiguration
-from accel_ops.random import set_seed
+from accel_ops.rng import set_seed
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

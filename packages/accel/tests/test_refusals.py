@@ -20,11 +20,11 @@ from accel.engines.refusals import refuse_whole_tensor_steps
 from accel.engines.xla import XLAEngine
 from accel.parallel.sharding import check_layout, check_sparse
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_ops import collectives
+from accel_ops.collectives import operations
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_optim.local_sgd import LocalSGD
 from accel_state.handlers import TorchDynamoPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 from accel_world.report import WorldFailure
 from accel_world.told import warns_once
 
@@ -211,7 +211,7 @@ def refused_on_one(engine: str) -> tuple[str, int]:
         model.hf_device_map = {"up": 0, "down": "cpu"}
     with pytest.raises(ValueError) as error:
         accelerator.prepare(model)
-    with mock.patch.object(collectives, "reduce", wraps=collectives.reduce) as counted:
+    with mock.patch.object(operations, "reduce", wraps=operations.reduce) as counted:
         accelerator.prepare(Net(), Net())
     return str(error.value), counted.call_count
 

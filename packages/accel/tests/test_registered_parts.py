@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_ckpt.errors import CheckpointError
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 # Of loading on another number of processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint .* processes:UserWarning")

@@ -12,7 +12,7 @@ from accel.accelerator import Accelerator
 from accel.local_sgd import LocalSGD
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_optim.handlers import DistributedDataParallelKwargs
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
 ENGINES = {

@@ -14,7 +14,7 @@ from accel.accelerator import Accelerator
 from accel.parallel.tensor import get_model_tp_size, tensor_plan
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
-from accel_state.parallelism import ParallelismConfig, TorchTensorParallelConfig
+from accel_state.parallelism.config import ParallelismConfig, TorchTensorParallelConfig
 from accel_world.told import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

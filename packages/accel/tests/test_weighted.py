@@ -463,16 +463,16 @@ def test_an_overflow_in_a_weighted_window_skips_it_on_all_processes(world: Any, 
 
 def collectives_of_windows(counts: list[list[int]]) -> list[int]:
     """How many times the processes add up weights in each window."""
-    from accel_ops import collectives
+    from accel_ops.collectives import operations
 
-    calls, original = [], collectives.reduce
+    calls, original = [], operations.reduce
     found = []
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return original(*args, **kwargs)
 
-    collectives.reduce = counting
+    operations.reduce = counting
     try:
         accelerator = Accelerator(gradient_accumulation_steps=3)
         model = accelerator.prepare(make_model())
@@ -486,7 +486,7 @@ def collectives_of_windows(counts: list[list[int]]) -> list[int]:
                     found.append(len(calls))
                     calls.clear()
     finally:
-        collectives.reduce = original
+        operations.reduce = original
     return found
 
 

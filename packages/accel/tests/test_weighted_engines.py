@@ -10,7 +10,7 @@ import torch
 
 from accel import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 STEPS, WIDTH, MAX_NORM = 2, 8, 0.05
 NORM_TYPES = (2.0, 1.0, float("inf"))  # one for each window

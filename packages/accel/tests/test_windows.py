@@ -10,7 +10,7 @@ import torch
 
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 FSDP = FullyShardedDataParallelPlugin
 ENGINES = {

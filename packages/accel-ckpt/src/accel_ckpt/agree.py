@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from accel_ckpt.errors import CheckpointError
-from accel_ops.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["agree", "collect", "from_main", "together"]
 

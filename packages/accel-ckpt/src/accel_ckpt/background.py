@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from accel_state.rendezvous import before_destroy
+from accel_state.process.rendezvous import before_destroy
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["group_for", "in_flight", "settle", "start", "wait"]
 

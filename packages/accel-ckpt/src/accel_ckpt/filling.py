@@ -16,7 +16,7 @@ from accel_ckpt.digests import THREADS
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.header import read_header
 from accel_ckpt.safe_file import DTYPES
-from accel_ops.layout import as_bytes
+from accel_ops.collectives.pack_parts import as_bytes
 
 __all__ = ["fill"]
 

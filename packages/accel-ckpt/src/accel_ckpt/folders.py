@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from accel_ckpt.agree import together
 from accel_ckpt.dcp import SafePlanner, SafeReader, read_metadata
 from accel_ckpt.errors import CheckpointError
-from accel_state.process import Process
+from accel_state.process.state import Process
 
 __all__ = ["read_folder", "read_index", "write_folder"]
 

@@ -19,8 +19,8 @@ from accel_ckpt.placing import DeviceMap, Placing, device_for, memory_device
 from accel_ckpt.slots import Slots
 from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import model_has_dtensor
-from accel_state.process import current_process
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
+from accel_state.process.state import current_process
 
 __all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
 

@@ -10,11 +10,11 @@ import torch
 
 from accel_ckpt.crew import Crew
 from accel_ckpt.digests import THREADS
-from accel_ops.layout import as_bytes
-from accel_state.devices import row
+from accel_ops.collectives.pack_parts import as_bytes
+from accel_state.devices.table import row
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["Memory"]
 

@@ -21,8 +21,8 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.layout import sharded_model_folder
 from accel_ckpt.recovery import flush
 from accel_ckpt.safe_file import DTYPES, make_header
-from accel_ops.layout import as_bytes
-from accel_state.warning import warn
+from accel_ops.collectives.pack_parts import as_bytes
+from accel_state.logging.warning import warn
 
 __all__ = ["merge_fsdp_weights"]
 

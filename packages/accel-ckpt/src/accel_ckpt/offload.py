@@ -20,7 +20,7 @@ import torch
 from accel_ckpt.digests import regular_file
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.paths import check_inside, listed_file
-from accel_ops.layout import as_bytes
+from accel_ops.collectives.pack_parts import as_bytes
 
 __all__ = [
     "OffloadedWeightsLoader",

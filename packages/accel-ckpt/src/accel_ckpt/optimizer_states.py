@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.agree import together
 from accel_ckpt.folders import read_folder, read_index
-from accel_state.process import Process
+from accel_state.process.state import Process
 
 __all__ = [
     "different_state",

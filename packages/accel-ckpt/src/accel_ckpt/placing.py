@@ -12,7 +12,7 @@ import torch
 
 from accel_ckpt.offload import offload_weight, save_offload_index
 from accel_ckpt.slots import Slots
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 __all__ = ["DeviceMap", "Placing", "device_for", "memory_device"]
 

@@ -17,8 +17,8 @@ from accel_ckpt.filling import fill
 from accel_ckpt.progress import Progress
 from accel_ckpt.weights import find_weight_files
 from accel_ops.modules import extract_model_from_parallel
-from accel_state.process import Process
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
+from accel_state.process.state import Process
 
 __all__ = ["Reading", "open_checkpoint"]
 

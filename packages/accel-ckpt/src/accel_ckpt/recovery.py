@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from accel_ckpt import manifest
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.layout import MANIFEST
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = [
     "abandon",

@@ -23,8 +23,8 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folders import read_folder, read_index
 from accel_ckpt.sharded import write_parts
 from accel_ckpt.staging import Staging
-from accel_ops.walk import children, keys, rebuild
-from accel_state.process import Process
+from accel_ops.trees.walk import children, keys, rebuild
+from accel_state.process.state import Process
 
 __all__ = ["digest", "load_registered_parts", "refuse_local_parts", "save_registered_parts"]
 

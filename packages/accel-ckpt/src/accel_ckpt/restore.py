@@ -22,8 +22,8 @@ from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.resharding import fingerprints, random_states_for
 from accel_ckpt.rng import set_rng_state
 from accel_ops.modules import extract_model_from_parallel
-from accel_state.process import Process, current_process
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
+from accel_state.process.state import Process, current_process
 
 if TYPE_CHECKING:
     from accel_ckpt.sharded import Parts

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.devices import row
+from accel_state.devices.table import row
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["get_rng_state", "set_rng_state"]
 

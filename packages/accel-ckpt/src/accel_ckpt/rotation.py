@@ -13,7 +13,7 @@ from pathlib import Path
 from accel_ckpt import commit, manifest, recovery
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.layout import iteration_of
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["checkpoints", "latest", "next_number", "next_sequence", "prune"]
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from accel_ops.layout import as_bytes
+from accel_ops.collectives.pack_parts import as_bytes
 
 __all__ = ["DTYPES", "dump", "make_header"]
 

@@ -34,8 +34,8 @@ from accel_ckpt.memory import Memory
 from accel_ckpt.optimizer_states import different_state, load_state_in_parts, parts_to_save
 from accel_ckpt.reading import open_checkpoint
 from accel_ckpt.staging import Staging, staged
-from accel_ops.walk import recursively_apply
-from accel_state.process import Process, current_process
+from accel_ops.trees.walk import recursively_apply
+from accel_state.process.state import Process, current_process
 
 __all__ = [
     "Parts",

@@ -24,7 +24,7 @@ from accel_ckpt.frozen import freeze
 from accel_ckpt.memory import Memory
 from accel_ckpt.progress import Progress
 from accel_ckpt.writer import Writer
-from accel_state.process import Process, current_process
+from accel_state.process.state import Process, current_process
 
 __all__ = ["Staging", "opened_at", "release_memory", "staged"]
 

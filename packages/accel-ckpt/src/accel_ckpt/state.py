@@ -12,7 +12,7 @@ import torch
 from accel_ckpt import layout, tensors
 from accel_ckpt.rng import get_rng_state
 from accel_ckpt.staging import opened_at, staged
-from accel_state.process import Process, current_process
+from accel_state.process.state import Process, current_process
 
 __all__ = ["save_accelerator_state", "save_custom_state"]
 

@@ -22,7 +22,7 @@ from accel_ckpt.digests import regular_file
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.header import shortened, tensors_between
 from accel_ckpt.safe_file import DTYPES, dump
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 __all__ = [
     "clean_state_dict_for_safetensors",

@@ -23,7 +23,7 @@ from accel_ckpt.digests import regular_file
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.paths import listed_file
 from accel_ckpt.recovery import flush
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["convert_file_size_to_int", "find_weight_files", "read_index", "save_weights", "split_by_size"]
 

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from accel_data.checks import check_length
 from accel_data.order import SeedableRandomSampler, mix_seed, sampler_generator
-from accel_ops.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
 
 __all__ = ["Seeding", "agreed_order"]
 

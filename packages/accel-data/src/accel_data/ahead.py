@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from accel_data.order import IsolatedRNG, global_states
-from accel_state.devices import row
+from accel_state.devices.table import row
 
 __all__ = ["RandomUse", "read_ahead"]
 

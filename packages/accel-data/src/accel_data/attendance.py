@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from accel_ops.session import default_store
+from accel_ops.debug.session import default_store
 
 __all__ = ["Attendance", "Missing"]
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from accel_state.enums import RNGType
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = [
     "check_divides",

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from accel_data import hugging_face
 from accel_data.iterable import IterableDatasetShard
-from accel_ops.objects import gather_object
-from accel_state.warning import warn
+from accel_ops.collectives.objects import gather_object
+from accel_state.logging.warning import warn
 
 __all__ = ["Split", "find_split", "split_everywhere"]
 

@@ -23,10 +23,10 @@ from accel_data.mesh import find_data_ranks
 from accel_data.rounds import Read, Round, Rounds, real_in
 from accel_data.samplers import AllShards, BatchSamplerShard
 from accel_data.scatter import ABSENT, Message, Receiver, Sender
-from accel_ops import contract
-from accel_ops.tree import slice_tensors
-from accel_state.process import Process, current_process
-from accel_state.warning import warn
+from accel_ops.debug import contract
+from accel_ops.trees.tensors import slice_tensors
+from accel_state.logging.warning import warn
+from accel_state.process.state import Process, current_process
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

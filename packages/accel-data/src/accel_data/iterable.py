@@ -18,7 +18,7 @@ from accel_data.checks import check_divides, check_place
 from accel_data.layout import Fill, Layout, counted
 from accel_data.place import Mark, Place
 from accel_data.stream import Reading, Source, read
-from accel_ops.tree import ignorant_find_batch_size
+from accel_ops.trees.tensors import ignorant_find_batch_size
 
 __all__ = [
     "Block",

@@ -16,10 +16,10 @@ from accel_data.iterable import count_rows
 from accel_data.layout import Fill, Share
 from accel_data.mixin import DataLoaderStateMixin
 from accel_data.prefetch import SideStream, copied_ahead
-from accel_ops.random import synchronize_rng_states
-from accel_ops.tree import send_to_device
+from accel_ops.rng import synchronize_rng_states
+from accel_ops.trees.send import send_to_device
 from accel_state.enums import RNGType
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

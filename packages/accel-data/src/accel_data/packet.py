@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ops.layout import as_bytes
-from accel_ops.tree import TensorInformation, is_tensor_information, recursively_apply
-from accel_ops.walk import children, find_path, keys
+from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.trees.tensors import TensorInformation, is_tensor_information
+from accel_ops.trees.walk import children, find_path, keys, recursively_apply
 
 __all__ = ["Packer", "Packet", "Unpacker", "check_alike"]
 

@@ -10,9 +10,9 @@ import torch
 
 from accel_data.ahead import RandomUse
 from accel_data.layout import Fill, Share
-from accel_ops.tree import flatten, recursively_apply, send_to_device
-from accel_ops.walk import children, find_path
-from accel_state.devices import DEVICES, DeviceRow
+from accel_ops.trees.send import send_to_device
+from accel_ops.trees.walk import children, find_path, flatten, recursively_apply
+from accel_state.devices.table import DEVICES, DeviceRow
 
 __all__ = ["Copy", "SideStream", "copied_ahead"]
 

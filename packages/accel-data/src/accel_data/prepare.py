@@ -32,8 +32,8 @@ from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBat
 from accel_data.shard import DataLoaderShard, SkipDataLoader
 from accel_data.stateful import as_plain, is_stateful, loader_class
 from accel_state.enums import RNGType
-from accel_state.process import current_process
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
+from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

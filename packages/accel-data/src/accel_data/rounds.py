@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from accel_data.iterable import count_rows
 from accel_data.layout import Fill, spread_out
 from accel_data.scatter import ABSENT
-from accel_ops.tree import concatenate, slice_tensors
+from accel_ops.trees.tensors import concatenate, slice_tensors
 
 __all__ = ["Read", "Round", "Rounds", "extend", "real_in", "resize"]
 

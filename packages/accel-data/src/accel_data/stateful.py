@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_data.order import SeedableRandomSampler
-from accel_state.imports import require
+from accel_state.imports.available import require
 
 __all__ = ["as_plain", "is_stateful", "loader_class", "stateful_class"]
 

@@ -140,7 +140,7 @@ def _foreign(point: EntryPoint, rest: list[str]) -> int:
 def _unknown(name: str, points: Iterable[str]) -> NoReturn:
     """Raise an error about a command that is not there."""
     from accel_launch.schema import nearest
-    from accel_state.packages import install_hint
+    from accel_state.imports.packages import install_hint
 
     if name in _SIBLINGS:
         package = _SIBLINGS[name][0]

@@ -24,8 +24,9 @@ from accel_launch.elastic import (
 from accel_launch.errors import LaunchError
 from accel_launch.machine import Machine
 from accel_launch.ports import reserve_port
-from accel_state import env, watch
-from accel_state.warning import warn
+from accel_state import env
+from accel_state.logging.warning import warn
+from accel_state.process import hooks
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
 
@@ -218,7 +219,7 @@ def _refuse_initialized(size: int) -> None:
     fix = (
         f"Restart the kernel, and make the Accelerator inside the function that runs in the {size} processes."
     )
-    state = sys.modules.get("accel_state.process")
+    state = sys.modules.get("accel_state.process.state")
     if state is not None and state.PartialState._shared_state:
         raise LaunchError(f"An Accelerator or PartialState was made in this process already. {fix}")
     torch = sys.modules.get("torch")
@@ -248,7 +249,7 @@ def _forked(
             with env.patch_environment(**values):
                 result = function(*args)
         finally:
-            watch.leaves()  # the agent lets no process end before all have returned
+            hooks.leaves()  # the agent lets no process end before all have returned
         return _sendable(result) if env.get("RANK") == 0 else None
 
     # The agent reads these, and a partial or a callable object has none.

@@ -96,6 +96,6 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
 
 def test_launch() -> None:
     """Join the run that this process is part of: the least that a launched function can do."""
-    from accel_state.process import PartialState
+    from accel_state.process.state import PartialState
 
     PartialState()

@@ -26,7 +26,7 @@ from accel_launch.supervisor import Member, Run
 from accel_launch.torchrun import rendezvous_timeout
 from accel_state import env
 from accel_state.env import VARIABLES, CPUInformation
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 if TYPE_CHECKING:
     from accel_launch.plan import Plan

@@ -1,4 +1,4 @@
-"""The file in which a worker writes down the exception by which it ends; see `accel_state.failure`."""
+"""The file in which a worker writes the exception by which it ends; see `accel_state.process.failure`."""
 
 from __future__ import annotations
 

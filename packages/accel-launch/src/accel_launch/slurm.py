@@ -20,7 +20,7 @@ from accel_launch.environment import worker_environment
 from accel_launch.errors import LaunchError
 from accel_launch.starters import Prepared
 from accel_state.env import CPUInformation
-from accel_state.slurm import tasks_on_machine
+from accel_state.process.slurm import tasks_on_machine
 
 if TYPE_CHECKING:
     from accel_launch.plan import Plan

@@ -65,7 +65,7 @@ class Worker(Supervised):
         stderr: The same.
         folder: Its working directory; this process's by default.
         heed: Signals that it does not ignore even where this process does (Linux).
-        record: The file in which it writes down the exception by which it ends (see `accel_state.failure`).
+        record: The file in which it writes the exception by which it ends (`accel_state.process.failure`).
     """
 
     def __init__(

@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from accel_state.devices import row
-from accel_state.process import current_process
+from accel_state.devices.table import row
+from accel_state.process.state import current_process
 
 __all__ = [
     "clear_device_cache",

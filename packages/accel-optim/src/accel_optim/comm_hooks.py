@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_state.enums import DDPCommunicationHookType
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     import torch

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from accel_ops.collectives import reduce
+from accel_ops.collectives.operations import reduce
 from accel_ops.modules import is_compiled_module
 from accel_state.enums import DistributedType
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["LocalSGD"]
 

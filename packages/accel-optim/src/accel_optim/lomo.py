@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["find_lomo", "lomo_backward", "refuse_lomo", "steps_in_backward", "warn_of_clipping"]
 

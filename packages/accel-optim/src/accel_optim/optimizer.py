@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_ops.tree import send_to_device
+from accel_ops.trees.send import send_to_device
 from accel_optim import scaler as scaling
 from accel_optim.lomo import steps_in_backward
 from accel_optim.owner import ParameterOwner
 from accel_state.gradient import GradientState
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_state.devices import row
+from accel_state.devices.table import row
 from accel_state.enums import PrecisionType
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_state.enums import DistributedType
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
     from accel_optim.optimizer import AcceleratedOptimizer
@@ -65,7 +65,7 @@ def get_grad_scaler(
     """
     kind = DistributedType.NO if distributed_type is None else DistributedType(distributed_type)
     if kind == DistributedType.XLA:
-        from accel_state.imports import require
+        from accel_state.imports.available import require
 
         scaler: GradScaler = require("torch_xla.amp", "xla", "accel-optim").GradScaler(**kwargs)
         return scaler

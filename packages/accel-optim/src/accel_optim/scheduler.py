@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR
 
 from accel_state.gradient import GradientState
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 __all__ = ["AcceleratedScheduler"]
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from accel_state import env, rendezvous
-from accel_state.control import ProcessControl, describe
-from accel_state.devices import row
+from accel_state import env
+from accel_state.devices.table import row
 from accel_state.enums import DistributedType, PrecisionType
-from accel_state.process import PartialState, Process
-from accel_state.shared import ThreadLocalSharedDict, shared_dict
+from accel_state.process import rendezvous
+from accel_state.process.control import ProcessControl, describe
+from accel_state.process.shared_dict import ThreadLocalSharedDict, shared_dict
+from accel_state.process.state import PartialState, Process
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, EnumMeta
 
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = [
     "ComputeEnvironment",

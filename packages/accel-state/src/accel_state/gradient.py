@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_state.shared import shared_dict
+from accel_state.process.shared_dict import shared_dict
 
 if TYPE_CHECKING:
     from accel_state.handlers import GradientAccumulationPlugin

@@ -24,7 +24,7 @@ from accel_data.prepare import skip_first_batches as skip_first_batches
 from accel_launch.notebook import debug_launcher as debug_launcher
 from accel_launch.notebook import notebook_launcher as notebook_launcher
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size
-from accel_ops.random import synchronize_rng_states as synchronize_rng_states
+from accel_ops.rng import synchronize_rng_states as synchronize_rng_states
 from accel_optim.handlers import AutocastKwargs as AutocastKwargs
 from accel_optim.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_optim.handlers import GradScalerKwargs as GradScalerKwargs
@@ -32,6 +32,6 @@ from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookTy
 from accel_state.enums import DistributedType as DistributedType
 from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.handlers import ProfileKwargs as ProfileKwargs
-from accel_state.imports import is_rich_available as is_rich_available
-from accel_state.parallelism import ParallelismConfig as ParallelismConfig
-from accel_state.process import PartialState as PartialState
+from accel_state.imports.available import is_rich_available as is_rich_available
+from accel_state.parallelism.config import ParallelismConfig as ParallelismConfig
+from accel_state.process.state import PartialState as PartialState

@@ -37,15 +37,15 @@ from accel.trackers import session
 from accel.uneven import join_uneven_inputs
 from accel_data.config import DataLoaderConfiguration
 from accel_data.prepare import skip_first_batches
-from accel_ops import collectives, padding
+from accel_ops.collectives import operations, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
 from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 from accel_optim.window import Window
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.control import ProcessControl
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin
+from accel_state.process.control import ProcessControl
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from accel_optim.scheduler import AcceleratedScheduler
     from accel_state.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
     from accel_state.handlers import KwargsHandler, ProfileKwargs, TorchDynamoPlugin
-    from accel_state.parallelism import ParallelismConfig
-    from accel_state.process import Process
+    from accel_state.parallelism.config import ParallelismConfig
+    from accel_state.process.state import Process
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
 
@@ -444,7 +444,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes along their first dimension, leaf by leaf."""
-        return collectives.gather(tensor, process=self.process)
+        return operations.gather(tensor, process=self.process)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the rows that only padded the last batch: every sample counts once."""
@@ -459,7 +459,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the tensors of all processes ("sum", "mean", "max", "none"); all get the result."""
-        return collectives.reduce(tensor, reduction, scale, process=self.process)
+        return operations.reduce(tensor, reduction, scale, process=self.process)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

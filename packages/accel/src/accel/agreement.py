@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_ops import contract
+from accel_ops.debug import contract
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["Agreement"]
 

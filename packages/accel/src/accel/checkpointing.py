@@ -16,7 +16,7 @@ from accel_ckpt.staging import Staging, staged
 from accel_ckpt.state import save_accelerator_state, save_custom_state
 from accel_ckpt.weights import save_weights
 from accel_optim.scaler import end_round
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,9 @@ from accel_state.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from accel_state.logging import get_logger
-from accel_state.parallelism import ParallelismConfig
-from accel_state.warning import warn
+from accel_state.logging.loggers import get_logger
+from accel_state.logging.warning import warn
+from accel_state.parallelism.config import ParallelismConfig
 
 if TYPE_CHECKING:
     from accel.engines import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.logging import MultiProcessAdapter, get_logger
+from accel_state.logging.loggers import MultiProcessAdapter, get_logger
 
 __all__ = [
     "MultiProcessAdapter",

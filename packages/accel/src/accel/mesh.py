@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from accel.engines import Engine
     from accel_state.accelerator_state import AcceleratorState
-    from accel_state.parallelism import ParallelismConfig
+    from accel_state.parallelism.config import ParallelismConfig
 
 __all__ = ["MeshCoordinates"]
 

@@ -10,14 +10,14 @@ import torch
 from accel_data.iterable import IterableDatasetShard
 from accel_data.layout import Fill
 from accel_data.samplers import BatchSamplerShard
-from accel_ops.collectives import gather
-from accel_ops.objects import gather_object
-from accel_ops.padding import pad_across_processes
-from accel_ops.walk import children, flatten, is_namedtuple, rebuild, recursively_apply
-from accel_state.warning import warn
+from accel_ops.collectives.objects import gather_object
+from accel_ops.collectives.operations import gather
+from accel_ops.collectives.padding import pad_across_processes
+from accel_ops.trees.walk import children, flatten, is_namedtuple, rebuild, recursively_apply
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["gather_for_metrics"]
 

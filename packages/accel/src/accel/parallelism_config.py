@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 
 __all__ = [
     "ParallelismConfig",

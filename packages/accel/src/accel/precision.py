@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from accel_ops.convert import convert_outputs_to_fp32
 from accel_ops.modules import extract_model_from_parallel, own_forward
+from accel_ops.trees.convert import convert_outputs_to_fp32
 from accel_optim.handlers import AutocastKwargs
 from accel_optim.precision import autocast
 from accel_state.enums import PrecisionType
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["AutocastForward", "Precision", "wrap_forward"]
 

@@ -10,11 +10,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel.agreement import Agreement
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["EXIT_CODE", "SIGNALS", "Preemption", "save_on_preemption"]
 

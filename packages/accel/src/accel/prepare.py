@@ -21,7 +21,7 @@ from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator

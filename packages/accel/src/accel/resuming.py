@@ -14,7 +14,7 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.reading import Reading, open_checkpoint
 from accel_ckpt.restore import Objects, restore
 from accel_optim.scaler import forget_round
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator

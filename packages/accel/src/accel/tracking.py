@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.tensorboard import TensorBoardTracker
 from accel_state.enums import LoggerType
-from accel_state.packages import install_hint
-from accel_state.warning import warn
+from accel_state.imports.packages import install_hint
+from accel_state.logging.warning import warn
 
 __all__ = [
     "GeneralTracker",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel.ds import ulysses
-from accel_state.parallel_handlers import DeepSpeedSequenceParallelConfig
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
+from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig
 
 
 @pytest.mark.parametrize("is_variable", [True, False])

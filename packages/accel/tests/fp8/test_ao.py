@@ -18,7 +18,7 @@ from accel.fp8.ao import (
 )
 from accel.fp8.recipes import AORecipeKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
 from accel_world.told import warns_once
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed")

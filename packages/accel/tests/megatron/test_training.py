@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel.accelerator import Accelerator
 from accel.megatron.dummies import MegatronLMDummyScheduler
 from accel.plugins.megatron import MegatronLMPlugin
-from accel_ops.random import set_seed
+from accel_ops.rng import set_seed
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.usefixtures("fresh_state"), pytest.mark.filterwarnings("ignore")]

@@ -12,7 +12,7 @@ from accel_launch.errors import LaunchError
 from accel_launch.masking import mask_values
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_state.env import patch_environment
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 __all__ = ["job_text", "run_job"]
 

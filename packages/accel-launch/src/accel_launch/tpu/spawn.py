@@ -17,7 +17,7 @@ from types import ModuleType
 
 from accel_launch.errors import LaunchError
 from accel_launch.schema import nearest
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 __all__ = ["Call", "main"]
 

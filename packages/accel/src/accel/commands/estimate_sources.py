@@ -15,7 +15,7 @@ from accel.estimate import ModelSize
 from accel_ckpt.header import read_header
 from accel_ckpt.weights import find_weight_files
 from accel_launch.errors import LaunchError
-from accel_state.imports import require
+from accel_state.imports.available import require
 
 __all__ = ["Tensors", "find_tensors", "size_of"]
 

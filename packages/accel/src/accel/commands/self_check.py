@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
-from accel_ops.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
 from accel_optim.handlers import GradScalerKwargs
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin

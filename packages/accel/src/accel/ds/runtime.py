@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 from accel.fp8.msamp import library
 from accel.parallel.alone import ensure_group
-from accel_state import env, rendezvous
+from accel_state import env
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType
-from accel_state.packages import require
+from accel_state.imports.packages import require
+from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["GatheredParameters", "deepspeed_required", "forget_groups", "load", "part", "started"]
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel.plugins.ignored import tell_ignored
 from accel_state import env
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.plugins.deepspeed import DeepSpeedPlugin
     from accel_state.accelerator_state import AcceleratorState
-    from accel_state.parallelism import ParallelismConfig
+    from accel_state.parallelism.config import ParallelismConfig
 
 __all__ = [
     "active_plugin",

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from accel.ds.config import AUTO, HfDeepSpeedConfig, autos, find
-from accel_state.imports import is_transformers_available
+from accel_state.imports.available import is_transformers_available
 
 __all__ = ["show_to_transformers"]
 

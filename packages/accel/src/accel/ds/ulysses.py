@@ -14,14 +14,14 @@ from accel.ds.runtime import part
 from accel.engines.loader import EngineLoader
 from accel_data.checks import check_skip
 from accel_data.prepare import skip_first_batches
-from accel_ops.tree import send_to_device
-from accel_ops.walk import recursively_apply
-from accel_state import rendezvous
+from accel_ops.trees.send import send_to_device
+from accel_ops.trees.walk import recursively_apply
+from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_state.parallelism import ParallelismConfig
+    from accel_state.parallelism.config import ParallelismConfig
 
 __all__ = ["SequenceParallelLoader", "register"]
 

@@ -16,7 +16,7 @@ import torch
 from accel.ds import gradients
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
 

@@ -14,8 +14,8 @@ from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
 from accel_state import env
 from accel_state.enums import DistributedType
-from accel_state.logging import get_logger
-from accel_state.packages import install_hint, is_package_available
+from accel_state.imports.packages import install_hint, is_package_available
+from accel_state.logging.loggers import get_logger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -28,12 +28,12 @@ from accel.engines.refusals import (
     refuse_whole_tensor_steps,
 )
 from accel.precision import wrap_forward
-from accel_ops import collectives
+from accel_ops.collectives import operations
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.owner import ParameterOwner
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -254,7 +254,7 @@ class Engine:
         process = self.context.process
         if not isinstance(weight, torch.Tensor):
             weight = torch.full((), weight, dtype=dtype, device=process.device)  # no copy, no wait
-        total: torch.Tensor = collectives.reduce(weight.to(process.device, dtype), "sum", process=process)
+        total: torch.Tensor = operations.reduce(weight.to(process.device, dtype), "sum", process=process)
         return total
 
     @torch.no_grad()

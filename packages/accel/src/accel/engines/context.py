@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
-    from accel_state.parallelism import ParallelismConfig
-    from accel_state.process import Process
+    from accel_state.parallelism.config import ParallelismConfig
+    from accel_state.process.state import Process
 
 __all__ = ["EngineContext", "Prepared"]
 

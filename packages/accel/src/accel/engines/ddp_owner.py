@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.engines.base import Joining
 from accel.engines.loose import average_gradients
 from accel.engines.training_owner import TrainingOwner
-from accel_ops.walk import flatten
+from accel_ops.trees.walk import flatten
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["ReplicaOwner"]
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload
 
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["FSDP1Engine"]
 

@@ -13,7 +13,7 @@ from accel.parallel.flat_freezing import Freezing, drop_hooks_of_others
 
 if TYPE_CHECKING:
     from accel.engines.flattened import Flattened
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["FlatOwner"]
 

@@ -27,8 +27,8 @@ from accel.megatron.optimizers import (
 )
 from accel.megatron.options import refuse_without_transformer_engine
 from accel.megatron.t5 import T5TrainStep
-from accel_ops.objects import gather_object
-from accel_state.warning import warn
+from accel_ops.collectives.objects import gather_object
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.megatron.steps import AbstractTrainStep

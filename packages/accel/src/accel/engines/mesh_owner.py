@@ -14,7 +14,7 @@ from accel.parallel import held_back
 from accel.parallel.repoint import Replaced
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["MeshOwner"]
 

@@ -18,7 +18,7 @@ from accel.parallel.filling import Filling, fill_group, fill_rest
 from accel.parallel.sharding import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.parallel.tensor import is_split, split_weights, tensor_plan
 from accel.parallel.wrapping import choose_groups
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_ops import collectives
+from accel_ops.collectives import operations
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["refusing_together"]
 
@@ -43,7 +43,7 @@ def refusing_together(
     if models:
         bare = [is_needed and any(True for _ in _bare(model)) for model, is_needed in models]
         here = torch.tensor([error is not None, *bare], dtype=torch.float32, device=process.device)
-        refused, *missing = map(int, collectives.reduce(here, "sum", process=process).tolist())
+        refused, *missing = map(int, operations.reduce(here, "sum", process=process).tolist())
     if error is not None:
         raise error
     if refused:

@@ -14,7 +14,7 @@ from accel.parallel import flat
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["ReplicaCheck"]
 

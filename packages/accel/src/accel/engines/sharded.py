@@ -19,7 +19,7 @@ from accel.parallel.alone import ensure_group
 from accel.parallel.sharding import check_layout, check_sparse, check_unshared
 from accel.parallel.wrapping import choose_groups
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["ShardedEngine", "tell_upcast"]
 

@@ -18,7 +18,7 @@ from accel.engines.base import Engine
 from accel.engines.context import EngineContext
 from accel.engines.loader import EngineLoader
 from accel.parallel.full_state import WholeOptimizer
-from accel_ops.placement import send_to_device
+from accel_ops.trees.send import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = ["XLAEngine", "XLALoader", "XLAOptimizer"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from accel_state.imports import is_torchao_available
-from accel_state.packages import install_hint, require
-from accel_state.warning import warn
+from accel_state.imports.available import is_torchao_available
+from accel_state.imports.packages import install_hint, require
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.fp8.recipes import AORecipeKwargs

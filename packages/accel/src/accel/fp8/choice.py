@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from accel.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_state import env
-from accel_state.capabilities import is_cuda_available
-from accel_state.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
-from accel_state.packages import install_hint
-from accel_state.warning import warn
+from accel_state.devices.probes import is_cuda_available
+from accel_state.imports.available import (
+    is_msamp_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+)
+from accel_state.imports.packages import install_hint
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_state.packages import install_hint
+from accel_state.imports.packages import install_hint
 
 __all__ = ["initialize", "library"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import env
 from accel_state.handlers import KwargsHandler
-from accel_state.imports import is_msamp_available
-from accel_state.warning import warn
+from accel_state.imports.available import is_msamp_available
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class AORecipeKwargs(KwargsHandler):
         Raises:
             ImportError: If torchao is not there.
         """
-        from accel_state.packages import require
+        from accel_state.imports.packages import require
 
         config: Any = self.config
         if config is None:

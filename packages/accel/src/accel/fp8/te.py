@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.packages import install_hint
-from accel_state.warning import warn
+from accel_state.imports.packages import install_hint
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.fp8.recipes import TERecipeKwargs

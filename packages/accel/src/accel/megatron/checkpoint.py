@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel.megatron.runtime import core, parallel_state
 from accel_ckpt.errors import CheckpointError
-from accel_state.packages import require
-from accel_state.warning import warn
+from accel_state.imports.packages import require
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.megatron.model import MegatronEngine

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accel.megatron.runtime import core, parallel_state
 from accel_data.adapter import settings
-from accel_ops.placement import send_to_device
+from accel_ops.trees.send import send_to_device
 
 if TYPE_CHECKING:
     from accel.plugins.megatron import MegatronLMPlugin

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from accel.megatron.runtime import core, parallel_state
 from accel.megatron.steps import AbstractTrainStep, StepOutput
-from accel_ops.tensors import find_batch_size, slice_tensors
+from accel_ops.trees.tensors import find_batch_size, slice_tensors
 
 if TYPE_CHECKING:
     from accel.megatron.optimizers import MegatronLMOptimizerWrapper

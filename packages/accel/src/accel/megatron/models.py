@@ -9,7 +9,7 @@ import torch
 
 from accel.megatron.arguments import check_names, ddp_arguments, optimizer_arguments, transformer_arguments
 from accel.megatron.runtime import core, fields_of, parallel_state
-from accel_state.packages import is_package_available
+from accel_state.imports.packages import is_package_available
 
 if TYPE_CHECKING:
     from accel.plugins.megatron import MegatronLMPlugin

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from accel.plugins.ignored import tell_ignored
-from accel_state.packages import install_hint, is_package_available
+from accel_state.imports.packages import install_hint, is_package_available
 
 if TYPE_CHECKING:
     from accel.plugins.megatron import MegatronLMPlugin

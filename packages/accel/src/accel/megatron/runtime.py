@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from accel.megatron.arguments import parallel_arguments
 from accel.parallel.alone import ensure_group
-from accel_ops.objects import broadcast_object_list
-from accel_state import rendezvous
-from accel_state.packages import require
+from accel_ops.collectives.objects import broadcast_object_list
+from accel_state.imports.packages import require
+from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 _SIZES = (
     "tensor_model_parallel_size",

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from accel_state import rendezvous
-from accel_state.devices import row
+from accel_state.devices.table import row
 from accel_state.env import CPUInformation
+from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
-    from accel_state.process import Process
+    from accel_state.process.state import Process
 
 __all__ = ["ensure_group"]
 

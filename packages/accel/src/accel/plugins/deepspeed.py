@@ -14,8 +14,8 @@ from accel.ds.config import AUTO, HfDeepSpeedConfig, find, put
 from accel.ds.settings import tell_unused
 from accel.ds.transformers import show_to_transformers
 from accel_state import env
-from accel_state.packages import require
-from accel_state.warning import warn
+from accel_state.imports.packages import require
+from accel_state.logging.warning import warn
 
 __all__ = ["DeepSpeedPlugin"]
 

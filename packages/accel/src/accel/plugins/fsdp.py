@@ -13,7 +13,7 @@ from torch.distributed.fsdp import wrap
 
 from accel.plugins.unused import tell_unused
 from accel_state import env
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = [
     "FSDP_AUTO_WRAP_POLICY",

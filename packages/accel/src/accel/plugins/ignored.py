@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_state.warning import warn
+from accel_state.logging.warning import warn
 
 __all__ = ["tell_ignored"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from accel_state.parallel_handlers import check_count
-from accel_state.parallelism import ParallelismConfig
+from accel_state.parallelism.config import ParallelismConfig
+from accel_state.parallelism.handlers import check_count
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accel_state.process import current_process
+from accel_state.process.state import current_process
 
 __all__ = ["GeneralTracker", "on_main_process"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.trackers.base import GeneralTracker
 from accel.tracking import tracker_class
-from accel_state.process import Process
+from accel_state.process.state import Process
 
 __all__ = ["find", "log", "start"]
 

@@ -7,7 +7,7 @@ from accel.plugins.fsdp import FullyShardedDataParallelPlugin, get_module_class_
 from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
-from accel_ops.tensors import TensorInformation
+from accel_ops.trees.tensors import TensorInformation
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import (
     ComputeEnvironment,
@@ -27,7 +27,7 @@ from accel_state.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from accel_state.parallel_handlers import (
+from accel_state.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,

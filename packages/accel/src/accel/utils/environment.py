@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.affinity import override_numa_affinity, set_numa_affinity
+from accel_state.devices.affinity import override_numa_affinity, set_numa_affinity
 from accel_state.env import (
     CPUInformation,
     are_libraries_initialized,
@@ -15,7 +15,7 @@ from accel_state.env import (
     patch_environment,
     str_to_bool,
 )
-from accel_state.env_purge import purge_accelerate_environment
+from accel_state.env.purge import purge_accelerate_environment
 
 __all__ = [
     "CPUInformation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_state.accelerator_state import is_initialized
-from accel_state.capabilities import (
+from accel_state.devices.probes import (
     check_cuda_fp8_capability,
     is_bf16_available,
     is_cuda_available,
@@ -23,7 +23,7 @@ from accel_state.capabilities import (
     is_xpu_available,
 )
 from accel_state.env import is_set
-from accel_state.imports import (
+from accel_state.imports.available import (
     is_4bit_bnb_available,
     is_8bit_bnb_available,
     is_aim_available,
@@ -65,7 +65,7 @@ from accel_state.imports import (
     is_wandb_available,
     is_weights_only_available,
 )
-from accel_state.packages import is_package_available, is_torch_version
+from accel_state.imports.packages import is_package_available, is_torch_version
 
 __all__ = [
     "check_cuda_fp8_capability",

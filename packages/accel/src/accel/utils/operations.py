@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from accel_ops.collectives import broadcast, copy_tensor_to_devices, gather, reduce
-from accel_ops.contract import DistributedOperationException
-from accel_ops.convert import convert_outputs_to_fp32, convert_to_fp32
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, gather, reduce
+from accel_ops.collectives.padding import (
+    CannotPadNestedTensorWarning,
+    pad_across_processes,
+    pad_input_tensors,
+)
+from accel_ops.debug.contract import DistributedOperationException
 from accel_ops.modules import (
     extract_model_from_parallel,
     get_module_children_bottom_up,
@@ -13,10 +18,9 @@ from accel_ops.modules import (
     model_has_dtensor,
     recursive_getattr,
 )
-from accel_ops.objects import broadcast_object_list, gather_object
-from accel_ops.padding import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
-from accel_ops.placement import send_to_device
-from accel_ops.tensors import (
+from accel_ops.trees.convert import convert_outputs_to_fp32, convert_to_fp32
+from accel_ops.trees.send import send_to_device
+from accel_ops.trees.tensors import (
     TensorInformation,
     concatenate,
     find_batch_size,
@@ -28,7 +32,7 @@ from accel_ops.tensors import (
     listify,
     slice_tensors,
 )
-from accel_ops.walk import honor_type, is_namedtuple, is_torch_tensor, recursively_apply
+from accel_ops.trees.walk import honor_type, is_namedtuple, is_torch_tensor, recursively_apply
 
 __all__ = [
     "CannotPadNestedTensorWarning",

@@ -12,7 +12,7 @@ from accel_ops.modules import (
     model_has_dtensor,
     recursive_getattr,
 )
-from accel_state.process import wait_for_everyone
+from accel_state.process.state import wait_for_everyone
 
 __all__ = [
     "clean_state_dict_for_safetensors",

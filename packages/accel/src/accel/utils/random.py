@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_ops.random import set_seed, synchronize_rng_state, synchronize_rng_states
+from accel_ops.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = [
     "set_seed",

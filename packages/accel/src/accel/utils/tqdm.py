@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.imports import require
-from accel_state.process import current_process
+from accel_state.imports.available import require
+from accel_state.process.state import current_process
 
 __all__ = ["tqdm"]
 

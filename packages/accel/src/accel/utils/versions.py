@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.packages import compare_versions, is_torch_version
+from accel_state.imports.packages import compare_versions, is_torch_version
 
 __all__ = [
     "compare_versions",

@@ -1,0 +1,1 @@
+"""What processes do together with nested data and objects."""

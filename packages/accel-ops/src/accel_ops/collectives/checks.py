@@ -1,0 +1,114 @@
+"""Checks that come before a collective: what a process group can and cannot move, said in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_ops.trees.walk import find_path
+from accel_state.process.state import Process
+
+__all__ = ["require_devices", "require_group", "require_plain", "require_rank"]
+
+
+def require_group(operation: str, process: Process) -> None:
+    """Raise unless this process can talk to the others.
+
+    Args:
+        operation: Name of the collective.
+        process: The facts of this process; it is one of several.
+
+    Raises:
+        RuntimeError: If there is no process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{operation}: process {process.rank} of {process.world_size} cannot reach the others, because "
+            f"the process group has been destroyed or was never made. Call {operation} before "
+            "destroy_process_group() or end_training()."
+        )
+
+
+def require_rank(operation: str, from_process: int, process: Process) -> None:
+    """Raise unless `from_process` is the rank of a process.
+
+    Raises:
+        ValueError: If there is no such process.
+    """
+    if not 0 <= from_process < process.world_size:
+        raise ValueError(
+            f"{operation}: from_process={from_process}, but there are {process.world_size} process(es); "
+            f"give a rank from 0 to {process.world_size - 1}."
+        )
+
+
+def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> None:
+    """Raise if a tensor is not one dense block of memory that this process owns as a whole.
+
+    Args:
+        operation: Name of the collective.
+        data: The tree that the tensors come from.
+        leaves: The tensors.
+
+    Raises:
+        TypeError: If one is a DTensor, a sparse, nested or quantized tensor, or wraps others.
+    """
+    odd = next((leaf for leaf in leaves if not _is_plain(leaf)), None)
+    if odd is not None:
+        found = find_path(data, lambda node: node is odd)
+        assert found is not None
+        raise TypeError(f"{operation} moves dense tensors, but {found[0]} {_why(odd)}.")
+
+
+def require_devices(operation: str, data: Any, devices: Iterable[torch.device], process: Process) -> None:
+    """Raise if the process group cannot move tensors that are on these devices.
+
+    Args:
+        operation: Name of the collective.
+        data: The tree that the tensors come from.
+        devices: The devices of its tensors.
+        process: The facts of this process.
+
+    Raises:
+        ValueError: If a device is not one of the process group's.
+    """
+    config = dist.get_backend_config()
+    movable = _device_types(config)
+    if any(device.type not in movable for device in devices):
+        found = find_path(
+            data, lambda node: isinstance(node, torch.Tensor) and node.device.type not in movable
+        )
+        assert found is not None
+        raise ValueError(
+            f"{operation}: {found[0]} is on {found[1].device}, but the process group ({config}) moves "
+            f"tensors on {' and '.join(sorted(movable))} only. Send it to {process.device} first, for "
+            "example with send_to_device."
+        )
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        return False
+    return type(leaf) is torch.Tensor or not hasattr(leaf, "__tensor_flatten__")
+
+
+def _why(leaf: torch.Tensor) -> str:
+    name = type(leaf).__name__
+    if name == "DTensor":
+        return "is a DTensor, of which each process holds a part; pass its .full_tensor() or .to_local()"
+    if leaf.is_nested:
+        return "is a nested tensor; pass leaf.values() and leaf.offsets(), or pad it with to_padded_tensor()"
+    if leaf.layout is not torch.strided:
+        return f"is a sparse tensor ({leaf.layout}); pass its .to_dense()"
+    if leaf.is_quantized:
+        return "is a quantized tensor; pass its .dequantize(), or .int_repr() with scale and zero point"
+    return f"is a {name}, which wraps other tensors; pass those"
+
+
+@lru_cache
+def _device_types(config: str) -> frozenset[str]:
+    return frozenset(entry.partition(":")[0] for entry in config.split(","))

@@ -1,0 +1,115 @@
+"""Collectives for any Python objects, by pickling.
+
+What cannot be pickled raises on every process, not only where it is: the others would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_ops.collectives.checks import require_group, require_rank
+from accel_ops.debug import contract
+from accel_ops.trees.walk import is_namedtuple
+from accel_state.process.state import Process, current_process
+
+__all__ = ["broadcast_object_list", "gather_object"]
+
+
+def gather_object(object: Any, *, process: Process | None = None) -> list[Any]:
+    """Collect the objects of all processes in one list, in rank order, on every process.
+
+    Args:
+        object: A list or tuple, whose entries are collected; its length may differ between processes.
+            Anything else counts as one entry.
+        process: The facts of this process; the current one by default.
+
+    Returns:
+        The entries of all processes.
+
+    Raises:
+        TypeError: On every process, if one's objects cannot be pickled.
+        RuntimeError: If the process group has been destroyed.
+        DistributedOperationException: In debug mode, if the processes disagree.
+    """
+    process = process or current_process()
+    several = isinstance(object, (list, tuple)) and not is_namedtuple(object)
+    entries = list(object) if several else [object]
+    if process.world_size == 1:
+        return entries
+    if process.debug:
+        contract.check("gather_object", process=process)
+    require_group("gather_object", process)
+    parts: list[Any] = [None] * process.world_size
+    dist.all_gather_object(parts, _pickled(entries))
+    _raise_failures("gather_object", dict(enumerate(parts)))
+    return [entry for part in parts for entry in pickle.loads(part)]
+
+
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, process: Process | None = None
+) -> list[Any]:
+    """Give every process the objects that one process has.
+
+    Args:
+        object_list: The objects, on the others as many placeholders, which are replaced in place.
+        from_process: Rank of the process whose objects count.
+        process: The facts of this process; the current one by default.
+
+    Returns:
+        `object_list` itself.
+
+    Raises:
+        TypeError: If `object_list` is not a list; on every process, if the objects cannot be pickled.
+        ValueError: If there is no process `from_process`, or it has another number of objects.
+        RuntimeError: If the process group has been destroyed.
+        DistributedOperationException: In debug mode, if the processes disagree.
+    """
+    process = process or current_process()
+    if not isinstance(object_list, list):
+        raise TypeError(
+            f"broadcast_object_list fills a list in place, but got a {type(object_list).__name__}. Put the "
+            "objects in a list of the same length on every process."
+        )
+    require_rank("broadcast_object_list", from_process, process)
+    if process.world_size == 1:
+        return object_list
+    if process.debug:
+        detail = f"from_process={from_process}, {len(object_list)} objects"
+        contract.check("broadcast_object_list", process=process, detail=detail, one_place=False)
+    require_group("broadcast_object_list", process)
+    sends = process.rank == from_process
+    payload = [_pickled(object_list) if sends else None]
+    dist.broadcast_object_list(payload, from_process)
+    _raise_failures("broadcast_object_list", {from_process: payload[0]})
+    if not sends:
+        _fill(object_list, pickle.loads(payload[0]), from_process)  # type: ignore[arg-type]
+    return object_list
+
+
+def _pickled(objects: list[Any]) -> bytes | str:
+    """Return the pickled objects, or why they cannot be pickled."""
+    try:
+        return pickle.dumps(objects)
+    except Exception as error:  # whatever a class does in its __reduce__
+        return f"{type(error).__name__}: {error}"
+
+
+def _raise_failures(operation: str, payloads: dict[int, bytes | str | None]) -> None:
+    reasons = [f"process {rank} ({text})" for rank, text in payloads.items() if isinstance(text, str)]
+    if reasons:
+        raise TypeError(
+            f"{operation}: the objects of {', '.join(reasons)} cannot be pickled. Pass plain values or "
+            "tensors, or objects of classes that are defined at the top level of a module."
+        )
+
+
+def _fill(object_list: list[Any], received: list[Any], source: int) -> None:
+    if len(received) != len(object_list):
+        raise ValueError(
+            f"broadcast_object_list: process {source} has {len(received)} objects, but the list here has "
+            f"{len(object_list)}. Pass a list of the same length on every process."
+        )
+    object_list[:] = received

@@ -1,0 +1,313 @@
+"""Collectives over trees of tensors: gather, reduce, broadcast.
+
+A tree moves in few collectives, not one per tensor: small tensors share one buffer, large ones go by
+themselves, without a copy and side by side. Every process must call the same operation with a tree of the
+same structure, shapes and dtypes; in debug mode that is compared first (see `contract`). Gradients do not
+flow through any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_ops.collectives.checks import require_devices, require_group, require_plain, require_rank
+from accel_ops.collectives.pack import Plan, plan
+from accel_ops.collectives.pack_parts import SHARED_BYTES, as_bytes, put_together, stack_if_alike
+from accel_ops.debug import contract
+from accel_ops.trees.walk import find_path, flatten
+from accel_state.process.state import Process, current_process
+
+__all__ = ["broadcast", "copy_tensor_to_devices", "gather", "reduce"]
+
+_USUAL = {torch.Tensor, torch.nn.Parameter}
+_REDUCTIONS = ("mean", "sum", "max", "none")
+
+
+def gather(tensor: Any, *, process: Process | None = None) -> Any:
+    """Concatenate the tensors of all processes along their first dimension, in rank order, on every process.
+
+    Args:
+        tensor: A tree of tensors, of the same structure, shapes and dtypes on every process (see
+            `pad_across_processes`).
+        process: The facts of this process; the current one by default.
+
+    Returns:
+        The tree with tensors of shape `(world_size * n, *)` for `(n, *)`, and `(world_size,)` for
+        0-dimensional ones. They carry no gradient. With one process they share memory with the given ones.
+
+    Raises:
+        TypeError: If a leaf is not a tensor, or is a DTensor, sparse, nested or quantized tensor.
+        ValueError: If a tensor is on a device that the process group cannot move.
+        RuntimeError: If the process group has been destroyed.
+        DistributedOperationException: In debug mode, if the processes disagree.
+    """
+    process = process or current_process()
+    leaves, rebuild = flatten(tensor, required_by="gather")
+    if process.world_size == 1 or not set(map(type, leaves)) <= _USUAL:
+        require_plain("gather", tensor, leaves)
+    if process.world_size == 1:
+        return rebuild([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])
+    if process.debug:
+        contract.check("gather", tensor, process=process)
+    try:
+        with torch.no_grad():
+            return rebuild(_gather(tensor, leaves, process))
+    except RuntimeError:
+        require_plain("gather", tensor, leaves)  # it may say better why, and costs too much before
+        raise
+
+
+def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequence[torch.Tensor]:
+    world = process.world_size
+    require_group("gather", process)
+    alike = stack_if_alike(leaves, SHARED_BYTES // world)
+    if alike is not None:
+        require_devices("gather", data, [alike.device], process)
+        stacks = alike.new_empty((world * len(leaves), *alike.shape[1:]))
+        if alike.numel():
+            _all_gather(stacks.view(torch.uint8), alike.view(torch.uint8))
+        return put_together(stacks, world)
+    found = _plan("gather", data, leaves, process, copies=world)
+    gathered: list[Any] = [None] * len(leaves)
+    works = []
+    for i in found.large:
+        shape = leaves[i].shape
+        gathered[i] = leaves[i].new_empty((world * shape[0], *shape[1:]))
+        works.append(_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), async_op=True))
+    for pack in found.packs:
+        buffer = pack.empty()
+        if pack.nbytes:
+            _all_gather(buffer, pack.pack(leaves))
+        pack.unpack(buffer, gathered)
+    for work in works:
+        work.wait()
+    return gathered
+
+
+def _all_gather(output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Any:
+    # all_gather_into_tensor is called all_gather_single from torch 2.13 on, and warns under its old name.
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, tensor, async_op=async_op)
+
+
+def reduce(
+    tensor: Any, reduction: str = "mean", scale: float = 1.0, *, process: Process | None = None
+) -> Any:
+    """Combine the tensors of all processes element by element, on every process.
+
+    Args:
+        tensor: A tree of tensors, of the same structure, shapes and dtypes on every process. It is not
+            changed.
+        reduction: "sum"; "mean", which divides the sum by the number of processes (integers become floating
+            point); "max", the largest of each element; or "none", which does nothing at all.
+        scale: The result is multiplied by this (integers become floating point, unless it is 1 or an int).
+        process: The facts of this process; the current one by default.
+
+    Returns:
+        The tree of reduced tensors, in memory of their own and without gradient. The order in which floating
+        point numbers of three and more processes are added is the backend's.
+
+    Raises:
+        ValueError: If `reduction` is unknown, or a tensor is on a device that the process group cannot move.
+        TypeError: If a leaf is not a dense tensor, is boolean (sums of which have no agreed meaning), is
+            complex under "max", or has a dtype that the backend cannot reduce.
+        RuntimeError: If the process group has been destroyed.
+        DistributedOperationException: In debug mode, if the processes disagree.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduce: reduction={reduction!r} is unknown; allowed: {', '.join(_REDUCTIONS)}.")
+    process = process or current_process()
+    leaves, rebuild = flatten(tensor, required_by="reduce")
+    require_plain("reduce", tensor, leaves)
+    _require_numbers(tensor, leaves, ordered=reduction == "max")
+    if reduction == "none":
+        return tensor
+    divisor = process.world_size if reduction == "mean" else 0
+    if process.world_size == 1:
+        return rebuild([_finish(_owned(leaf), divisor, scale) for leaf in leaves])
+    if process.debug:
+        contract.check("reduce", tensor, process=process, detail=f"reduction={reduction!r}, scale={scale}")
+    with torch.no_grad():
+        found = _plan("reduce", tensor, leaves, process)
+        op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        return rebuild(_reduce(leaves, found, op, divisor, scale))
+
+
+def _reduce(
+    leaves: Sequence[torch.Tensor], plan: Plan, op: dist.ReduceOp.RedOpType, divisor: int, scale: float
+) -> list[torch.Tensor]:
+    reduced: list[Any] = [None] * len(leaves)
+    works = []
+    for i in plan.large:
+        reduced[i] = _owned(leaves[i])
+        works.append(_all_reduce(reduced[i], op, async_op=True))
+    for part in (part for pack in plan.packs for part in pack.parts):
+        total = part.lay_out(leaves)
+        total = _owned(total) if len(part.positions) == 1 else total  # of one tensor it may be a view
+        _all_reduce(total, op)
+        for i, piece in zip(part.positions, part.take_apart(_finish(total, divisor, scale)), strict=True):
+            reduced[i] = piece
+    for i, work in zip(plan.large, works, strict=True):
+        work.wait()
+        reduced[i] = _finish(reduced[i], divisor, scale)
+    return reduced
+
+
+def _owned(leaf: torch.Tensor) -> torch.Tensor:
+    copied = leaf.detach().clone(memory_format=torch.contiguous_format)
+    return copied.resolve_conj().resolve_neg()
+
+
+def _finish(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
+    inexact = total.is_floating_point() or total.is_complex()
+    if divisor:
+        total = total.div_(divisor) if inexact else total / divisor
+    if scale != 1:
+        total = total.mul_(scale) if total.is_floating_point() or total.is_complex() else total * scale
+    return total
+
+
+def _all_reduce(total: torch.Tensor, op: dist.ReduceOp.RedOpType, async_op: bool = False) -> Any:
+    try:
+        return dist.all_reduce(total, op, async_op=async_op)
+    except RuntimeError as error:
+        if "type" not in str(error):
+            raise
+        raise TypeError(
+            f"reduce: the backend {dist.get_backend()} cannot reduce tensors of {total.dtype} ({error}). "
+            "Convert them first, for example to torch.float32 or torch.int64."
+        ) from error
+
+
+def _require_numbers(data: Any, leaves: Sequence[torch.Tensor], ordered: bool) -> None:
+    if any(leaf.dtype is torch.bool for leaf in leaves):
+        where = _first(data, lambda leaf: leaf.dtype is torch.bool)
+        raise TypeError(
+            f"reduce takes numbers, but {where} is boolean. Pass its .int() to count (above 0: true "
+            "anywhere), or gather it."
+        )
+    if ordered and any(map(torch.is_complex, leaves)):
+        where = _first(data, torch.is_complex)
+        raise TypeError(
+            f"reduce: reduction='max' needs numbers that have an order, but {where} is complex. Pass its "
+            ".abs(), or gather it."
+        )
+
+
+def _first(data: Any, wanted: Callable[[torch.Tensor], bool]) -> str:
+    found = find_path(data, lambda node: isinstance(node, torch.Tensor) and wanted(node))
+    return found[0] if found else "a tensor"
+
+
+def broadcast(tensor: Any, from_process: int = 0, *, process: Process | None = None) -> Any:
+    """Give every process the values that one process has.
+
+    Args:
+        tensor: A tree of tensors, of the same structure, shapes and dtypes on every process. On the other
+            processes they are overwritten in place.
+        from_process: Rank of the process whose values count.
+        process: The facts of this process; the current one by default.
+
+    Returns:
+        `tensor` itself.
+
+    Raises:
+        TypeError: If a leaf is not a dense tensor.
+        ValueError: If there is no process `from_process`, or a tensor is on a device that the process group
+            cannot move.
+        RuntimeError: If the process group has been destroyed.
+        DistributedOperationException: In debug mode, if the processes disagree.
+    """
+    process = process or current_process()
+    leaves, _ = flatten(tensor, required_by="broadcast")
+    require_plain("broadcast", tensor, leaves)
+    require_rank("broadcast", from_process, process)
+    if process.world_size == 1:
+        return tensor
+    if process.debug:
+        detail = f"from_process={from_process}"
+        contract.check("broadcast", tensor, process=process, detail=detail, one_place=False)
+    with torch.no_grad():
+        found = _plan("broadcast", tensor, leaves, process)
+        _broadcast(leaves, found, from_process, sends=process.rank == from_process)
+    return tensor
+
+
+def _broadcast(leaves: Sequence[torch.Tensor], plan: Plan, source: int, sends: bool) -> None:
+    works = []
+    for i in plan.large:
+        buffer = as_bytes(leaves[i])  # the tensor's own memory where that is contiguous
+        works.append((leaves[i], buffer, dist.broadcast(buffer, source, async_op=True)))
+    for pack in plan.packs:
+        buffer = pack.pack(leaves) if sends else pack.empty()
+        if pack.nbytes:
+            dist.broadcast(buffer, source)
+        if not sends:
+            received: list[Any] = [None] * len(leaves)
+            pack.unpack(buffer, received)
+            for leaf, values in zip(leaves, received, strict=True):
+                if values is not None:
+                    leaf.copy_(values)
+    for leaf, buffer, work in works:
+        work.wait()
+        if not sends and buffer.data_ptr() != leaf.data_ptr():
+            leaf.copy_(buffer.view(leaf.dtype).view(leaf.shape))
+
+
+def copy_tensor_to_devices(
+    tensor: torch.Tensor | None = None, *, process: Process | None = None
+) -> torch.Tensor:
+    """Give every process the tensor that one process has, of which the others know nothing.
+
+    Args:
+        tensor: The tensor on one process, None on all others.
+        process: The facts of this process; the current one by default.
+
+    Returns:
+        The tensor, on the device of each process, without gradient.
+
+    Raises:
+        ValueError: On every process, unless exactly one of them gave a tensor.
+        DistributedOperationException: In debug mode, if the processes disagree.
+    """
+    process = process or current_process()
+    operation = "copy_tensor_to_devices"
+    if process.debug:
+        contract.check(operation, process=process, one_place=False)
+    offer = (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    offers: list[Any] = [offer]
+    if process.world_size > 1:
+        require_group(operation, process)
+        offers = [None] * process.world_size
+        dist.all_gather_object(offers, offer)
+    givers = [rank for rank, offered in enumerate(offers) if offered != "NoneType"]
+    if len(givers) != 1 or isinstance(offers[givers[0]], str):
+        given = ", ".join(f"process {rank} gave {_offered(offers[rank])}" for rank in givers)
+        raise ValueError(
+            f"{operation} takes a tensor on exactly one process and None on the others, but "
+            f"{given or 'no process gave one'}."
+        )
+    shape, dtype = offers[givers[0]]
+    copied = torch.empty(shape, dtype=dtype, device=process.device)
+    if tensor is not None:
+        copied.copy_(tensor.detach())
+    if process.world_size > 1:
+        dist.broadcast(as_bytes(copied), givers[0])
+    return copied
+
+
+def _offered(offer: Any) -> str:
+    return f"a {offer}" if isinstance(offer, str) else f"a tensor of shape {tuple(offer[0])}"
+
+
+def _plan(
+    operation: str, data: Any, leaves: Sequence[torch.Tensor], process: Process, copies: int = 1
+) -> Plan:
+    require_group(operation, process)
+    found = plan(leaves, copies)
+    require_devices(operation, data, found.devices, process)
+    return found

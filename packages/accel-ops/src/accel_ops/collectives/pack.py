@@ -1,0 +1,171 @@
+"""Packing many small tensors into one buffer of bytes, so that they travel in one collective.
+
+Data movement needs no arithmetic, so a pack holds tensors of all dtypes side by side: the tensors of each
+dtype are laid end to end, dtypes with larger elements first. Every part then starts at a multiple of its
+element size, also in the rows of a gathered buffer, because the end is padded likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from accel_ops.collectives.pack_parts import Part, as_bytes
+
+__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Pack", "Plan", "plan"]
+
+SMALL_BYTES = 64 * 1024
+"""Tensors up to this size (bytes) are packed.
+
+Measured: copying larger ones takes longer than one more collective.
+"""
+
+BUFFER_BYTES = 64 * 1024 * 1024
+"""A pack is closed when the buffer for it has reached this size (bytes), which bounds the extra memory."""
+
+_QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+_shape, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tensors that travel together.
+
+    Args:
+        parts: Their parts, those with the largest elements first.
+        copies: How many packs come back.
+    """
+
+    parts: Sequence[Part]
+    copies: int
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.parts[0].device
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the buffer, with its padding."""
+        alignment = self.parts[0].dtype.itemsize
+        return -(-sum(part.nbytes for part in self.parts) // alignment) * alignment
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of the tensors.
+
+        Args:
+            tensors: All the tensors that `plan` saw.
+
+        Returns:
+            A 1-dimensional uint8 tensor of `nbytes` elements. It may share memory with a tensor.
+        """
+        laid_out = [as_bytes(part.lay_out(tensors)) for part in self.parts]
+        if len(laid_out) == 1:
+            return laid_out[0]
+        missing = self.nbytes - sum(part.nbytes for part in self.parts)
+        return torch.cat([*laid_out, torch.zeros(missing, dtype=torch.uint8, device=self.device)])
+
+    def empty(self) -> torch.Tensor:
+        """Return an uninitialised 1-dimensional uint8 tensor for the bytes that come back."""
+        return torch.empty(self.copies * self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def unpack(self, buffer: torch.Tensor, into: list[Any]) -> None:
+        """Make the tensors that come back.
+
+        Args:
+            buffer: The packs that came back, one after the other.
+            into: Where they are put, at the positions of the tensors that `plan` saw.
+        """
+        copies = buffer.view(self.copies, self.nbytes)
+        start = 0
+        for part in self.parts:
+            own = copies if len(self.parts) == 1 else copies[:, start : start + part.nbytes]
+            start += part.nbytes
+            pieces = part.put_together(own)
+            if len(pieces) == len(into):
+                into[:] = pieces
+                return
+            for i, piece in zip(part.positions, pieces, strict=True):
+                into[i] = piece
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tensors travel together, and which ones alone.
+
+    Args:
+        packs: The packs of small tensors.
+        large: The positions of the large tensors.
+        devices: Where tensors are.
+    """
+
+    packs: Sequence[Pack]
+    large: Sequence[int]
+    devices: Sequence[torch.device]
+
+
+def plan(tensors: Sequence[torch.Tensor], copies: int = 1) -> Plan:
+    """Decide which tensors travel together.
+
+    The answer depends on shapes, dtypes and devices alone, so it is the same on every process.
+
+    Args:
+        tensors: The tensors.
+        copies: How many of each come back (one from every process if they are gathered).
+
+    Returns:
+        The plan.
+    """
+    devices = tuple(set(map(_device, tensors)))
+    if len(devices) > 1:
+        devices = tuple(map(_device, tensors))
+    return _plan(tuple(map(_shape, tensors)), tuple(map(_dtype, tensors)), devices, copies)
+
+
+@lru_cache(maxsize=32)
+def _plan(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    copies: int,
+) -> Plan:
+    packs: list[Pack] = []
+    large: list[int] = []
+    growing: dict[torch.device, tuple[list[int], int]] = {}
+    for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        if dtype in _QUANTIZED:
+            raise RuntimeError(f"Tensors of {dtype} are more than their bytes.")
+        device = devices[i] if len(devices) > 1 else devices[0]
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes > SMALL_BYTES:
+            large.append(i)
+            continue
+        members, total = growing.get(device, ([], 0))
+        members.append(i)
+        if (total + nbytes) * copies < BUFFER_BYTES:
+            growing[device] = (members, total + nbytes)
+        else:
+            packs.append(_pack(members, shapes, dtypes, device, copies))
+            growing.pop(device, None)
+    packs += [_pack(members, shapes, dtypes, device, copies) for device, (members, _) in growing.items()]
+    return Plan(packs, large, sorted(set(devices), key=str))
+
+
+def _pack(
+    members: list[int],
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    copies: int,
+) -> Pack:
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i in members:
+        by_dtype.setdefault(dtypes[i], []).append(i)
+    ordered = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
+    parts = [Part(dtype, device, own, [shapes[i] for i in own], copies) for dtype, own in ordered]
+    return Pack(parts, copies)

@@ -1,0 +1,148 @@
+"""Random number generators: seeding all of them, and making those of all processes alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any, SupportsIndex
+
+import numpy
+import torch
+
+from accel_ops.collectives.objects import broadcast_object_list
+from accel_state.devices.table import row
+from accel_state.enums import RNGType
+from accel_state.logging.warning import warn
+from accel_state.process.state import Process, current_process
+
+__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+def set_seed(
+    seed: int, device_specific: bool = False, deterministic: bool = False, *, process: Process | None = None
+) -> None:
+    """Seed Python's, NumPy's and torch's generators, the last on every device.
+
+    Args:
+        seed: The seed.
+        device_specific: Add the rank to it, so that each process draws other numbers.
+        deterministic: Make torch use deterministic algorithms where there are any (slower), and raise
+            where there are none.
+        process: The facts of this process; the current one by default.
+
+    Raises:
+        TypeError: If the seed is not an integer.
+    """
+    if not isinstance(seed, SupportsIndex) or isinstance(seed, bool):
+        raise TypeError(f"set_seed takes an integer, but got {seed!r}.")
+    seed = index(seed)  # NumPy's integers, which seeds of sweeps often are, too
+    if device_specific:
+        seed += (process or current_process()).rank
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
+    torch.manual_seed(seed)
+    device = row((process or current_process()).device)
+    if device.rng_type == RNGType.XLA:  # torch.manual_seed reaches all others
+        device.set_rng_state(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(
+    rng_type: RNGType | str | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    process: Process | None = None,
+) -> None:
+    """Give one generator of every process the state that process 0's has.
+
+    Args:
+        rng_type: "torch", "generator" or the name of a device; None for none.
+        generator: The one that "generator" means.
+        process: The facts of this process; the current one by default.
+
+    Raises:
+        ValueError: If the type is unknown, or "generator" comes without one.
+    """
+    synchronize_rng_states([] if rng_type is None else [rng_type], generator, process=process)
+
+
+def synchronize_rng_states(
+    rng_types: Sequence[RNGType | str],
+    generator: torch.Generator | None = None,
+    *,
+    process: Process | None = None,
+) -> None:
+    """Give generators of every process the states that process 0's have.
+
+    A process on which something is wrong raises, but does not keep the others waiting.
+
+    Args:
+        rng_types: "torch", "generator" and names of devices. A device that is not here is left out with a
+            warning.
+        generator: The one that "generator" means.
+        process: The facts of this process; the current one by default.
+
+    Raises:
+        ValueError: If a type is unknown, or "generator" comes without one; on every process, if that is so
+            on process 0.
+        RuntimeError: If the generators of process 0 could not be read.
+    """
+    process = process or current_process()
+    own, setters, problem = _generators(rng_types, generator)
+    if process.world_size > 1 and rng_types:
+        # Also where there is a problem: the others would wait for this process for ever.
+        states, problem_of_0 = broadcast_object_list([own, _told(problem)], process=process)
+        for kind in setters.keys() & states.keys():
+            setters[kind](states[kind])
+        problem = problem or problem_of_0
+    if problem is not None:
+        raise problem
+
+
+_State = Any  # a uint8 tensor; a number on XLA
+_States = dict[RNGType, _State]
+_Setters = dict[RNGType, Callable[[_State], Any]]
+
+
+def _generators(
+    rng_types: Sequence[RNGType | str], generator: torch.Generator | None
+) -> tuple[_States, _Setters, Exception | None]:
+    """Return the state of each generator, how it is set, and what is wrong with the choice."""
+    states: _States = {}
+    setters: _Setters = {}
+    try:
+        for kind in map(RNGType, rng_types):
+            pair = _generator(kind, generator)
+            if pair is not None:
+                get, setters[kind] = pair
+                states[kind] = get()
+    except Exception as error:  # of whatever kind a device's runtime raises
+        return {}, {}, error
+    return states, setters, None
+
+
+def _told(problem: Exception | None) -> Exception | None:
+    """Return what is wrong as an exception that can be sent to other processes."""
+    if problem is None or type(problem) is ValueError:
+        return problem
+    text = f"{type(problem).__name__}: {problem}"
+    return RuntimeError(f"The random generators of process 0 could not be read ({text}).")
+
+
+def _generator(
+    kind: RNGType, generator: torch.Generator | None
+) -> tuple[Callable[[], _State], Callable[[_State], Any]] | None:
+    """Return how a generator is read and written, or None where its device is not here."""
+    if kind == RNGType.TORCH:
+        return torch.get_rng_state, torch.set_rng_state
+    if kind == RNGType.GENERATOR:
+        if generator is None:
+            raise ValueError("rng type 'generator' needs a torch.Generator; pass it as `generator`.")
+        return generator.get_state, generator.set_state
+    device = row(kind.value)
+    if not device.is_available():
+        warn(f"rng type {kind.value!r} is left out: there is no {kind.value} device here.")
+        return None
+    return device.get_rng_state, device.set_rng_state

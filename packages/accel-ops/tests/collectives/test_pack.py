@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_ops.collectives import pack, pack_parts
+from accel_ops.collectives.pack import Plan, plan
+from accel_ops.collectives.pack_parts import as_bytes
+
+
+@pytest.fixture(autouse=True)
+def _no_memory() -> None:
+    pack._plan.cache_clear()
+
+
+def round_trip(tensors: list[torch.Tensor], copies: int = 1) -> list[torch.Tensor]:
+    """Pack, repeat the packs as if each of `copies` processes had sent the same, and unpack."""
+    found = plan(tensors, copies)
+    back = list(tensors)
+    for each in found.packs:
+        each.unpack(each.pack(tensors).repeat(copies), back)
+    return back
+
+
+MIXED = [
+    torch.arange(3, dtype=torch.uint8),
+    torch.tensor(True),
+    torch.randn(2, 3, dtype=torch.complex128),
+    torch.randn(5).bfloat16(),
+    torch.empty(0, 4),
+    torch.randn(4, 3).t(),
+    torch.randn(2).to(torch.float8_e4m3fn),
+    torch.arange(7, dtype=torch.int16)[::2],
+]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_mixed_dtypes_come_back_bit_for_bit(
+    copies: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        monkeypatch.setattr(pack_parts, "SHARED_BYTES", 0)
+
+    back = round_trip(MIXED, copies)
+
+    for tensor, result in zip(MIXED, back, strict=True):
+        expected = tensor if copies == 1 else torch.cat([torch.atleast_1d(tensor)] * copies)
+        assert result.dtype == expected.dtype
+        assert result.shape == expected.shape
+        assert result.is_contiguous()
+        assert torch.equal(as_bytes(result), as_bytes(expected))
+
+
+def test_one_pack_holds_all_dtypes_with_the_larger_ones_first() -> None:
+    found = plan(MIXED)
+
+    assert len(found.packs) == 1
+    itemsizes = [part.dtype.itemsize for part in found.packs[0].parts]
+    assert itemsizes == sorted(itemsizes, reverse=True)
+    assert found.packs[0].nbytes % 16 == 0
+    assert found.large == []
+
+
+def test_large_tensors_travel_alone() -> None:
+    small = torch.zeros(pack.SMALL_BYTES, dtype=torch.uint8)
+    large = torch.zeros(pack.SMALL_BYTES + 1, dtype=torch.uint8)
+
+    found = plan([small, large, small])
+
+    assert found.large == [1]
+    assert [list(part.positions) for pack in found.packs for part in pack.parts] == [[0, 2]]
+
+
+def test_a_full_pack_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "BUFFER_BYTES", 64)
+
+    def sizes(found: Plan) -> list[int]:
+        return [pack.nbytes for pack in found.packs]
+
+    tensors = [torch.zeros(6) for _ in range(5)]
+
+    assert sizes(plan(tensors)) == [72, 48]
+    assert sizes(plan(tensors, copies=2)) == [48, 48, 24]
+    assert [list(tensor) for tensor in round_trip(tensors, 2)] == [[0.0] * 12] * 5
+
+
+def test_devices_are_kept_apart() -> None:
+    found = plan([torch.zeros(2), torch.zeros(2, device="meta"), torch.zeros(3)])
+
+    assert [str(pack.device) for pack in found.packs] == ["cpu", "meta"]
+    assert [str(device) for device in found.devices] == ["cpu", "meta"]
+
+
+def test_plans_are_remembered_by_shape_dtype_and_device() -> None:
+    assert plan([torch.zeros(2)]) is plan([torch.ones(2)])
+    assert plan([torch.zeros(2)]) is not plan([torch.zeros(2, dtype=torch.int32)])
+    assert plan([torch.zeros(2)]) is not plan([torch.zeros(1, 2)])
+    assert plan([torch.zeros(2)]) is not plan([torch.zeros(2, device="meta")])
+    assert plan([torch.zeros(2)]) is not plan([torch.zeros(2)], copies=2)
+
+
+def test_small_results_share_memory_and_others_do_not() -> None:
+    def storages(n: int) -> int:
+        back = round_trip([torch.zeros(n) for _ in range(4)], 2)
+        return len({tensor.untyped_storage().data_ptr() for tensor in back})
+
+    fits = pack_parts.SHARED_BYTES // (4 * 2 * 4)
+    assert storages(fits) == 1
+    assert storages(fits + 1) == 4
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+def test_results_are_not_views_for_autograd(shape: tuple[int, ...]) -> None:
+    with torch.no_grad():
+        first, second = round_trip([torch.ones(shape), torch.ones(3)], 2)
+    weight = torch.ones(1, requires_grad=True)
+
+    first.mul_(weight)  # refused for a view that was made without gradients
+
+    assert first.requires_grad
+    assert second._base is None
+
+
+def test_tensors_in_channels_last_order_are_laid_out_in_their_own_order() -> None:
+    images = torch.arange(24.0).view(1, 2, 3, 4)
+    last = [
+        images.to(memory_format=torch.channels_last),
+        (images + 100).to(memory_format=torch.channels_last),
+    ]
+
+    back = round_trip(last, 2)
+
+    assert torch.equal(back[0], torch.cat([images, images]))
+    assert torch.equal(back[1], torch.cat([images, images]) + 100)
+
+
+def test_works_with_deterministic_algorithms() -> None:
+    torch._C._set_deterministic_algorithms(True)  # the public function imports the compiler: seconds
+    try:
+        back = round_trip(MIXED, 2)
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+    assert torch.equal(as_bytes(back[0]), as_bytes(MIXED[0]).repeat(2))

@@ -1,0 +1,1 @@
+"""The hardware that a process computes on: which there is, and how each kind is addressed."""

@@ -1,0 +1,149 @@
+"""What single device types call otherwise than `torch.<type>` does: the functions that their rows name.
+
+Each mapping goes by the name of the `DeviceRow` method or of the torch function that it stands in for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from accel_state import env
+from accel_state.devices import probes
+
+__all__ = ["CPU", "CUDA", "HPU", "MPS", "XLA", "cpu_is_available", "xla_is_available"]
+
+Calls = Mapping[str, Callable[..., Any]]
+
+
+def _calls(**functions: Callable[..., Any]) -> Calls:
+    return MappingProxyType(functions)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _zero() -> int:
+    return 0
+
+
+def _one() -> int:
+    return 1
+
+
+def _cpu_prepare_group(num_processes: int) -> None:
+    # Each process would otherwise start as many threads as the machine has cores.
+    if not env.is_set("OMP_NUM_THREADS"):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // num_processes))
+
+
+def cpu_is_available() -> bool:
+    """Tell that there is a CPU."""
+    return True
+
+
+CPU = _calls(
+    device_count=_one,
+    synchronize=_nothing,
+    empty_cache=_nothing,
+    get_rng_state=lambda: torch.get_rng_state(),
+    set_rng_state=lambda state: torch.set_rng_state(state),
+    memory_allocated=_zero,
+    max_memory_allocated=_zero,
+    reset_peak_memory_stats=_nothing,
+    prepare_group=_cpu_prepare_group,
+)
+
+
+def _cuda_pci_address(index: int) -> str | None:
+    properties: Any = torch.cuda.get_device_properties(index)
+    if not hasattr(properties, "pci_bus_id"):  # added in torch 2.8
+        return None
+    domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+CUDA = _calls(has_bf16=lambda: torch.cuda.is_bf16_supported(), pci_address=_cuda_pci_address)
+
+
+MPS = _calls(
+    has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
+    memory_allocated=lambda: torch.mps.current_allocated_memory(),
+    max_memory_allocated=_zero,
+    reset_peak_memory_stats=_nothing,
+)
+
+
+def _hpu_random() -> Any:
+    return import_module("habana_frameworks.torch.hpu.random")
+
+
+def _hpu_prepare_group(_num_processes: int) -> None:
+    import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend
+
+
+HPU = _calls(
+    prepare_group=_hpu_prepare_group,
+    has_fp16=lambda: not probes.is_habana_gaudi1(),
+    empty_cache=_nothing,  # the bridge keeps no cache of its own to give back
+    get_rng_state=lambda: _hpu_random().get_rng_state(),
+    set_rng_state=lambda state: _hpu_random().set_rng_state(state),
+)
+
+
+def _xla() -> Any:
+    return import_module("torch_xla.core.xla_model")
+
+
+def _xla_runtime() -> Any:
+    return import_module("torch_xla.runtime")
+
+
+def xla_is_available() -> bool:
+    """Tell whether torch_xla runs on hardware here; it runs on the CPU too, which nobody means."""
+    return probes.is_torch_xla_available() and _xla_runtime().device_type() in {"TPU", "CUDA", "NEURON"}
+
+
+def _xla_launched_as() -> tuple[int, int, int, int]:
+    runtime = _xla_runtime()
+    return (
+        runtime.global_ordinal(),
+        runtime.world_size(),
+        runtime.local_ordinal(),
+        runtime.local_process_count(),
+    )
+
+
+def _xla_device() -> Any:
+    return import_module("torch_xla").device()
+
+
+def _xla_memory(key: str) -> int:
+    return int(_xla().get_memory_info(_xla_device()).get(key, 0))
+
+
+def _xla_prepare_group(_num_processes: int) -> None:
+    import_module("torch_xla.distributed.xla_backend")  # registers the backend
+
+
+XLA = _calls(
+    prepare_group=_xla_prepare_group,
+    device=_xla_device,
+    device_count=lambda: _xla_runtime().local_device_count(),
+    synchronize=lambda: _xla().wait_device_ops(),
+    empty_cache=_nothing,
+    get_rng_state=lambda: _xla().get_rng_state(),
+    set_rng_state=lambda state: _xla().set_rng_state(state),
+    memory_allocated=lambda: _xla_memory("bytes_used"),
+    max_memory_allocated=lambda: _xla_memory("peak_bytes_used"),
+    reset_peak_memory_stats=_nothing,
+    launched_as=_xla_launched_as,
+    barrier=lambda: _xla().rendezvous("accel.wait_for_everyone"),
+)

@@ -1,0 +1,70 @@
+"""GPUs and the system's kernel, asked about without CUDA, so that a launcher can do so and still fork."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+
+from accel_state.logging.warning import warn
+
+__all__ = ["check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"]
+
+_TIMEOUT_S = 20
+_OLDEST_LINUX = (5, 5)  # older ones can hang in a training of several processes
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of this machine's NVIDIA GPUs and their number, as nvidia-smi tells them.
+
+    CUDA_VISIBLE_DEVICES hides none of them.
+
+    Returns:
+        The names in the driver's order, and how many there are; none where there is no nvidia-smi.
+
+    Raises:
+        RuntimeError: If nvidia-smi fails.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], 0
+    query = [program, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"nvidia-smi did not answer within {_TIMEOUT_S} s. Check the driver.") from None
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip()
+        raise RuntimeError(f"nvidia-smi ended with {done.returncode}: {said}. Check the driver.")
+    names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return names, len(names)
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Tell whether NCCL may use peer-to-peer and InfiniBand between this machine's GPUs.
+
+    GeForce cards from the 40 series on cannot reach each other's memory. Where this is False, set
+    NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1.
+
+    Returns:
+        False if any GPU is such a card, also a hidden one.
+
+    Raises:
+        RuntimeError: If nvidia-smi fails.
+    """
+    names, _ = get_gpu_info()
+    return not any(re.search(r"GeForce RTX [4-9]0\d\d\b", name) for name in names)
+
+
+def check_os_kernel() -> None:
+    """Warn if this is Linux with a kernel older than 5.5, under which processes may hang."""
+    if platform.system() != "Linux":
+        return
+    release = platform.release()
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if found and (int(found[1]), int(found[2])) < _OLDEST_LINUX:
+        warn(
+            f"The Linux kernel is {release}; with one older than 5.5 processes may hang. Update it.",
+            about="machine",
+        )

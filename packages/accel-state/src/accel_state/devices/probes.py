@@ -1,0 +1,261 @@
+"""What this machine's accelerator can do; torch and device plugins are imported on first use.
+
+Answers about hardware are kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from accel_state import env
+from accel_state.imports.packages import compare_versions, is_package_available, is_torch_version
+from accel_state.logging.warning import warn
+
+__all__ = [
+    "check_cuda_fp8_capability",
+    "is_bf16_available",
+    "is_cuda_available",
+    "is_fp16_available",
+    "is_habana_gaudi1",
+    "is_hpu_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_rocm_available",
+    "is_sdaa_available",
+    "is_torch_xla_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_xccl_available",
+    "is_xpu_available",
+]
+
+
+# Devices
+
+
+@functools.cache
+def is_cuda_available() -> bool:
+    """Tell whether a CUDA device is usable, without initialising CUDA, so that the process can still fork."""
+    import torch
+
+    with env.patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Tell whether torch runs on AMD GPUs, which it presents as CUDA devices."""
+    import torch
+
+    return torch.version.hip is not None and is_cuda_available()
+
+
+@functools.cache
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Tell whether Intel GPUs are usable.
+
+    Args:
+        check_device: Ask also that a first device can be read.
+    """
+    return _is_backend_available("xpu", check_device)
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Tell whether Apple's GPU is usable.
+
+    Args:
+        min_version: Oldest version of torch that will do.
+    """
+    return is_torch_version(">=", min_version) and _has_mps()
+
+
+@functools.cache
+def _has_mps() -> bool:
+    import torch
+
+    return torch.backends.mps.is_available() and torch.backends.mps.is_built()
+
+
+@functools.cache
+def is_npu_available(check_device: bool = False) -> bool:
+    """Tell whether Ascend NPUs are usable through torch_npu.
+
+    Args:
+        check_device: Ask also that a first device can be read.
+    """
+    return _has_plugin("torch_npu") and _is_backend_available("npu", check_device)
+
+
+@functools.cache
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Tell whether Cambricon MLUs are usable through torch_mlu.
+
+    Args:
+        check_device: Ask also that a first device can be read.
+    """
+    return _has_plugin("torch_mlu") and _is_backend_available("mlu", check_device)
+
+
+@functools.cache
+def is_musa_available(check_device: bool = False) -> bool:
+    """Tell whether Moore Threads GPUs are usable through torch_musa.
+
+    Args:
+        check_device: Ask also that a first device can be read.
+    """
+    return _has_plugin("torch_musa") and _is_backend_available("musa", check_device)
+
+
+@functools.cache
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Tell whether Tecorigin accelerators are usable through torch_sdaa.
+
+    Args:
+        check_device: Ask also that a first device can be read.
+    """
+    return _has_plugin("torch_sdaa") and _is_backend_available("sdaa", check_device)
+
+
+@functools.cache
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Tell whether AWS Neuron devices are usable through torch_neuronx.
+
+    Args:
+        check_device: Ask also that a first device can be read.
+    """
+    return _has_plugin("torch_neuronx") and _is_backend_available("neuron", check_device)
+
+
+@functools.cache
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Tell whether Intel Gaudi devices are usable through habana_frameworks.
+
+    Args:
+        init_hccl: Also load Gaudi's collective library, which registers the `hccl` backend.
+    """
+    if not _has_plugin("habana_frameworks.torch") or not _is_backend_available("hpu", False):
+        return False
+    return not init_hccl or _has_plugin("habana_frameworks.torch.distributed.hccl")
+
+
+@functools.cache
+def is_habana_gaudi1() -> bool:
+    """Tell whether the Gaudi devices are of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    from importlib import import_module
+
+    experimental: Any = import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
+
+
+@functools.cache
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Tell whether torch_xla is usable.
+
+    Args:
+        check_is_tpu: Ask also that its devices are TPUs.
+        check_is_gpu: Ask also that its devices are GPUs.
+
+    Raises:
+        ValueError: If both are asked for: a device is one or the other.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("check_is_tpu=True and check_is_gpu=True exclude each other; ask for one of them.")
+    if not is_package_available("torch_xla"):
+        return False
+    if not check_is_tpu and not check_is_gpu:
+        return True
+    from importlib import import_module
+
+    runtime: Any = import_module("torch_xla.runtime")
+    device_type: str = runtime.device_type()
+    return device_type in (("TPU",) if check_is_tpu else ("GPU", "CUDA"))
+
+
+def _has_plugin(module: str) -> bool:
+    """Import a device plugin, which is how it registers its device with torch."""
+    from importlib import import_module
+
+    if not is_package_available(module):
+        return False
+    try:
+        import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        warn(f"{module} is installed but cannot be imported, so it is not used: {error}", about="machine")
+        return False
+    return True
+
+
+def _is_backend_available(device_type: str, check_device: bool) -> bool:
+    import torch
+
+    backend: Any = getattr(torch, device_type, None)
+    if backend is None or not backend.is_available():
+        return False
+    if not check_device:
+        return True
+    try:
+        return bool(backend.device_count() > 0 and torch.empty(0, device=f"{device_type}:0") is not None)
+    except RuntimeError:
+        return False
+
+
+# Precisions and backends
+
+
+@functools.cache
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Tell whether the machine's accelerator (the CPU, where there is none) computes in bfloat16.
+
+    Args:
+        ignore_tpu: Answer False on TPUs.
+    """
+    import torch
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    if is_cuda_available():
+        return bool(torch.cuda.is_bf16_supported())
+    if is_mps_available():
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
+    return True
+
+
+def is_fp16_available() -> bool:
+    """Tell whether the machine's accelerator computes in float16."""
+    return not is_habana_gaudi1()
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Tell whether the current CUDA device multiplies in fp8 (compute capability 8.9 or above)."""
+    import torch
+
+    return is_cuda_available() and tuple(torch.cuda.get_device_capability()) >= (8, 9)
+
+
+@functools.cache
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Tell whether Transformer Engine (version 2.1 or above) is installed and this GPU scales fp8 by blocks.
+
+    MXFP8 products run on compute capabilities 10 and 11; on 12 Transformer Engine does not support them.
+    """
+    if not is_package_available("transformer_engine") or not is_cuda_available():
+        return False
+    import torch
+
+    capability = tuple(torch.cuda.get_device_capability())
+    return (10, 0) <= capability < (12, 0) and compare_versions("transformer-engine", ">=", "2.1.0")
+
+
+@functools.cache
+def is_xccl_available() -> bool:
+    """Tell whether torch was built with XCCL, the communication backend of Intel GPUs."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        return False
+    available: Any = getattr(torch.distributed, "is_xccl_available", None)
+    return bool(available is not None and available())

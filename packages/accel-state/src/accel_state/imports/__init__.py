@@ -1,0 +1,1 @@
+"""Which packages and which hardware are there."""

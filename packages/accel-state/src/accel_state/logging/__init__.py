@@ -1,0 +1,1 @@
+"""What a run says: loggers, warnings and tracebacks that know of the other processes."""

@@ -1,0 +1,1 @@
+"""How the processes of a run are arranged, and the settings of each kind of parallelism."""

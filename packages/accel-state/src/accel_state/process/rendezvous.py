@@ -1,0 +1,285 @@
+"""Making, joining and ending the process group.
+
+The group is made once per process from what the launcher wrote into the environment. A group that exists
+already (made by the script, or before a reset of the state) is joined. Groups made here are destroyed when
+the interpreter exits; those of others are left to their owners.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state import env
+from accel_state.devices.table import DeviceRow
+from accel_state.env import CPUInformation
+from accel_state.logging.warning import warn
+from accel_state.process.drain import settle
+from accel_state.process.stores import open_store
+
+__all__ = [
+    "backend_for",
+    "barrier",
+    "before_destroy",
+    "check_options",
+    "destroy",
+    "has_group",
+    "start",
+    "warn_ignored",
+]
+
+# What init_process_group takes, and PartialState hands on.
+_OPTIONS = frozenset(
+    {
+        "backend",
+        "init_method",
+        "timeout",
+        "world_size",
+        "rank",
+        "store",
+        "group_name",
+        "pg_options",
+        "device_id",
+    }
+)
+_FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
+
+
+@dataclass(frozen=True)
+class _Made:
+    group: weakref.ref[Any]  # a strong one would keep the threads of a destroyed group alive
+    options: Mapping[str, Any]
+    pid: int
+
+
+_made: _Made | None = None
+
+
+def has_group() -> bool:
+    """Tell whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `init_process_group` that were set (those that are not None).
+
+    Args:
+        options: Options by name.
+
+    Returns:
+        The ones with a value.
+
+    Raises:
+        TypeError: If `init_process_group` has no such option.
+    """
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"PartialState got unknown option(s) {', '.join(unknown)}; it takes cpu and the options of "
+            f"torch.distributed.init_process_group: {', '.join(sorted(_OPTIONS))}."
+        )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]) -> None:
+    """Make the default process group, unless there is one already.
+
+    Args:
+        row: The hardware.
+        facts: This process's place in the run.
+        device: This process's device.
+        options: Checked options of `init_process_group`; they win over what the environment says.
+
+    Raises:
+        ValueError: If the environment does not say where rank 0 is, or the group there cannot serve the
+            device.
+    """
+    _keep_garbage_from_children()
+    if has_group():
+        warn_ignored(options)
+        _check_serves(device)
+        return
+    if not dist.is_available():
+        raise RuntimeError(
+            f"WORLD_SIZE={facts.world_size}, but this build of torch has no distributed package. Install a "
+            "build that has it, or start one process."
+        )
+    settings = _settings(row, facts, device, options)
+    row.prepare_group(facts.local_world_size)
+    dist.init_process_group(**settings)
+    _remember(options)
+
+
+def _settings(
+    row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {"backend": row.backend, **options}
+    if settings["backend"] == "mpi":  # MPI itself knows ranks and addresses
+        return settings
+    settings.update(rank=facts.rank, world_size=facts.world_size)
+    if "store" not in settings:
+        url = settings.pop("init_method", None) or _init_method(row, settings["backend"])
+        if url == row.init_method:  # the backend's own rendezvous
+            settings["init_method"] = url
+        else:
+            settings["store"] = open_store(url, facts.rank, facts.world_size, options.get("timeout"))
+    if row.binds_group and settings["backend"] == row.backend:
+        settings.setdefault("device_id", device)
+    return settings
+
+
+def _init_method(row: DeviceRow, backend: str) -> str:
+    file = env.get("ACCELERATE_DEBUG_RDV_FILE")
+    if file:
+        return f"file://{file}"
+    if row.init_method is not None and backend == row.backend:
+        return row.init_method
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.is_set(name)]
+    if missing:
+        raise ValueError(
+            f"The environment asks for several processes, but {' and '.join(missing)} is not set, so they "
+            "cannot find each other. Start the script with accel launch or torchrun, or set MASTER_ADDR to "
+            "the address of rank 0 and MASTER_PORT to a free port there (mpirun: -x MASTER_ADDR -x "
+            "MASTER_PORT)."
+        )
+    return "env://"
+
+
+def warn_ignored(options: Mapping[str, Any]) -> None:
+    """Warn about options that a live process group does not follow.
+
+    Args:
+        options: Checked options of `init_process_group`.
+    """
+    given = dict(options)
+    if given.get("backend") in (dist.get_backend(), dist.get_backend_config()):
+        del given["backend"]
+    if _is_ours():
+        assert _made is not None
+        given = {name: value for name, value in given.items() if _made.options.get(name) != value}
+    if given:
+        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        warn(
+            f"{listed} ignored: the process group is already there (backend {dist.get_backend_config()}). "
+            "Give these settings where the first PartialState or Accelerator is made, or to "
+            "init_process_group.",
+        )
+
+
+def _check_serves(device: torch.device) -> None:
+    if backend_for(device) is None:
+        raise ValueError(
+            f"The process group that is there (backend {dist.get_backend_config()}) cannot serve {device}. "
+            "Leave out cpu=True, or make the group with a backend for this device (gloo serves the CPU)."
+        )
+
+
+def backend_for(device: torch.device) -> str | None:
+    """Return the backend with which the process group serves a device, or None when it does not.
+
+    Args:
+        device: The device.
+    """
+    return _backends().get(device.type)
+
+
+def _backends() -> dict[str, str]:
+    """Return the backends of the group by device type ("cpu:gloo,cuda:nccl" as torch writes it)."""
+    return dict(part.split(":") for part in dist.get_backend_config().split(","))
+
+
+def _remember(options: Mapping[str, Any]) -> None:
+    global _made
+    for function in (settle, _destroy_at_exit):  # at exit the last one runs first
+        atexit.unregister(function)
+        atexit.register(function)
+    _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
+
+
+def _is_ours() -> bool:
+    return (
+        _made is not None and _made.pid == os.getpid() and has_group() and _made.group() is dist.group.WORLD
+    )
+
+
+def _destroy_at_exit() -> None:
+    # gloo can deadlock in its destructor while the interpreter goes down, and NCCL warns about a leak.
+    if not _is_ours():
+        return
+    if getattr(sys, "last_value", None) is None:
+        destroy()
+        return
+    # An unhandled exception brought us here, so an operation that waits for the others may be under way, and
+    # destroying would wait for it until the group's timeout. Whoever watches this process must see it end.
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_FAILED_EXIT_S, exit=True, file=nowhere)
+        destroy()
+        faulthandler.cancel_dump_traceback_later()
+
+
+@cache  # it holds from the first call on
+def _keep_garbage_from_children() -> None:
+    """Have forked processes, as a loader's workers, never collect what they inherit.
+
+    A process group in a reference cycle ends when the cycle is collected. In a child it then crashes, or
+    waits for ever for its threads, which are not there. (To collect when the group is destroyed would not do:
+    a script may hold a model, and the group with it, longer.)
+    """
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
+_before: dict[Callable[[], None], None] = {}
+
+
+def before_destroy(function: Callable[[], None]) -> None:
+    """Have something called before all process groups are destroyed; several times the same counts once.
+
+    Args:
+        function: What to call; it must not raise.
+    """
+    _before[function] = None
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy a process group; nothing when there is none.
+
+    Args:
+        group: The group; None for the default one and all others with it.
+    """
+    global _made
+    if not has_group():
+        return
+    if group is None:
+        for function in _before:
+            function()
+        settle()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
+    dist.destroy_process_group(group)
+    if not dist.is_initialized():
+        _made = None
+
+
+def barrier(row: DeviceRow, device: torch.device) -> None:
+    """Wait until every process has come here.
+
+    Args:
+        row: The hardware.
+        device: This process's device.
+    """
+    if "barrier" in row.calls:
+        row.calls["barrier"]()
+    elif row.binds_group and backend_for(device) == row.backend:
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()

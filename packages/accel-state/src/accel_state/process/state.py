@@ -1,0 +1,247 @@
+"""This process: its rank, its device, and the process group that it belongs to.
+
+One holder has a frozen `Process`; `PartialState` is a handle on it that makes it when there is none.
+Functions that need a rank or a size take a `Process` and default to `current_process()`, which works without
+any state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from accel_state import env
+from accel_state.devices.affinity import set_numa_affinity
+from accel_state.devices.table import DEVICES, DeviceRow, default_device, detect, row
+from accel_state.enums import DistributedType
+from accel_state.env import CPUInformation
+from accel_state.logging.tracebacks import set_tracebacks
+from accel_state.logging.warning import warn
+from accel_state.process import failure, hooks, rendezvous
+from accel_state.process.control import ProcessControl, describe, wait
+from accel_state.process.ranks import device_index, find_place
+from accel_state.process.shared_dict import shared_dict
+
+__all__ = ["PartialState", "Process", "current_process", "wait_for_everyone"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """The facts of one process.
+
+    Args:
+        rank: Place among all processes, from 0.
+        world_size: Number of processes.
+        local_rank: Place among the processes of this machine, from 0.
+        local_world_size: Number of processes on this machine.
+        device: Where its tensors live.
+        backend: Communication backend; None when it runs alone.
+        distributed_type: How the processes work together.
+        debug: Whether collectives are compared between processes before they run.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str | None
+    distributed_type: DistributedType
+    debug: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first process of the run."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process on its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last process of the run."""
+        return self.rank == self.world_size - 1
+
+    @property
+    def node_rank(self) -> int:
+        """Place of this machine among all, from 0 (every machine runs equally many processes)."""
+        return self.rank // self.local_world_size
+
+
+class PartialState(ProcessControl):
+    """The facts of this process; making the first one joins or makes the process group.
+
+    All instances are handles on the same facts. The number of processes comes from the environment
+    (torchrun's names, then MPI's); one process needs no launcher and no group.
+
+    Args:
+        cpu: Run on the CPU whatever else there is.
+        **kwargs: Options of `torch.distributed.init_process_group` (backend, init_method, timeout ...). A
+            second instance that asks for others than the live group has warns that they are ignored.
+
+    Raises:
+        TypeError: If an option is unknown.
+        ValueError: If the environment's numbers do not fit each other or the hardware, if it does not say
+            where rank 0 is, or if `cpu=True` comes after the process took another device.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = shared_dict()
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        options = rendezvous.check_options(kwargs)
+        if self.initialized:
+            _check_same(self.process, cpu, options)
+        else:
+            _initialize(cpu, options)
+
+    @property
+    def process(self) -> Process:
+        """The facts of this process."""
+        return PartialState._held()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the facts are there (not before the first instance, nor after a reset)."""
+        return bool(PartialState._shared_state)
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a launch function forked this process."""
+        return PartialState._fork_launched()
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device of a process that runs alone: ACCELERATE_TORCH_DEVICE, else the first one found."""
+        return default_device()
+
+    def set_device(self) -> None:
+        """Make the device of this process the current one."""
+        device = self.process.device
+        row(device).set_device(device.index)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy a process group; nothing for one process.
+
+        Rank and size stay known, so that `is_main_process` still tells who prints. Waiting for others is an
+        error from then on; `PartialState._reset_state()` and a new PartialState begin anew.
+
+        Args:
+            group: The group; None for the default one and all others with it.
+        """
+        PartialState._destroy_group(group)
+
+    @classmethod
+    def _held(cls) -> Process:
+        """Return the facts, or raise AttributeError where there are none."""
+        held: Process | None = PartialState._shared_state.get("process")
+        if held is None:
+            raise AttributeError(_RESET)
+        return held
+
+    @classmethod
+    def _fork_launched(cls) -> bool:
+        PartialState._held()
+        return bool(PartialState._shared_state["fork_launched"])
+
+    @classmethod
+    def _destroy_group(cls, group: Any) -> None:
+        """Destroy a process group without making a state where there is none."""
+        rendezvous.destroy(group)
+        held: Process | None = PartialState._shared_state.get("process")
+        if held is not None and not rendezvous.has_group():
+            PartialState._shared_state["process"] = replace(held, backend=None)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget the facts of this process. The process group stays, and the next PartialState joins it."""
+        PartialState._shared_state.clear()
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+_RESET = (
+    "The state of the process is not there, because PartialState._reset_state() was called after this "
+    "handle was made (AcceleratorState._reset_state(reset_partial_state=True) does so too). Make a new "
+    "PartialState or Accelerator."
+)
+
+
+def current_process() -> Process:
+    """Return the facts of this process, and change nothing.
+
+    Returns:
+        What PartialState holds; without one, what an initialised `torch.distributed` says; else one process
+        on the default device.
+    """
+    held: Process | None = PartialState._shared_state.get("process")
+    if held is not None:
+        return held
+    if not rendezvous.has_group():
+        alone = CPUInformation(0, 1, 0, 1)
+        found = detect()
+        return _facts(found, alone, default_device())
+    found, facts = _where(False, {})
+    return _facts(found, facts, found.device(device_index(found, facts)))
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process has come here; nothing for one process.
+
+    Raises:
+        RuntimeError: If the process group has been destroyed.
+    """
+    wait(current_process())
+
+
+def _initialize(cpu: bool, options: dict[str, Any]) -> None:
+    failure.record_uncaught()
+    found, facts = _where(cpu, options)
+    device = found.device(device_index(found, facts))
+    found.set_device(device.index)
+    if facts.world_size > 1:
+        rendezvous.start(found, facts, device, options)
+    process = _facts(found, facts, device)
+    if env.get("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(process.local_rank)
+    set_tracebacks()
+    PartialState._shared_state.update(process=process, fork_launched=env.get("FORK_LAUNCHED"))
+    hooks.joined(process)
+
+
+def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformation]:
+    found = detect(cpu)
+    facts = find_place(found, options)
+    if facts.world_size > 1 and found.backend is None:
+        warn(
+            f"{found.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
+            "ACCELERATE_USE_CPU=true to ask for that, or start one process.",
+        )
+        found = DEVICES["cpu"]
+    return found, facts
+
+
+def _facts(found: DeviceRow, facts: CPUInformation, device: torch.device) -> Process:
+    alone = facts.world_size == 1
+    return Process(
+        *facts,
+        device=device,
+        backend=rendezvous.backend_for(device) if rendezvous.has_group() else None,
+        distributed_type=found.single_type if alone else found.distributed_type,
+        debug=env.get("ACCELERATE_DEBUG_MODE"),
+    )
+
+
+def _check_same(process: Process, cpu: bool, options: dict[str, Any]) -> None:
+    if cpu and process.device.type != DEVICES["cpu"].type:
+        raise ValueError(
+            f"cpu=True, but this process is on {process.device} already. Give cpu=True where the first "
+            "PartialState or Accelerator is made (or set ACCELERATE_USE_CPU=true), or call "
+            "AcceleratorState._reset_state(reset_partial_state=True) before."
+        )
+    if options and process.world_size > 1 and rendezvous.has_group():
+        rendezvous.warn_ignored(options)

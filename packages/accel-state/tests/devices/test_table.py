@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from accel_state.devices import table
+from accel_state.devices.row import DeviceRow
+from accel_state.devices.table import DEVICES, default_device, detect, row
+from accel_state.enums import DistributedType, RNGType
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+
+
+def _fake(kind: str, count: int = 2) -> DeviceRow:
+    return DeviceRow(
+        kind,
+        DistributedType.MULTI_GPU,
+        "nccl",
+        RNGType.CUDA,
+        frozenset({"bf16"}),
+        lambda: True,
+        calls={"device_count": lambda: count, "has_fp16": lambda: True},
+    )
+
+
+@pytest.fixture
+def machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the table a row that says it has two CUDA devices: for choosing, which touches none."""
+    monkeypatch.setattr(table, "DEVICES", {"cuda": _fake("cuda"), "cpu": DEVICES["cpu"]})
+
+
+def test_table_is_consistent() -> None:
+    assert list(DEVICES)[-1] == "cpu"
+    for name, entry in DEVICES.items():
+        assert name == entry.type
+        assert entry.autocast_dtypes <= {"bf16", "fp16"}
+        assert (entry.backend is None) == (entry.distributed_type == DistributedType.NO)
+        assert entry.rng_type is None or entry.rng_type in (name, RNGType.TORCH)
+    kinds = [entry.distributed_type for entry in DEVICES.values()]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_every_distributed_type_of_hardware_has_a_row() -> None:
+    engines = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM}
+
+    assert {entry.distributed_type for entry in DEVICES.values()} == set(DistributedType) - engines
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_row_of_a_device(device: torch.device | str) -> None:
+    assert row(device) is DEVICES["cpu"]
+
+
+def test_row_of_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Device 'abacus:1' is not known; allowed types: xla.*cpu"):
+        row("abacus:1")
+
+
+def test_detection_takes_the_first_hardware(machine_with_cuda: None) -> None:
+    assert detect().type == "cuda"
+    assert default_device() == torch.device("cuda")
+
+
+def test_cpu_can_be_asked_for(machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert detect(cpu=True).type == "cpu"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert detect().type == "cpu"
+    assert default_device() == torch.device("cpu")
+
+
+def test_torch_device_is_honoured(machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")
+    assert default_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    assert default_device() == torch.device("cpu")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
+    assert default_device() == torch.device("cpu", 64)
+
+
+def test_torch_device_beside_cpu_is_not_ignored_in_silence(
+    machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
+    with pytest.warns(UserWarning, match="ACCELERATE_TORCH_DEVICE=cuda is ignored.*Unset one"):
+        assert detect(cpu=True).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("abacus", "ACCELERATE_TORCH_DEVICE=abacus is not a device; give one of cuda, cpu"),
+        ("cuda:first", "ACCELERATE_TORCH_DEVICE=cuda:first is not a device"),
+        ("cuda:2", r"ACCELERATE_TORCH_DEVICE=cuda:2, but this process sees 2 cuda device\(s\)"),
+    ],
+)
+def test_bad_torch_device_is_refused(
+    value: str, message: str, machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", value)
+    with pytest.raises(ValueError, match=message):
+        detect()
+
+
+def test_absent_hardware_is_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "npu")
+    with pytest.raises(ValueError, match=r"no npu device \(it needs .* torch_npu\); available: .*cpu"):
+        detect()
+
+
+def test_cpu_row_runs() -> None:
+    cpu = DEVICES["cpu"]
+    state = cpu.get_rng_state()
+    first = torch.rand(3)
+    cpu.set_rng_state(state)
+
+    assert torch.equal(torch.rand(3), first)
+    assert (cpu.count(), cpu.is_available(), cpu.device()) == (1, True, torch.device("cpu"))
+    assert (cpu.memory_allocated(), cpu.max_memory_allocated(), cpu.pci_address(0)) == (0, 0, None)
+    cpu.set_device(None)
+    cpu.synchronize()
+    cpu.empty_cache()
+    cpu.reset_peak_memory_stats()
+
+
+def test_autocast_asks_the_hardware_too() -> None:
+    entry = _fake("cuda")
+
+    assert entry.has_autocast("bf16")
+    assert not entry.has_autocast("fp16")  # not in the row, whatever the hardware says
+    assert DEVICES["cpu"].has_autocast("bf16")
+    assert DEVICES["cpu"].has_autocast("fp16")
+
+
+def test_call_without_a_stand_in_goes_to_torch() -> None:
+    entry = DeviceRow("cpu", DistributedType.MULTI_CPU, "gloo", None, frozenset(), lambda: True)
+
+    assert entry.count() == torch.cpu.device_count()
+
+
+def test_calls_name_what_the_row_or_torch_calls() -> None:
+    known = {
+        *vars(DeviceRow),
+        *("device_count", "has_bf16", "has_fp16", "barrier"),
+    }
+    for entry in DEVICES.values():
+        assert set(entry.calls) <= known, entry.type
+
+
+PROBE = """
+import sys
+import torch
+from accel_state.devices.table import DEVICES, default_device, detect
+detect()
+default_device()
+assert not torch.cuda.is_initialized()
+vendors = {entry.extension.partition(".")[0] for entry in DEVICES.values() if entry.extension}
+assert not vendors & set(sys.modules), vendors & set(sys.modules)
+"""
+
+
+def test_detection_initialises_nothing_and_imports_no_absent_vendor() -> None:
+    subprocess.run([sys.executable, "-c", PROBE], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_row_runs() -> None:
+    cuda = DEVICES["cuda"]
+    cuda.set_device(0)
+    state = cuda.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    cuda.set_rng_state(state)
+
+    assert torch.equal(torch.rand(3, device="cuda"), first)
+    cuda.synchronize()
+    assert cuda.memory_allocated() > 0
+    assert cuda.max_memory_allocated() >= cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    cuda.empty_cache()
+    address = cuda.pci_address(0)
+    assert address is None or len(address) == len("0000:1b:00.0")
