@@ -57,7 +57,7 @@ def write_parts(rank: int, size: int, folder: str, rows: int) -> None:
 
 def measure_merge(rank: int, size: int, folder: str) -> tuple[int, float, int]:
     """Merge, and return the peak of memory, the seconds, and the size of the file; runs in a worker."""
-    from accel_ckpt.merge import merge_fsdp_weights
+    from accel_ckpt.sharded.merge import merge_fsdp_weights
 
     start = time.perf_counter()
     merge_fsdp_weights(f"{folder}/parts", folder)

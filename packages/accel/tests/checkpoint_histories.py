@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from interrupted_run import Injection, ended
 
 from accel.accelerator import Accelerator
-from accel_ckpt import manifest, rotation
 from accel_ckpt.config import ProjectConfiguration
-from accel_ckpt.layout import iteration_of
+from accel_ckpt.file_names import iteration_of
+from accel_ckpt.folder import manifest, rotation
 
 
 class Value:

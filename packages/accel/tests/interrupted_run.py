@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_ckpt import manifest, recovery, rotation, writer
 from accel_ckpt.config import ProjectConfiguration
+from accel_ckpt.files import writer
+from accel_ckpt.folder import manifest, recovery, rotation
 
 STEPS, TOTAL = 2, 6  # between saves, in all
 FIRST_USED = (  # what is imported on first use: by optimizers, and by what every point does
@@ -40,10 +41,10 @@ FIRST_USED = (  # what is imported on first use: by optimizers, and by what ever
     "accel.engines.mesh",
     "accel.engines.single",
     "accel.resuming",
-    "accel_ckpt.frozen",
-    "accel_ckpt.restore",
-    "accel_ckpt.sharded",
-    "accel_ckpt.state",
+    "accel_ckpt.background.snapshot",
+    "accel_ckpt.run.load",
+    "accel_ckpt.sharded.save_load",
+    "accel_ckpt.run.save",
     "safetensors",
 )
 CALLS = ("write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")

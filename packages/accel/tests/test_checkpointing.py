@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_ckpt import manifest
 from accel_ckpt.config import ProjectConfiguration
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.loading import load_checkpoint_in_model
-from accel_ckpt.weights import save_weights
+from accel_ckpt.folder import manifest
+from accel_ckpt.weights.files import save_weights
+from accel_ckpt.weights.load import load_checkpoint_in_model
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -19,7 +19,7 @@ from accel.commands.estimate import main
 from accel.commands.estimate_sources import size_of
 from accel.estimate import ModelSize, convert_bytes, training_bytes
 from accel.estimate_mesh import BYTES
-from accel_ckpt.weights import save_weights
+from accel_ckpt.weights.files import save_weights
 from accel_launch.errors import LaunchError
 from accel_world.live_bytes import LiveBytes
 from accel_world.pool import World

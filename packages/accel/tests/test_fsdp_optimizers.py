@@ -14,8 +14,8 @@ import torch
 from accel.accelerator import Accelerator
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
-from accel_ckpt.dcp import read_metadata
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.sharded.dcp_reader import read_metadata
 
 Run = tuple[Accelerator, torch.nn.Module, Any]
 

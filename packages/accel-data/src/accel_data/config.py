@@ -44,6 +44,6 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         check_seed(self.data_seed)
         if self.use_stateful_dataloader:
-            from accel_data.stateful import loader_class
+            from accel_data.torchdata.stateful import loader_class
 
             loader_class(stateful=True)

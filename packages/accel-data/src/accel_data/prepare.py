@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_data.adapter import DataLoaderAdapter, Unbatched, get_sampler, settings
-from accel_data.agree import Seeding, agreed_order
-from accel_data.attendance import Attendance
 from accel_data.checks import (
     check_divides,
     check_loader,
@@ -23,14 +20,17 @@ from accel_data.checks import (
     check_single,
     check_skip,
 )
-from accel_data.detect import Split, split_everywhere
-from accel_data.dispatch import DataLoaderDispatcher
-from accel_data.iterable import IterableDatasetShard, PresplitStream
-from accel_data.mesh import find_data_ranks
-from accel_data.order import sampler_generator
-from accel_data.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
-from accel_data.shard import DataLoaderShard, SkipDataLoader
-from accel_data.stateful import as_plain, is_stateful, loader_class
+from accel_data.dispatch.loader import DataLoaderDispatcher
+from accel_data.loader.base import DataLoaderAdapter, Unbatched, get_sampler, settings
+from accel_data.loader.join import Attendance
+from accel_data.loader.shard import DataLoaderShard, SkipDataLoader
+from accel_data.order.global_order import sampler_generator
+from accel_data.order.mesh import find_data_ranks
+from accel_data.order.presharded import Split, split_everywhere
+from accel_data.order.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
+from accel_data.order.seeding import Seeding, agreed_order
+from accel_data.stream.dataset import IterableDatasetShard, PresplitStream
+from accel_data.torchdata.stateful import as_plain, is_stateful, loader_class
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process

@@ -503,7 +503,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         """Wait for the save in the background, finish the trackers, leave the process group; call it last."""
         with contextlib.ExitStack() as ending:  # from the last to the first, whatever one of them raises
             ending.callback(self.state.destroy_process_group)
-            if "accel_ckpt.background" in sys.modules:
+            if "accel_ckpt.background.thread" in sys.modules:
                 ending.callback(self.wait_for_save)
             if self._preemption is not None:
                 ending.callback(self._preemption.stop)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from accel.own_buffers import save_own_buffers
 from accel.prepare import holds_any
-from accel_ckpt import background, layout, rotation, tensors
-from accel_ckpt.agree import collect, together
-from accel_ckpt.gradients import get_gradients
-from accel_ckpt.staging import Staging, staged
-from accel_ckpt.state import save_accelerator_state, save_custom_state
-from accel_ckpt.weights import save_weights
+from accel_ckpt import file_names
+from accel_ckpt.background import thread
+from accel_ckpt.files import tensors
+from accel_ckpt.folder import rotation
+from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.staging import Staging, staged
+from accel_ckpt.run.gradients import get_gradients
+from accel_ckpt.run.save import save_accelerator_state, save_custom_state
+from accel_ckpt.weights.files import save_weights
 from accel_optim.scaler import end_round
 from accel_state.logging.warning import warn
 
@@ -100,7 +103,7 @@ def save_state(
         ValueError: If there is no folder to write to.
         Exception: What went wrong here or, for the save before, in the background.
     """
-    background.wait()
+    thread.wait()
     _check_window(accelerator)
     accelerator.engine.check_save(accelerator._optimizers)
     accelerator._watch.before_save(accelerator)
@@ -129,7 +132,7 @@ def save_state(
             process=process,
         )
         if accelerator.engine.saves_parts:
-            from accel_ckpt.sharded import save_sharded_state  # takes most of a second to import
+            from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
             save_sharded_state(staging.path, **parts_of(accelerator), process=process)
         if accelerator.engine.gradients_in_parts:
@@ -151,19 +154,19 @@ def _save_registered(accelerator: Accelerator, item: Any, index: int, staging: S
         each_node = accelerator.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return
-    from accel_ckpt.registered import refuse_local_parts, save_registered_parts
+    from accel_ckpt.run.registered import refuse_local_parts, save_registered_parts
 
     process = accelerator.process
     state = together(item.state_dict, process, f"state_dict of registered object {index}")
     refuse_local_parts(item, index, state, process)
     state = save_registered_parts(index, state, staging, process)
     if staging.writes_shared:
-        staging.write(state, layout.custom_file(index))
+        staging.write(state, file_names.custom_file(index))
 
 
 def wait_for_save() -> None:
     """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
-    background.wait()
+    thread.wait()
 
 
 def _whole_states(accelerator: Accelerator) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -223,7 +226,7 @@ def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
     if number > config.iteration:
         _tell_other_run(config, number)
     config.iteration = max(config.iteration, number)
-    folder = layout.checkpoint_dir(config.project_dir, config.iteration)
+    folder = file_names.checkpoint_dir(config.project_dir, config.iteration)
     if output_dir is not None and not accelerator._is_folder_told:
         accelerator._is_folder_told = True
         warn(
@@ -238,7 +241,7 @@ def free_number(accelerator: Accelerator) -> int:
 
     Machines with disks of their own may have different ones.
     """
-    root = Path(str(accelerator.project_dir)) / layout.CHECKPOINTS_DIR
+    root = Path(str(accelerator.project_dir)) / file_names.CHECKPOINTS_DIR
     process = accelerator.process
     own = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
     number: int = max(collect(own, process))

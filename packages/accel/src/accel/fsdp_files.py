@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import StateDictType
 
 from accel.adapters import adapter_names, is_peft_model, under_own_names
-from accel_ckpt import layout, tensors
-from accel_ckpt.agree import together
-from accel_ckpt.dcp import METADATA
-from accel_ckpt.folders import read_folder, write_folder
-from accel_ckpt.optimizer_states import load_state_in_parts, parts_to_save, unchanged_by_failure
+from accel_ckpt import file_names
+from accel_ckpt.files import tensors
+from accel_ckpt.folder.agree import together
+from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
+from accel_ckpt.sharded.dcp_reader import METADATA
+from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save, unchanged_by_failure
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
@@ -61,7 +62,9 @@ def save_fsdp_model(
     """
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator, model, adapter_only)
-        _write_parts(accelerator, {"model": weights}, output_dir, layout.sharded_model_folder(model_index))
+        _write_parts(
+            accelerator, {"model": weights}, output_dir, file_names.sharded_model_folder(model_index)
+        )
         return
     whole = accelerator.get_state_dict(model)
     if adapter_only and whole:
@@ -100,7 +103,7 @@ def load_fsdp_model(
     engine, is_part = accelerator.engine, adapter_only and is_peft_model(model)
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator, model, adapter_only)
-        place = _parts_at(accelerator, input_dir, layout.sharded_model_folder(model_index))
+        place = _parts_at(accelerator, input_dir, file_names.sharded_model_folder(model_index))
         read_folder({"model": weights}, place, accelerator.process)
         options = StateDictOptions(strict=not is_part)
         return set_model_state_dict(engine.state_root(model), weights, options=options)
@@ -139,10 +142,10 @@ def save_fsdp_optimizer(
     if _in_parts(fsdp_plugin, use_dcp):
         root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
         state = {"optimizer": parts_to_save(root, inner)}
-        _write_parts(accelerator, state, output_dir, layout.sharded_optimizer_folder(optimizer_index))
+        _write_parts(accelerator, state, output_dir, file_names.sharded_optimizer_folder(optimizer_index))
         return
     whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
-    _write_whole(accelerator, whole, output_dir, layout.optimizer_file(optimizer_index))
+    _write_whole(accelerator, whole, output_dir, file_names.optimizer_file(optimizer_index))
 
 
 def load_fsdp_optimizer(
@@ -174,10 +177,10 @@ def load_fsdp_optimizer(
     """
     process, inner = accelerator.process, getattr(optimizer, "optimizer", optimizer)
     if _in_parts(fsdp_plugin, use_dcp):
-        place = _parts_at(accelerator, input_dir, layout.sharded_optimizer_folder(optimizer_index))
+        place = _parts_at(accelerator, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
         load_state_in_parts(accelerator.engine.state_root(model), inner, place, process)
         return
-    name = layout.optimizer_file(optimizer_index)
+    name = file_names.optimizer_file(optimizer_index)
     whole = _read_whole(accelerator, input_dir, name)
     target = accelerator.engine.optimizer_to_load(optimizer)
     with unchanged_by_failure(inner):

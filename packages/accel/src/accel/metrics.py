@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_data.iterable import IterableDatasetShard
-from accel_data.layout import Fill
-from accel_data.samplers import BatchSamplerShard
+from accel_data.order.samplers import BatchSamplerShard
+from accel_data.order.shares import Fill
+from accel_data.stream.dataset import IterableDatasetShard
 from accel_ops.collectives.objects import gather_object
 from accel_ops.collectives.operations import gather
 from accel_ops.collectives.padding import pad_across_processes

@@ -14,14 +14,14 @@ import torch
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
-from accel_ckpt import layout
-from accel_ckpt.agree import collect, together
-from accel_ckpt.registered import digest
+from accel_ckpt import file_names
+from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.run.registered import digest
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
-    from accel_ckpt.reading import Reading
-    from accel_ckpt.staging import Staging
+    from accel_ckpt.folder.staging import Staging
+    from accel_ckpt.run.reader import Reading
 
 __all__ = ["load_own_buffers", "save_own_buffers"]
 
@@ -34,7 +34,7 @@ def save_own_buffers(accelerator: Accelerator, staging: Staging) -> None:
     if any(other != own for other in collect(own, process)):
         # Copies: buffers may share memory, and a file of safetensors has each name by itself.
         state = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        staging.write(state, layout.buffers_file(process.rank), safe_serialization=True)
+        staging.write(state, file_names.buffers_file(process.rank), safe_serialization=True)
 
 
 def load_own_buffers(accelerator: Accelerator, reading: Reading) -> None:
@@ -44,7 +44,7 @@ def load_own_buffers(accelerator: Accelerator, reading: Reading) -> None:
     """
     process = accelerator.process
     saved = reading.facts.get("world_size")
-    name = layout.buffers_file(process.rank if saved == process.world_size else 0)
+    name = file_names.buffers_file(process.rank if saved == process.world_size else 0)
     state = together(lambda: reading.load(name), process, f"reading {name}")
     for key, buffer in _buffers(accelerator) if state else ():
         if key in state and state[key].shape == buffer.shape:

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpointing import free_number, parts_of
 from accel.gradients import drop_gradients, has_gradients
 from accel.own_buffers import load_own_buffers
-from accel_ckpt import background, layout, manifest, recovery, rotation
-from accel_ckpt.agree import collect, from_main, together
+from accel_ckpt import file_names
+from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
-from accel_ckpt.reading import Reading, open_checkpoint
-from accel_ckpt.restore import Objects, restore
+from accel_ckpt.folder import manifest, recovery, rotation
+from accel_ckpt.folder.agree import collect, from_main, together
+from accel_ckpt.run.load import Objects, restore
+from accel_ckpt.run.reader import Reading, open_checkpoint
 from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
-    from accel_ckpt.sharded import Parts
+    from accel_ckpt.sharded.save_load import Parts
 
 __all__ = ["load_state"]
 
@@ -57,7 +59,7 @@ def load_state(
         FileNotFoundError: If there is no checkpoint in it.
         CheckpointError: If it is damaged, or differs from the objects.
     """
-    background.wait()
+    thread.wait()
     if missing_ok and not _is_any_there(accelerator, input_dir):
         return False
     read = (accelerator.process, map_location, dict(load_kwargs or {}), verify)
@@ -73,7 +75,7 @@ def load_state(
     others = [model for model in models if not engine.is_own(model)]
     optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
     # On any number of processes, and under any engine.
-    in_parts = any(layout.role_of(name) == "sharded" for name in reading.names)
+    in_parts = any(file_names.role_of(name) == "sharded" for name in reading.names)
     objects = Objects(
         [] if in_parts else [engine.model_to_load(model) for model in others],
         [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in optimizers],
@@ -93,7 +95,7 @@ def load_state(
         strict=strict,
         **options if len(others) == len(models) else {},
     )
-    if any(layout.role_of(name) == "buffers" for name in reading.names):
+    if any(file_names.role_of(name) == "buffers" for name in reading.names):
         load_own_buffers(accelerator, reading)
     engine.load_own(reading.folder, **options)
     forget_round(accelerator.scaler)
@@ -105,7 +107,7 @@ def load_state(
         accelerator.window.step = result.get("step", 0)
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and config.project_dir is not None:
-        number = layout.iteration_of(folder.name)
+        number = file_names.iteration_of(folder.name)
         # What is saved next comes after what was loaded, and after all that is there.
         above = 0 if number is None else number + 1
         config.iteration = max(config.iteration, above, free_number(accelerator))
@@ -113,7 +115,7 @@ def load_state(
 
 
 def _parts(accelerator: Accelerator) -> Parts:
-    from accel_ckpt.sharded import Parts  # takes most of a second to import
+    from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
 
     return Parts.of(**parts_of(accelerator))
 
@@ -123,7 +125,7 @@ def _left_to_hooks(accelerator: Accelerator, left: int) -> set[str]:
     if not accelerator._load_state_hooks:
         return set()
     taken = range(left, len(accelerator._models))
-    return {"other", *(name for index in taken for name in layout.model_files(index))}
+    return {"other", *(name for index in taken for name in file_names.model_files(index))}
 
 
 def _is_any_there(accelerator: Accelerator, input_dir: str | None) -> bool:
@@ -150,7 +152,7 @@ def _project_root(accelerator: Accelerator) -> Path:
             "load_state needs input_dir, unless checkpoints are named automatically: "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
-    return Path(config.project_dir) / layout.CHECKPOINTS_DIR
+    return Path(config.project_dir) / file_names.CHECKPOINTS_DIR
 
 
 def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Path, Reading]:

@@ -11,7 +11,7 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
     from accel.engines.base import Joining
-    from accel_data.attendance import Missing
+    from accel_data.loader.join import Missing
 
 __all__ = ["join_uneven_inputs", "warn_of_missing", "warn_of_uneven"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import accel
 from accel.big_modeling import init_empty_weights, init_on_device
-from accel_ckpt.loading import load_checkpoint_in_model
+from accel_ckpt.weights.load import load_checkpoint_in_model
 
 META = torch.device("meta")
 

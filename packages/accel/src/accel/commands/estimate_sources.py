@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.estimate import ModelSize
-from accel_ckpt.header import read_header
-from accel_ckpt.weights import find_weight_files
+from accel_ckpt.files.safetensors_header import read_header
+from accel_ckpt.weights.files import find_weight_files
 from accel_launch.errors import LaunchError
 from accel_state.imports.available import require
 

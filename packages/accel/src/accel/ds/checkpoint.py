@@ -19,7 +19,7 @@ import torch
 
 from accel.ds.runtime import part
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.tensors import torch_load
+from accel_ckpt.files.tensors import torch_load
 
 __all__ = ["check", "load", "save"]
 

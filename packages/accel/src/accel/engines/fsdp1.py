@@ -36,10 +36,11 @@ from accel.parallel.flat_state import (
 )
 from accel.parallel.sharding import check_ignored
 from accel.parallel.wrapping import aliases, choose_groups
-from accel_ckpt import layout, tensors
-from accel_ckpt.agree import together
+from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.staging import staged
+from accel_ckpt.files import tensors
+from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.staging import staged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -265,7 +266,7 @@ class FSDP1Engine(ShardedEngine):
                 "optimizers": [item.state_dict() for item in self._known if self.is_own(item)],
             }
             with staged(folder, process=self.context.process) as staging:
-                staging.write(state, layout.local_state_file(self.context.process.rank))
+                staging.write(state, file_names.local_state_file(self.context.process.rank))
 
     def check_own(self, names: Collection[str]) -> None:
         """Refuse a checkpoint that is not this engine's, or one of other parts.
@@ -277,7 +278,10 @@ class FSDP1Engine(ShardedEngine):
         if not self._is_local:
             super().check_own(names)
             return
-        saved, size = sum(layout.role_of(name) == "local" for name in names), self.context.process.world_size
+        saved, size = (
+            sum(file_names.role_of(name) == "local" for name in names),
+            self.context.process.world_size,
+        )
         if saved != size:
             raise CheckpointError(
                 f"The checkpoint has files of {saved} processes of their own, and "
@@ -295,7 +299,9 @@ class FSDP1Engine(ShardedEngine):
             together(lambda: self._load_local(folder), self.context.process, "loading each process's part")
 
     def _load_local(self, folder: Path) -> None:
-        state = tensors.load(folder / layout.local_state_file(self.context.process.rank), map_location="cpu")
+        state = tensors.load(
+            folder / file_names.local_state_file(self.context.process.rank), map_location="cpu"
+        )
         optimizers = [item for item in self._known if self.is_own(item)]
         for root, part in zip(self._records, state["models"], strict=True):
             flat.load_local_state(root, part)

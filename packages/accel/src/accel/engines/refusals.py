@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from accel_ckpt import layout
+from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_state import env
 
@@ -57,7 +57,7 @@ def refuse_foreign(names: Collection[str], engine: str) -> None:
     Raises:
         CheckpointError: If it is one.
     """
-    roles = {layout.role_of(name) for name in names}
+    roles = {file_names.role_of(name) for name in names}
     for role, message in _FOREIGN.items():
         if role in roles:
             raise CheckpointError(message.format(engine=engine))

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel.megatron.runtime import core, parallel_state
-from accel_data.adapter import settings
+from accel_data.loader.base import settings
 from accel_ops.trees.send import send_to_device
 
 if TYPE_CHECKING:

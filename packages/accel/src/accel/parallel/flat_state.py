@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from accel.parallel.flat import owners_by_name
 from accel.parallel.full_state import gather_whole, stand_ins
 from accel.parallel.wrapping import aliases
-from accel_ckpt.optimizer_states import quiet, set_state, state_to_save
+from accel_ckpt.sharded.optimizer import quiet, set_state, state_to_save
 
 __all__ = [
     "FlatRecord",

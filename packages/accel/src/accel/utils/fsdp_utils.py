@@ -14,7 +14,7 @@ from accel.fsdp_steps import (
     get_parameters_from_modules,
 )
 from accel.parallel.filling import ensure_weights_retied
-from accel_ckpt.merge import merge_fsdp_weights
+from accel_ckpt.sharded.merge import merge_fsdp_weights
 from accel_optim.scaler import get_fsdp2_grad_scaler
 
 __all__ = [

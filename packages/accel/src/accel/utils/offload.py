@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_ckpt.offload import (
+from accel_ckpt.weights.offload import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

@@ -1,0 +1,65 @@
+"""What would be written to a file now, kept in memory to be written later: the same bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel_ckpt.background.buffers import Memory
+from accel_ckpt.files.tensors import split_tied, write_safe
+from accel_ckpt.files.writer import Writer
+
+__all__ = ["freeze"]
+
+
+class _Records:
+    """Takes what torch.save writes into its archive, in the place of the archive's writer."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.records: list[tuple[str, Any, int]] = []
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        if isinstance(data, torch.UntypedStorage):
+            data = self._memory.copy_storage(data).untyped_storage()
+        self.records.append((name, data, size))
+
+
+def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writer, Any], None]:
+    """Copy an object, so that it can be written when it has changed.
+
+    Args:
+        obj: What to write; for safetensors a dict of tensors.
+        safe_serialization: Whether to write safetensors.
+        memory: Where the copy of its tensors goes; `memory.finish` must be called before it is used.
+
+    Returns:
+        What writes the copy: a function of the writer and the path.
+
+    Raises:
+        ValueError: If safetensors cannot hold the object; it names the entry.
+    """
+    if safe_serialization:
+        tensors, tied = split_tied(obj)
+        copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
+        memory.settle()
+
+        def write_copies(writer: Writer, path: Any) -> None:
+            with writer.open(path) as file:
+                write_safe(copies, tied, file)
+
+        return write_copies
+    frozen = _Records(memory)
+    # torch.save is these two steps, so that what is written later is what it would write now.
+    torch.serialization._save(obj, frozen, pickle, 2, False)  # type: ignore[no-untyped-call]
+    memory.settle()
+
+    def write(writer: Writer, path: Any) -> None:
+        with writer.open(path) as file, torch.serialization._open_zipfile_writer(file) as archive:
+            for record in frozen.records:
+                archive.write_record(*record)
+
+    return write

@@ -1,0 +1,1 @@
+"""Single files of a checkpoint, and their digests."""

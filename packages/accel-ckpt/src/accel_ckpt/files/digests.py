@@ -1,0 +1,197 @@
+"""Digests of files, and the check of a folder's files against them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.files.hashing import ALGORITHM, digest_chunk
+from accel_ckpt.files.progress import Progress
+from accel_ckpt.files.safetensors_header import shortened, tensors_between
+from accel_ckpt.files.threads import Crew
+
+__all__ = [
+    "CHUNK_BYTES",
+    "THREADS",
+    "FileEntry",
+    "kind_of",
+    "plain_file",
+    "regular_file",
+    "verify",
+]
+
+_T = TypeVar("_T")
+
+CHUNK_BYTES = 16 * 2**20
+
+THREADS = 4
+"""How many chunks are digested at once: a disk gives more if it is asked for several."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        path: Where it is inside the folder, with forward slashes.
+        size: Its size, in bytes.
+        role: What it is; see `layout.role_of`.
+        chunks: Digest of each chunk, in hexadecimal; none for an empty file.
+    """
+
+    path: str
+    size: int
+    role: str
+    chunks: tuple[str, ...]
+
+
+def verify(
+    folder: Path,
+    entries: Iterable[FileEntry],
+    chunk_bytes: int = CHUNK_BYTES,
+    contents: bool = True,
+    progress: Progress | None = None,
+    algorithm: str = ALGORITHM,
+) -> None:
+    """Check that files are what the manifest says.
+
+    Args:
+        folder: The checkpoint folder.
+        entries: The files to check.
+        chunk_bytes: Size of a digested chunk.
+        contents: Whether to check their bytes, or only that they are plain files of the right size.
+        progress: Where checked bytes are counted.
+        algorithm: What the entries' digests are, one of `hashing.ALGORITHMS`.
+
+    Raises:
+        CorruptCheckpointError: If files are missing, unreadable, changed, or not plain files in the folder;
+            it names all of them.
+    """
+
+    def digest(path: Path, start: int) -> str | OSError:
+        try:
+            return digest_chunk(path, start, chunk_bytes, algorithm)
+        except OSError as error:  # the disk does not give it back
+            return error
+        finally:
+            if progress is not None:
+                progress.add(chunk_bytes)
+
+    found = {entry: _unreadable(folder, entry) for entry in entries}
+    sound = [entry for entry, problem in found.items() if problem is None and contents]
+    digested = _chunk_by_chunk([folder / entry.path for entry in sound], chunk_bytes, digest)
+    found |= {
+        entry: _difference(folder, entry, chunks, chunk_bytes)
+        for entry, chunks in zip(sound, digested, strict=True)
+    }
+    problems = [problem for problem in found.values() if problem is not None]
+    if problems:
+        raise CorruptCheckpointError(
+            f"{folder} is damaged: {'; '.join(problems)}. Load another checkpoint, or copy this one anew."
+        )
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """Find a file inside a folder without following a link out of it.
+
+    Args:
+        folder: The folder.
+        name: Path of the file inside the folder.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        CorruptCheckpointError: If it, or a folder on the way, is a link or a special file.
+    """
+    path = folder
+    for part in PurePosixPath(name).parts:
+        path = path / part
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and path != folder / name):
+            raise CorruptCheckpointError(f"{name} is {kind_of(mode)} where a file is expected")
+    return path
+
+
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """Check that a path leads to a regular file, also by a link; reading a pipe would wait for ever.
+
+    Args:
+        path: The path.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        CorruptCheckpointError: If it is something else.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise CorruptCheckpointError(f"{path} is {kind_of(mode)} where a file is expected")
+    return Path(path)
+
+
+def kind_of(mode: int) -> str:
+    """Name what a file's mode says that it is."""
+    kinds = {
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFDIR: "a folder",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")
+
+
+def _chunk_by_chunk(
+    paths: Sequence[Path], chunk_bytes: int, function: Callable[[Path, int], _T]
+) -> list[tuple[_T, ...]]:
+    """Call a function with every file and start of a chunk in it, by several threads also within a file."""
+    with Crew(THREADS, "accel-digest") as pool:  # digesting frees the interpreter's lock
+        pending = [
+            [pool.submit(function, path, start) for start in range(0, path.stat().st_size, chunk_bytes)]
+            for path in paths
+        ]
+        return [tuple(chunk.result() for chunk in chunks) for chunks in pending]
+
+
+def _unreadable(folder: Path, entry: FileEntry) -> str | None:
+    try:
+        size = plain_file(folder, entry.path).stat().st_size
+    except FileNotFoundError:
+        return f"{entry.path} is missing"
+    except CorruptCheckpointError as error:
+        return str(error)
+    return None if size == entry.size else f"{entry.path} has {size} bytes and should have {entry.size}"
+
+
+def _difference(
+    folder: Path, entry: FileEntry, chunks: Sequence[str | OSError], chunk_bytes: int
+) -> str | None:
+    for index, (found, expected) in enumerate(zip_longest(chunks, entry.chunks)):
+        if found != expected:
+            first = index * chunk_bytes
+            last = min(first + chunk_bytes, entry.size) - 1
+            if isinstance(found, OSError):
+                return f"{entry.path} cannot be read in bytes {first} to {last}: {found.strerror}"
+            where = _contents(folder / entry.path, first, last)
+            return f"{entry.path} differs in bytes {first} to {last}{where}"
+    return None
+
+
+def _contents(path: Path, first: int, last: int) -> str:
+    """Name the weights in a part of a safetensors file, as far as its header can be read."""
+    try:
+        names = tensors_between(path, first, last)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return ""
+    return f", in {shortened(names)}" if names else ""

@@ -1,0 +1,58 @@
+"""The digest of a part of a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from accel_ckpt.files.page_cache import cached_part
+
+__all__ = ["ALGORITHM", "ALGORITHMS", "digest_chunk"]
+
+ALGORITHM = "xxh3_128"
+"""What new checkpoints are digested with."""
+
+ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+"""What digests of checkpoints may be, by the name that the manifest gives them."""
+
+_READ_BYTES = 2**18  # stays in a core's cache
+
+
+def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGORITHM) -> str:
+    """Digest one chunk of a file.
+
+    Args:
+        path: The file.
+        start: Where the chunk begins, in bytes.
+        chunk_bytes: How long it is, unless the file ends before.
+        algorithm: One of `ALGORITHMS`.
+
+    Returns:
+        Its digest, in hexadecimal.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    digest = ALGORITHMS[algorithm]()
+    length = min(chunk_bytes, path.stat().st_size - start)
+    if length > 0:
+        with cached_part(path, start, length) as part:
+            if part is None:
+                _add_read(digest, path, start, length)
+            else:
+                digest.update(part)
+    text: str = digest.hexdigest()
+    return text
+
+
+def _add_read(digest: Any, path: Path, start: int, length: int) -> None:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        buffer = memoryview(bytearray(min(_READ_BYTES, length)))
+        while length > 0 and (count := file.readinto(buffer[: min(length, len(buffer))])):
+            digest.update(buffer[:count])
+            length -= count

@@ -1,0 +1,380 @@
+"""Saving and loading single files: safetensors for tensors, torch's format for the rest, no code run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.safetensors_header import shortened, tensors_between
+from accel_ckpt.files.safetensors_writer import DTYPES, dump
+from accel_state.process.state import current_process
+
+__all__ = [
+    "clean_state_dict_for_safetensors",
+    "id_tensor_storage",
+    "is_zip",
+    "load",
+    "save",
+    "split_tied",
+    "tied_groups",
+    "torch_load",
+    "write",
+    "write_safe",
+    "write_tensors",
+    "write_to",
+]
+
+_FORMAT = {"format": "pt"}
+
+_logger = logging.getLogger(__name__)
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save an object to a file, on one process. Use it in the place of `torch.save`.
+
+    A file that is there is replaced as a whole, when the new one is on the disk.
+
+    Args:
+        obj: What to save; for safetensors a dict of tensors.
+        f: Path of the file, or an open file.
+        save_on_each_node: Whether one process per machine saves, instead of one of all.
+        safe_serialization: Whether to write safetensors.
+
+    Raises:
+        ValueError: If safetensors cannot hold the object; it names the entry.
+    """
+    process = current_process()
+    if not (process.is_local_main if save_on_each_node else process.is_main):
+        return
+    if not isinstance(f, str | os.PathLike):
+        write_to(obj, f, safe_serialization)
+        return
+    path = Path(os.path.realpath(f))
+    if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
+        write(obj, path, safe_serialization)
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        write(obj, draft, safe_serialization)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+    """Write an object to a file on this process, as `save` does, but straight to its place.
+
+    Args:
+        obj: What to write.
+        path: Path of the file.
+        safe_serialization: Whether to write safetensors.
+
+    Raises:
+        ValueError: If safetensors cannot hold the object; it names the entry.
+    """
+    with open(path, "wb") as file:
+        write_to(obj, file, safe_serialization)
+
+
+def write_to(obj: Any, file: IO[bytes], safe_serialization: bool = False) -> None:
+    """Write an object into an open file, as `write`.
+
+    Args:
+        obj: What to write.
+        file: Where to write.
+        safe_serialization: Whether to write safetensors.
+
+    Raises:
+        ValueError: If safetensors cannot hold the object; it names the entry.
+    """
+    if safe_serialization:
+        write_safe(*split_tied(obj), file)
+    else:
+        torch.save(obj, file)
+
+
+def write_safe(tensors: dict[str, torch.Tensor], tied: dict[str, str], file: IO[bytes]) -> None:
+    """Write what `split_tied` returned, as safetensors.
+
+    Args:
+        tensors: The clean state dict.
+        tied: Per left-out name the name under which its tensor is kept.
+        file: Where to write.
+    """
+    dump(tensors, {**tied, **_FORMAT}, file)
+
+
+def write_tensors(
+    tensors: dict[str, torch.Tensor], tied: dict[str, str], path: str | os.PathLike[str]
+) -> None:
+    """Write what `split_tied` returned to a file, as safetensors.
+
+    Args:
+        tensors: The clean state dict.
+        tied: Per left-out name the name under which its tensor is kept.
+        path: Path of the file.
+    """
+    with open(path, "wb") as file:
+        write_safe(tensors, tied, file)
+
+
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Load a file that `save` (or torch.save, or safetensors) has written. Use it in the place of
+    `torch.load`.
+
+    Only tensors, arrays, numbers, strings and plain containers are loaded, so that no code in the file can
+    run.
+
+    Args:
+        f: Path of the file, or an open file. A path that ends in ".safetensors" is read as that.
+        map_location: Where the tensors go, as in `torch.load`.
+        **kwargs: Options of `torch.load`. `weights_only=False` loads any object, and runs the code that it
+            names: for files that you trust as you trust a program.
+
+    Returns:
+        What was saved. Tied entries of a safetensors file are there under all their names.
+
+    Raises:
+        CheckpointError: If the file holds other objects, or cannot be read; it says what was wrong.
+        CorruptCheckpointError: If it is no regular file, or damaged safetensors.
+    """
+    if isinstance(f, str | os.PathLike):
+        regular_file(f)
+        if str(f).endswith(".safetensors"):
+            return _load_safetensors(f, map_location)
+    kwargs.setdefault("weights_only", True)
+    try:
+        with _arrays_allowed():
+            return torch_load(f, map_location, **kwargs)
+    except (torch.OutOfMemoryError, Warning):
+        raise
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error
+
+
+def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Call `torch.load`, without its announcement that it checks sparse tensors.
+
+    torch 2.15 makes that one also of tensors that were unpickled elsewhere before.
+
+    Args:
+        f: As there.
+        map_location: As there.
+        **kwargs: As there.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        return torch.load(f, map_location=map_location, **kwargs)
+
+
+def is_zip(path: Path) -> bool:
+    """Tell whether a file is a zip file, as `torch.save` writes them: only these can be mapped.
+
+    Args:
+        path: A regular file, damaged or not.
+    """
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # its end speaks of a second disk
+        return False
+
+
+def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, weights_only: bool) -> str:
+    # torch words it otherwise where the type's module is blocked (os, sys and the like).
+    begin = r"(?:WeightsUnpickler error:\s*|(?=Trying to load unsupported))"
+    found = re.search(begin + r"(.+?)(?:\. Please use|\n|$)", str(error))
+    reason = (found.group(1) if found else str(error).partition("\n")[0]).rstrip(". ")
+    if weights_only and found and not reason.startswith("Unsupported operand"):
+        return (
+            f"{f} holds more than tensors, arrays and plain containers, or is damaged: {reason}. If you "
+            "trust the file, allow the types that it names with torch.serialization.add_safe_globals([...]), "
+            "or load it with weights_only=False, which runs code that the file contains."
+        )
+    if isinstance(f, str | os.PathLike) and not os.path.getsize(f):
+        reason = "it is empty"
+    return (
+        f"{f} cannot be read ({type(error).__name__}: {reason}). Unless that names another cause, it is cut "
+        "off, damaged, or was not written by torch.save: copy it anew."
+    )
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make a state dict that safetensors can write: contiguous tensors, of which no two share memory.
+
+    Of tensors that are one and the same, the first name is kept; `split_tied` tells the others as well.
+
+    Args:
+        state_dict: Tensors by name.
+
+    Returns:
+        A new dict; tensors that were fine are the same objects.
+
+    Raises:
+        ValueError: If an entry is no tensor, or one that safetensors cannot hold.
+    """
+    return split_tied(state_dict)[0]
+
+
+def split_tied(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Split a state dict into what safetensors can write, and the names which that leaves out.
+
+    One log record tells the names that are left out.
+
+    Args:
+        state_dict: Tensors by name.
+
+    Returns:
+        (tensors, tied): the clean state dict, and per left-out name the name under which its tensor is kept.
+
+    Raises:
+        ValueError: If an entry is no tensor, or one that safetensors cannot hold.
+    """
+    first = {name: names[0] for names in tied_groups(state_dict) for name in names[1:]}
+    seen: set[tuple[torch.device, int, int]] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in state_dict.items():
+        tensor = _checked(name, value)
+        if name in first:
+            continue
+        storage = id_tensor_storage(tensor)
+        # Another view of memory that is written already: its own copy, as safetensors knows no views.
+        tensors[name] = tensor.clone() if tensor.numel() and storage in seen else tensor.contiguous()
+        seen.add(storage)
+    if first:
+        left_out = ", ".join(f"{name} (the same as {kept})" for name, kept in first.items())
+        _logger.warning(
+            "safetensors hold a tensor under one name. Left out: %s. accel gives it back under all names.",
+            left_out,
+        )
+    return tensors, first
+
+
+def tied_groups(state_dict: Mapping[str, Any]) -> list[list[str]]:
+    """Find the entries that are one and the same tensor.
+
+    Args:
+        state_dict: Tensors by name; other entries are passed over.
+
+    Returns:
+        The names of each such tensor, two or more, in the order of the dict.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, value in state_dict.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and value.numel()
+            and not value.is_meta
+        ):
+            place = (
+                *id_tensor_storage(value),
+                value.storage_offset(),
+                value.dtype,
+                value.shape,
+                value.stride(),
+            )
+            groups.setdefault(place, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Identify the memory of a tensor.
+
+    Args:
+        tensor: A dense tensor.
+
+    Returns:
+        (device, address, size in bytes) of its storage; equal for tensors that share it.
+    """
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def _checked(name: str, value: Any) -> torch.Tensor:
+    hint = "Leave it out, or save with safe_serialization=False."
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"safetensors holds tensors alone, and {name!r} is of type {type(value).__name__}. {hint}"
+        )
+    if value.layout != torch.strided or value.is_meta:
+        kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+        raise ValueError(f"safetensors holds dense tensors alone, and {name!r} is {kind}. {hint}")
+    if value.dtype not in DTYPES:
+        raise ValueError(f"safetensors has no {value.dtype}, which {name!r} is. {hint}")
+    return value
+
+
+def _load_safetensors(path: str | os.PathLike[str], map_location: Any) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    device = "cpu" if map_location is None else str(map_location)
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be read: {error}{_cut_off(Path(path))}. Copy it anew."
+        ) from error
+    for name, kept in metadata.items():
+        if name not in tensors and kept in tensors:
+            tensors[name] = tensors[kept]
+    return tensors
+
+
+def _cut_off(path: Path) -> str:
+    """Name the weights that a file ends before, if its header can be read."""
+    size = path.stat().st_size
+    try:
+        names = tensors_between(path, size, sys.maxsize)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return f" (it has {size} bytes, and lacks the end of {shortened(names)})" if names else ""
+
+
+@contextmanager
+def _arrays_allowed() -> Iterator[None]:
+    # torch's own context would also take away what was allowed before it.
+    allowed = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([entry for entry in _array_types() if entry not in allowed]):
+        yield
+
+
+@cache
+def _array_types() -> tuple[Any, ...]:
+    """What a pickled numpy array or scalar names, under the names of numpy 1 and 2; none of it runs code."""
+    if find_spec("numpy") is None:
+        return ()
+    import numpy as np
+
+    # Where the two functions live is read off the pickles that numpy makes.
+    functions: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0])
+    named = [
+        (function, f"{module}.multiarray.{function.__name__}")
+        for function in functions
+        for module in ("numpy._core", "numpy.core")
+    ]
+    dtypes = [type(np.dtype(kind)) for kind in np.typecodes["All"] if kind not in "OV"]
+    return (np.ndarray, np.dtype, *named, *dict.fromkeys(dtypes))

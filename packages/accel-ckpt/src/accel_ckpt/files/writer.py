@@ -1,0 +1,164 @@
+"""Writing files of a checkpoint: their bytes are digested and flushed to the disk while more is written."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+from accel_ckpt.file_names import role_of
+from accel_ckpt.files import digests
+from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry
+from accel_ckpt.files.hashing import digest_chunk
+from accel_ckpt.files.progress import Progress
+from accel_ckpt.files.threads import Crew
+from accel_ckpt.folder.recovery import flush
+
+__all__ = ["Writer"]
+
+_BUFFER_BYTES = 2**20
+_FLUSH_BYTES = 2**26  # how far the disk is behind at most, before it is told to begin
+
+
+@dataclass
+class _Written:
+    chunks: list[Future[str]] = field(default_factory=list)
+    flushed: list[Future[None]] = field(default_factory=list)
+    identity: tuple[int, int, int] | None = None  # size, time and inode when it was complete
+
+
+class Writer:
+    """Writes files for a manifest, and knows their digests when they are written.
+
+    Args:
+        progress: Where written bytes are counted.
+        chunk_bytes: Size of a digested chunk.
+    """
+
+    def __init__(self, progress: Progress | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._progress = Progress("") if progress is None else progress
+        self._chunk_bytes = chunk_bytes
+        self._files: dict[Path, _Written] = {}
+        self._digest = Crew(digests.THREADS, "accel-digest")
+        self._disk = Crew(1, "accel-flush")
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[IO[bytes]]:
+        """Open a new file to be written from its beginning to its end.
+
+        Args:
+            path: Where it is.
+
+        Yields:
+            The file.
+
+        Raises:
+            OSError: If the disk does not take it.
+        """
+        written = _Written()
+        raw = _Raw(path, lambda size: self._advance(path, written, size))
+        # BufferedWriter gathers small pieces and passes large ones on as they are.
+        try:
+            with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
+                yield cast("IO[bytes]", file)
+        except Exception as error:
+            if raw.error is None or raw.error is error:
+                raise
+            raise raw.error from error  # torch.save says nothing of a full disk
+        self._complete(path, written)
+
+    def follow(self, path: Path) -> None:
+        """Take up a file that something else has written to its end.
+
+        Args:
+            path: Where it is.
+        """
+        self._complete(path, _Written())
+
+    def entries(self, folder: Path) -> list[FileEntry]:
+        """Wait until all files are digested and flushed.
+
+        Args:
+            folder: The checkpoint's folder.
+
+        Returns:
+            What the manifest says about each file that is still as it was written.
+
+        Raises:
+            OSError: If a file cannot be read back, or the disk does not take it.
+        """
+        for written in self._files.values():
+            for flushed in written.flushed:
+                flushed.result()
+        described = []
+        for path, written in self._files.items():
+            chunks = tuple(chunk.result() for chunk in written.chunks)
+            name = path.relative_to(folder).as_posix()
+            if path.exists() and written.identity == _identity(path):
+                described.append(FileEntry(name, path.stat().st_size, role_of(name), chunks))
+        return described
+
+    def close(self) -> None:
+        """End the threads."""
+        self._digest.close()
+        self._disk.close()
+
+    def _advance(self, path: Path, written: _Written, size: int) -> None:
+        """Digest the chunks that are full, now that the file has `size` bytes."""
+        while (len(written.chunks) + 1) * self._chunk_bytes <= size:
+            self._digest_next(path, written)
+        if (len(written.flushed) + 1) * _FLUSH_BYTES <= size:
+            written.flushed.append(self._disk.submit(flush, path))
+
+    def _digest_next(self, path: Path, written: _Written) -> None:
+        start = len(written.chunks) * self._chunk_bytes
+        # Read back out of the system's cache, so that no buffer has to be kept until then.
+        future = self._digest.submit(digest_chunk, path, start, self._chunk_bytes)
+        future.add_done_callback(lambda _: self._progress.add(self._chunk_bytes))
+        written.chunks.append(future)
+
+    def _complete(self, path: Path, written: _Written) -> None:
+        written.identity = _identity(path)
+        while len(written.chunks) * self._chunk_bytes < written.identity[0]:
+            self._digest_next(path, written)
+        written.flushed.append(self._disk.submit(flush, path))
+        self._files[path] = written
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
+        self._handle = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
+        )
+        self._advance, self._size = advance, 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            count = os.write(self._handle, data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._size += count
+        self._advance(self._size)
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                super().close()
+            finally:
+                os.close(self._handle)
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino

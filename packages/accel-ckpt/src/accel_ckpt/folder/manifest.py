@@ -1,0 +1,170 @@
+"""The manifest of a checkpoint folder: which files it holds, and what their bytes are.
+
+A folder with a readable manifest is complete, because the manifest is written when everything else is on the
+disk. Digests are of chunks of 16 MiB, so that large files are checked by several threads, and a damaged place
+is known to a chunk. Version 1 had sha256 alone; version 2 says which digest it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.file_names import MANIFEST, role_of
+from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry, kind_of, plain_file
+from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
+from accel_ckpt.files.paths import check_inside
+
+__all__ = ["Manifest", "files_in", "is_checkpoint", "is_complete", "read", "write"]
+
+FORMAT = "accel-checkpoint"
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder holds.
+
+    Args:
+        files: Its files, sorted by path.
+        facts: What the run was when it was saved: world_size, step ...
+        chunk_bytes: Size of a digested chunk.
+        algorithm: What the digests are, one of `hashing.ALGORITHMS`.
+        version: Version of this format.
+    """
+
+    files: tuple[FileEntry, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    chunk_bytes: int = CHUNK_BYTES
+    algorithm: str = ALGORITHM
+    version: int = VERSION
+
+    def paths(self) -> frozenset[str]:
+        """Return the paths of all files."""
+        return frozenset(entry.path for entry in self.files)
+
+
+def files_in(folder: Path) -> list[str]:
+    """List the files of a folder, as a manifest names them.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Paths inside the folder, sorted, without the manifest.
+
+    Raises:
+        CheckpointError: If there is something else than files and folders.
+    """
+    found = []
+    for base, names, files in os.walk(folder):
+        for name in (*names, *files):
+            path = Path(base, name)
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(
+                    f"{path} is {kind_of(mode)}; a checkpoint holds files and folders alone. Write the file "
+                    "itself."
+                )
+            if stat.S_ISREG(mode):
+                found.append(path.relative_to(folder).as_posix())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into its folder, flushed to the disk, in one step.
+
+    Args:
+        folder: The folder.
+        manifest: Its manifest.
+    """
+    path = folder / MANIFEST
+    draft = path.with_name(MANIFEST + ".tmp")
+    with open(draft, "wb") as file:
+        file.write(_encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a folder has a manifest, and so was written to the end."""
+    return (folder / MANIFEST).is_file()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Tell whether a path is a folder that has a manifest, or files of another implementation."""
+    if not folder.is_dir():
+        return False
+    names = (f"{child.name}/file" if child.is_dir() else child.name for child in folder.iterdir())
+    return is_complete(folder) or any(role_of(name) != "other" for name in names)
+
+
+def read(folder: Path) -> Manifest | None:
+    """Read the manifest of a folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The manifest; None if there is none, because something else wrote the folder.
+
+    Raises:
+        CorruptCheckpointError: If it was damaged, or names a file outside of the folder.
+        CheckpointError: If a later version wrote it.
+    """
+    path = folder / MANIFEST
+    if not path.exists() and not path.is_symlink():
+        return None
+    with open(plain_file(folder, MANIFEST), "rb") as file:
+        raw = file.read()
+    manifest = _decode(raw, path)
+    for entry in manifest.files:
+        check_inside(entry.path, path)
+    return manifest
+
+
+def _encode(manifest: Manifest) -> bytes:
+    body = {
+        "format": FORMAT,
+        "version": manifest.version,
+        "facts": dict(manifest.facts),
+        "digest": manifest.algorithm,
+        "chunk_bytes": manifest.chunk_bytes,
+        "files": [
+            {"path": entry.path, "size": entry.size, "role": entry.role, "chunks": list(entry.chunks)}
+            for entry in manifest.files
+        ],
+    }
+    return _dump({"manifest": body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, indent=1).encode("ascii") + b"\n"
+
+
+def _decode(raw: bytes, path: Path) -> Manifest:
+    damaged = f"{path} is damaged. Load another checkpoint, or copy this one anew."
+    try:
+        document = json.loads(raw)
+        body = document["manifest"]
+        if document["sha256"] != hashlib.sha256(_dump(body)).hexdigest() or _dump(document) != raw:
+            raise ValueError("digest")
+        if body["format"] == FORMAT and body["version"] > VERSION:
+            raise CheckpointError(
+                f"{path} has version {body['version']}, and accel-ckpt here reads up to {VERSION}: update it."
+            )
+        known = body["digest"] in (*ALGORITHMS,)  # also where it is no text
+        if not (isinstance(body["facts"], dict) and body["chunk_bytes"] > 0 and known):
+            raise ValueError("facts, chunk_bytes or digest")
+        files = tuple(FileEntry(f["path"], f["size"], f["role"], tuple(f["chunks"])) for f in body["files"])
+        return Manifest(files, body["facts"], body["chunk_bytes"], body["digest"], body["version"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(damaged) from error

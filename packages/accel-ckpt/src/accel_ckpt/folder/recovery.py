@@ -1,0 +1,279 @@
+"""Finding checkpoints after interrupted saves, finishing what can be finished, and deleting what was left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.file_names import MANIFEST
+from accel_ckpt.folder import manifest
+from accel_state.logging.warning import warn
+
+__all__ = [
+    "abandon",
+    "check_room",
+    "discard",
+    "find",
+    "finish",
+    "flush",
+    "folders_of",
+    "is_needed",
+    "move_out",
+    "settle",
+    "sweep",
+    "sweep_folder",
+]
+
+_ABANDONED_S = 24 * 3600
+_TOKEN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
+
+
+def find(target: Path) -> Path:
+    """Find the complete checkpoint that goes by a name.
+
+    Args:
+        target: The checkpoint folder.
+
+    Returns:
+        The folder to read: the target, or, if a save was interrupted between its last two renames or could
+        not do them, what it left.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    target = target.resolve()
+    finish(target)
+    if not manifest.is_checkpoint(target):
+        left = _left_beside(target)
+        if left is not None:
+            return left
+    if target.is_dir():
+        return target
+    there = _neighbours(target)
+    raise FileNotFoundError(
+        f"There is no checkpoint {target}." + (f" There is: {', '.join(there)}." if there else "")
+    )
+
+
+def settle(target: Path) -> None:
+    """Give a checkpoint its name again that an interrupted save has left beside it, before the next save.
+
+    Args:
+        target: The checkpoint folder.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    if target.exists():
+        finish(target)
+        return
+    left = _left_beside(target)
+    if left is not None and _is_abandoned(left):
+        os.rename(left, target)
+
+
+def finish(target: Path) -> None:
+    """Finish a commit in place that was interrupted.
+
+    Args:
+        target: A folder; nothing happens if there is none, or nothing to finish.
+    """
+    for staging in sorted(target.glob(".staging-*"), key=_age):
+        if manifest.is_complete(staging):
+            move_out(staging, target)
+
+
+def is_needed(staging: Path, target: Path) -> bool:
+    """Tell whether a commit that failed has left a checkpoint that is whole in its staging folder alone.
+
+    Args:
+        staging: The staging folder.
+        target: The checkpoint folder.
+    """
+    if not manifest.is_complete(staging):
+        return False
+    # In place, some files of the old checkpoint may have been replaced already.
+    return staging.parent == target or not manifest.is_checkpoint(target)
+
+
+def abandon(staging: Path, target: Path) -> None:
+    """Delete the staging folder of a commit that failed, unless a checkpoint would be lost with it.
+
+    Args:
+        staging: The staging folder.
+        target: The checkpoint folder.
+    """
+    if not is_needed(staging, target):
+        discard(staging)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, so that a half-deleted one is never taken for a checkpoint.
+
+    One that cannot be deleted stays, with a warning: nothing that was saved depends on it.
+
+    Args:
+        folder: The folder; nothing happens if it is not there.
+    """
+    try:
+        os.unlink(folder / MANIFEST)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warn(
+            f"{folder} is no longer needed and cannot be deleted ({error}). Delete it by hand.",
+            about="process",
+        )
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(target: Path) -> None:
+    """Delete what interrupted saves of this target have left. Saves that may still run are left alone.
+
+    Args:
+        target: A checkpoint folder that is complete.
+    """
+    name = _escape(target.name)
+    patterns = [
+        (target.parent, f".{name}.staging-*"),
+        (target.parent, f".{name}.replaced-*"),
+        (target, ".staging-*"),
+    ]
+    for folder, pattern in patterns:
+        _sweep(folder, pattern)
+
+
+def sweep_folder(folder: Path) -> None:
+    """Delete what interrupted saves into a folder have left, whichever checkpoint they were to be.
+
+    Args:
+        folder: A folder with a checkpoint that is complete and newer than these.
+    """
+    for kind in ("staging", "replaced"):
+        _sweep(folder, f".*.{kind}-*")
+
+
+def _sweep(folder: Path, pattern: str) -> None:
+    for left in folder.glob(pattern):
+        if _is_abandoned(left):
+            discard(left)
+
+
+def check_room(staging: Path, target: Path) -> None:
+    """Check that the files of a staging folder can be moved into the target around it.
+
+    Args:
+        staging: The folder, inside the target.
+        target: The checkpoint folder.
+
+    Raises:
+        CheckpointError: If a folder is in the way of a file, or a file in the way of a folder.
+    """
+    for name in manifest.files_in(staging):
+        above = [target / parent for parent in PurePosixPath(name).parents[:-1]]
+        blocking = [path for path in above if path.exists() and not path.is_dir()]
+        if (target / name).is_dir():
+            blocking.append(target / name)
+        if blocking:
+            raise CheckpointError(
+                f"{blocking[0]} is in the way of {name}, a file of the checkpoint. Move it away, or save "
+                "into another folder."
+            )
+
+
+def move_out(staging: Path, target: Path) -> None:
+    """Move the files of a sealed folder into the target around it, or go on where an earlier move stopped.
+
+    Args:
+        staging: The sealed folder, inside the target.
+        target: The checkpoint folder.
+    """
+    new = manifest.read(staging)
+    if new is None:  # another process has just finished it
+        return
+    try:
+        old = manifest.read(target)
+    except CheckpointError:
+        old = None
+    for entry in new.files:
+        source, goal = staging / entry.path, target / entry.path
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # moved before the interruption
+            os.replace(source, goal)
+    for folder in folders_of(target, new.paths()):
+        flush(folder)
+    for path in (old.paths() if old else frozenset()) - new.paths():
+        (target / path).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(staging / MANIFEST, target / MANIFEST)
+    flush(target)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def folders_of(root: Path, names: Iterable[str]) -> set[Path]:
+    """Return the folders that files are in, with all those between them and the root."""
+    return {root, *(root / folder for name in names for folder in PurePosixPath(name).parents)}
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows has no handles on folders to flush
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _left_beside(target: Path) -> Path | None:
+    """The complete checkpoint that a save has left which was interrupted between its last two renames."""
+    for kind in ("staging", "replaced"):
+        left = target.parent.glob(f".{_escape(target.name)}.{kind}-*") if target.parent.is_dir() else ()
+        complete = sorted((folder for folder in left if manifest.is_complete(folder)), key=_age)
+        if complete:
+            return complete[-1]
+    return None
+
+
+def _is_abandoned(left: Path) -> bool:
+    found = _TOKEN.fullmatch(re.split(r"\.(?:staging|replaced)-", left.name)[-1])
+    if found is None:
+        return False
+    if time.time() - _age(left) > _ABANDONED_S:
+        return True
+    if found["host"] != socket.gethostname():
+        return False
+    pid = int(found["pid"])
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _age(path: Path) -> float:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _escape(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _neighbours(target: Path) -> list[str]:
+    beside = target.parent.iterdir() if target.parent.is_dir() else ()
+    return sorted(path.name for path in beside if path.name[0] != "." and manifest.is_complete(path))

@@ -1,0 +1,290 @@
+"""A checkpoint being written by all processes together: open, write, agree, commit.
+
+    with staged("my_checkpoint") as staging:
+        ...  # every process writes its files into staging.path
+
+When the block is left on every process without an error, "my_checkpoint" appears whole. Otherwise every
+process raises and nothing has changed. With `blocking=False`, what `staging.write` is given is copied, and
+written in the background when the block is left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_ckpt import file_names
+from accel_ckpt.background import thread
+from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.snapshot import freeze
+from accel_ckpt.files import tensors
+from accel_ckpt.files.digests import FileEntry
+from accel_ckpt.files.progress import Progress
+from accel_ckpt.files.writer import Writer
+from accel_ckpt.folder import commit, recovery, rotation
+from accel_ckpt.folder.agree import agree, collect, from_main, together
+from accel_state.process.state import Process, current_process
+
+__all__ = ["Staging", "opened_at", "release_memory", "staged"]
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A checkpoint folder that is being written.
+
+    Args:
+        path: Where to write its files.
+        target: The folder that it will be.
+        owner: Whether this process commits it: the main process, and the local main process of each machine
+            whose disk is its own.
+        writes_shared: Whether this process writes the files that are the same for all processes.
+        writer: What writes its files.
+        progress: Counts their bytes.
+        memory: Where copies go that are written later; None to write at once.
+        facts: What the manifest will say about the run (JSON values); may be added to until the end of the
+            block.
+    """
+
+    path: Path
+    target: Path
+    owner: bool
+    writes_shared: bool
+    writer: Writer
+    progress: Progress
+    memory: Memory | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    _together: list[Callable[[Any], None]] = field(default_factory=list)
+    _later: list[Callable[[], None]] = field(default_factory=list)
+    _after: list[Callable[[], object]] = field(default_factory=list)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def write(self, obj: Any, name: str, safe_serialization: bool = False) -> None:
+        """Write an object into a file of the checkpoint, or copy it, to be written later.
+
+        Args:
+            obj: What to write.
+            name: The file's path inside the folder.
+            safe_serialization: Whether to write safetensors.
+
+        Raises:
+            ValueError: If safetensors cannot hold the object; it names the entry.
+        """
+        path = self.path / name
+        if self.memory is not None:
+            frozen = freeze(obj, safe_serialization, self.memory)
+            self._later.append(lambda: frozen(self.writer, path))
+        else:
+            with self.writer.open(path) as file:
+                tensors.write_to(obj, file, safe_serialization)
+
+    def write_together(self, function: Callable[[Any], None]) -> None:
+        """Have files written that the processes speak about, at once or in the background.
+
+        Args:
+            function: What writes them, given the process group to speak in (None for that of the run). Every
+                process gives as many, and in each of them fails if one does.
+        """
+        if self.memory is None:
+            function(None)
+        else:
+            self._together.append(function)
+
+    def after_commit(self, function: Callable[[], object]) -> None:
+        """Have something done on every process that commits, once the checkpoint is there.
+
+        Args:
+            function: What to do.
+        """
+        self._after.append(function)
+
+
+_OPEN: dict[Path, Staging] = {}
+
+
+def opened_at(folder: str | os.PathLike[str]) -> Staging | None:
+    """Return the staging folder that is open at this path, or None."""
+    return _OPEN.get(Path(os.path.abspath(folder)))
+
+
+@contextmanager
+def staged(
+    folder: str | os.PathLike[str],
+    *,
+    save_on_each_node: bool = False,
+    process: Process | None = None,
+    blocking: bool = True,
+) -> Iterator[Staging]:
+    """Write a checkpoint: the folder appears, or is replaced, as a whole at the end of the block.
+
+    Every process must enter and leave. A folder that is the `path` of an open staging folder is that one
+    again, and committed where it was opened. A save that still goes on in the background is waited for first.
+
+    Args:
+        folder: The checkpoint folder.
+        save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
+        process: This process; by default the current one.
+        blocking: False to write and commit in the background; `thread.wait` waits for it.
+
+    Yields:
+        Where to write.
+
+    Raises:
+        Exception: What went wrong here, or in the background before.
+        CheckpointError: On every other process, with what went wrong elsewhere. The target is as it was
+            before.
+    """
+    inside = opened_at(folder)
+    if inside is not None:
+        yield inside
+        return
+    thread.wait()
+    process = current_process() if process is None else process
+    group = None if blocking else thread.group_for(process)
+    staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking)
+    _OPEN[staging.path] = staging
+    error: Exception | None = None
+    handed_on = False
+    try:
+        try:
+            yield staging
+            if staging.memory is not None:
+                staging.memory.finish()
+        except Exception as caught:
+            error = caught
+        agree(error, process, "writing the checkpoint")
+        if blocking:
+            handed_on = True
+            _finish(staging, process, None)
+        else:
+            thread.start(lambda: _finish(staging, process, group))
+            handed_on = True
+    finally:
+        del _OPEN[staging.path]
+        if not handed_on:
+            _close(staging, sealed=False)
+
+
+_memory: Memory | None = None
+
+
+def _memory_for(process: Process) -> Memory:
+    """Return the memory of saves in the background, of which there is one at a time."""
+    global _memory
+    if _memory is None or _memory.device != process.device:
+        _memory = Memory(process)
+    _memory.begin()
+    return _memory
+
+
+def release_memory() -> None:
+    """Give back the memory that is kept for copies of the state; the next save makes it anew."""
+    global _memory
+    thread.settle()
+    _memory = None
+
+
+def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> Staging:
+    def prepare() -> tuple[str, str]:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recovery.settle(target)
+        token = commit.new_token()
+        path = commit.staging_path(target, token)
+        path.mkdir(parents=True)
+        return path.relative_to(target.parent).as_posix(), token
+
+    name, token = from_main(prepare, process, "opening the checkpoint folder")
+    path = target.parent / name
+
+    def join() -> bool:
+        # Where the main process's folder is not to be seen, the disk is this machine's own.
+        if process.is_main or not process.is_local_main or path.is_dir():
+            return process.is_main
+        path.mkdir(parents=True)
+        return True
+
+    owner = together(join, process, "opening the checkpoint folder")
+    memory = None if blocking else _memory_for(process)
+    progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
+    writes_shared = process.is_main or (each_node and owner)
+    return Staging(
+        path, target, owner, writes_shared, Writer(progress), progress, memory, facts={"save": token}
+    )
+
+
+def _finish(staging: Staging, process: Process, group: Any) -> None:
+    """Write what is left, seal and commit."""
+    sealed = False
+    try:
+        for function in staging._together:
+            function(group)
+        own = together(lambda: _write_later(staging), process, "writing the checkpoint", group)
+        written = collect(own, process, group)
+        together(lambda: _seal(staging, process, written), process, "writing the checkpoint", group)
+        sealed = True
+        together(lambda: _commit(staging), process, "committing the checkpoint", group)
+        together(lambda: _follow_up(staging), process, "cleaning up after the checkpoint", group)
+    finally:
+        _close(staging, sealed)
+
+
+def _write_later(staging: Staging) -> tuple[list[FileEntry], int | None]:
+    """Write what was kept in memory; return what this process wrote, and the next sequence number here."""
+    for function in staging._later:
+        function()
+    numbered = staging.owner and file_names.iteration_of(staging.target.name) is not None
+    sequence = rotation.next_sequence(staging.target.parent) if numbered else None
+    return staging.writer.entries(staging.path), sequence
+
+
+def _seal(staging: Staging, process: Process, written: list[tuple[list[FileEntry], int | None]]) -> None:
+    if not staging.owner:
+        return
+    facts = {"world_size": process.world_size, "topology": _topology(process), **staging.facts}
+    sequences = [sequence for _, sequence in written if sequence is not None]
+    if sequences:
+        facts["sequence"] = max(sequences)  # above those of all machines' disks
+    if staging.path.parent == staging.target:
+        facts["in_place"] = True  # other files live in the folder
+        recovery.check_room(staging.path, staging.target)
+    commit.seal(staging.path, facts, staging.writer, [entry for entries, _ in written for entry in entries])
+
+
+def _commit(staging: Staging) -> None:
+    if staging.owner:
+        commit.commit(staging.path, staging.target)
+
+
+def _follow_up(staging: Staging) -> None:
+    if staging.owner:
+        for function in staging._after:
+            function()
+
+
+def _topology(process: Process) -> dict[str, Any]:
+    return {
+        "machines": process.world_size // process.local_world_size,
+        "processes_per_machine": process.local_world_size,
+        "distributed_type": str(process.distributed_type.value),
+        "device": process.device.type,
+    }
+
+
+def _close(staging: Staging, sealed: bool) -> None:
+    """End the threads, and delete what a save that failed has left.
+
+    Args:
+        staging: The staging folder.
+        sealed: Whether all processes have sealed theirs, so that it may hold the only checkpoint.
+    """
+    staging.writer.close()
+    staging.progress.close()
+    if staging.owner and sealed:
+        recovery.abandon(staging.path, staging.target)
+    elif staging.owner:
+        recovery.discard(staging.path)

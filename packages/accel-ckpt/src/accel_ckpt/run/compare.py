@@ -1,0 +1,183 @@
+"""What a checkpoint has, against what it is loaded into: every difference, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_ckpt import file_names
+
+__all__ = ["Expected", "Findings", "audit"]
+
+_PER_RANK = ("random", "gradients", "buffers")
+_IN_PARTS = ("sharded", "registered")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is to be restored.
+
+    Args:
+        models: How many models.
+        optimizers: How many optimizers.
+        schedulers: How many schedulers.
+        loaders: The names that the file of each loader may have; none for a loader without a state.
+        scaler: Whether there is a loss scaler that is in use.
+        custom: How many registered objects.
+        folders: Names of folders that have models and optimizers in parts.
+        hooked: Names of files, and roles of files, that the caller reads by itself.
+    """
+
+    models: int = 0
+    optimizers: int = 0
+    schedulers: int = 0
+    loaders: Sequence[Sequence[str]] = ()
+    scaler: bool = False
+    custom: int = 0
+    folders: Collection[str] = ()
+    hooked: Collection[str] = ()
+
+
+@dataclass
+class Findings:
+    """The differences, one line each.
+
+    Args:
+        core: Without what these name, training would go on from something else than was saved: models,
+            optimizers and schedulers that are missing, and an accumulation window that cannot be resumed.
+        others: What else is missing, not asked for, or not known.
+        notes: What is as it should be, and worth telling.
+    """
+
+    core: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def audit(
+    names: Collection[str],
+    strangers: Collection[str],
+    facts: dict[str, Any],
+    expected: Expected,
+    rank: int,
+    world_size: int,
+    listed: Callable[[str], Collection[str]],
+) -> Findings:
+    """Compare the files of a checkpoint with what they are to be loaded into.
+
+    Args:
+        names: Its files.
+        strangers: Files in its folder that are not in its manifest.
+        facts: What its manifest says about the run.
+        expected: What is to be restored.
+        rank: Rank of this process.
+        world_size: How many processes there are.
+        listed: Tells the files that an index names.
+    """
+    findings = Findings()
+    asked, spare = _compare_shared(frozenset(names), expected, findings)
+    index = next(filter(file_names.is_index, asked), None)
+    if index is not None:
+        asked.update(listed(index))
+    hooks_read_shards = any(map(file_names.is_index, expected.hooked))
+    _compare_ranks(frozenset(names), facts, rank, world_size, findings)
+    for name in sorted(names):
+        role = file_names.role_of(name)
+        if name in asked or role in (*_PER_RANK, *_IN_PARTS, *expected.hooked):
+            continue
+        if file_names.is_shard(name) and hooks_read_shards:
+            continue
+        if file_names.is_shard(name) and index is not None:
+            findings.others.append(f"{name} is not loaded: {index} does not name it")
+            continue
+        if name in spare:
+            findings.others.append(f"{name} is not loaded: {spare[name]} is, in its place")
+            continue
+        if name in expected.hooked:
+            findings.notes.append(f"{name} is not loaded: a hook has taken its model out")
+            continue
+        if role == "other":
+            findings.notes.append(f"{name} was written by a hook; no hook is registered that could read it")
+        else:
+            findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
+    parts = {name.partition("/")[0] for name in names if file_names.role_of(name) in _IN_PARTS}
+    findings.others += [
+        f"the folder {name} is not loaded: there is nothing in parts for it here"
+        for name in sorted(parts.difference(expected.folders))
+    ]
+    findings.others += [
+        f"{name} is not in {file_names.MANIFEST}: something has put it there since. Keep it elsewhere"
+        for name in sorted(strangers)
+    ]
+    return findings
+
+
+def _compare_shared(
+    names: frozenset[str], expected: Expected, findings: Findings
+) -> tuple[set[str], dict[str, str]]:
+    """Note what is missing; return the names of what is loaded, and what is not by what is in its place."""
+    core = [
+        *((f"model {i}", file_names.model_files(i)) for i in range(expected.models)),
+        *((f"optimizer {i}", [file_names.optimizer_file(i)]) for i in range(expected.optimizers)),
+        *((f"scheduler {i}", [file_names.scheduler_file(i)]) for i in range(expected.schedulers)),
+    ]
+    others = [
+        *((f"loader {i}", files) for i, files in enumerate(expected.loaders) if files),
+        *([("the loss scaler", [file_names.SCALER])] if expected.scaler else []),
+        *((f"registered object {i}", [file_names.custom_file(i)]) for i in range(expected.custom)),
+    ]
+    for needed, missing in ((core, findings.core), (others, findings.others)):
+        for what, files in needed:
+            if names.isdisjoint(files):
+                missing.append(f"there is no {' or '.join(files)} for {what}")
+    found = [[name for name in files if name in names] for _, files in (*core, *others)]
+    return {there[0] for there in found if there}, {name: there[0] for there in found for name in there[1:]}
+
+
+def _compare_ranks(
+    names: frozenset[str], facts: dict[str, Any], rank: int, world_size: int, findings: Findings
+) -> None:
+    saved = facts.get("world_size")
+    there = world_size if saved is None else saved
+    for name in sorted(names):
+        role = file_names.role_of(name)
+        if role in _PER_RANK and file_names.rank_of(name) >= there:
+            findings.others.append(f"{name} is not loaded: it is of none of {there} processes")
+        elif role == "gradients" and not facts.get("open_window"):
+            findings.others.append(f"{name} is not loaded: no accumulation window was open")
+    if saved is None or saved == world_size:
+        name = file_names.random_states_file(rank)
+        if name not in names:
+            findings.others.append(
+                f"there is no {name}: the random generators of process {rank} stay as they are"
+            )
+    else:
+        missing = [file_names.random_states_file(r) for r in range(saved)]
+        missing = [name for name in missing if name not in names]
+        if missing:
+            findings.others.append(
+                f"there is no {', no '.join(missing)}, which the generators here derive from"
+            )
+        text = f"saved on {saved} and loaded on {world_size} processes: random generators are "
+        findings.notes.append(text + ("derived" if world_size > saved else "those of the first ranks"))
+        if any(file_names.role_of(name) == "sampler" for name in names):
+            findings.others.append(
+                f"the state of a sampler was saved by one of {saved} processes, and may not fit {world_size}"
+            )
+    if facts.get("open_window") and saved != world_size:
+        findings.core.append(
+            f"it was saved in the middle of an accumulation window on {saved} processes, and the gradients "
+            f"of {saved} do not fit {world_size}: load it on {saved}, or load one that was saved at the end "
+            "of a window"
+        )
+    elif facts.get("open_window") and file_names.gradients_file(rank) not in names:
+        findings.core.append(
+            "it was saved in the middle of an accumulation window, and has no "
+            f"{file_names.gradients_file(rank)}: load one that was saved at the end of a window"
+        )
+
+
+def _what(name: str, role: str) -> str:
+    names = {"custom": "registered object", "scaler": "loss scaler"}
+    return names.get(role, role)

@@ -1,0 +1,417 @@
+"""Loading the state of a training run: everything is restored or reported, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ckpt import file_names
+from accel_ckpt.background import thread
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import tensors
+from accel_ckpt.files.digests import plain_file
+from accel_ckpt.folder import recovery
+from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.run.compare import Expected, Findings, audit
+from accel_ckpt.run.gradients import set_gradients
+from accel_ckpt.run.optimizer_groups import match_groups, schedules_of, without_wrapper_names
+from accel_ckpt.run.reader import Reading, open_checkpoint
+from accel_ckpt.run.rng import set_rng_state
+from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.logging.warning import warn
+from accel_state.process.state import Process, current_process
+
+if TYPE_CHECKING:
+    from accel_ckpt.sharded.save_load import Parts
+
+__all__ = ["Objects", "load_accelerator_state", "load_custom_state", "restore"]
+
+Folder = str | os.PathLike[str]
+
+
+def load_accelerator_state(
+    input_dir: Folder,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    scaler: torch.amp.GradScaler | None = None,
+    map_location: str | torch.device | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    *,
+    custom_objects: Sequence[Any] | None = None,
+    process: Process | None = None,
+    verify: bool = True,
+    strict: bool | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Load what `save_accelerator_state` has saved. Every process must call it.
+
+    Every file is checked against the manifest before anything is changed; the processes of a machine share
+    this work. Then the files are compared with the objects that are given, and so are the names and shapes of
+    weights, and the groups of optimizers: whatever is missing, not asked for or not known is an error in a
+    strict load, and told in one warning otherwise.
+
+    Another number of processes than saved is no error where it is clear what that means: models,
+    optimizers and schedules are the same on all, the positions of prepared loaders are those of all
+    processes together, and random generators follow the rule of `resharding`.
+
+    Args:
+        input_dir: The checkpoint folder.
+        models: The models, prepared or not.
+        optimizers: The optimizers.
+        schedulers: The schedulers.
+        dataloaders: The loaders.
+        process_index: Rank of this process.
+        scaler: The loss scaler of fp16 training.
+        map_location: Where files are read to: "cpu" (the default), "on_device" for this process's device, or
+            a device. Models and optimizers copy from there to where they are.
+        load_kwargs: Options of `torch.load` for everything but safetensors; see `tensors.load`.
+        custom_objects: The registered objects; None to load them with `load_custom_state`.
+        process: This process; by default the current one.
+        verify: Whether to check the digests of the files.
+        strict: True for an error on any difference, False to restore what fits and tell the rest. By default
+            strict for folders with a manifest; for others, which another implementation wrote, what is
+            missing for models, optimizers and schedulers alone is an error.
+        **load_model_func_kwargs: Options of the models' `load_state_dict`.
+
+    Returns:
+        {"step": micro-batches in the open accumulation window}, if the folder says, and under "window" what
+        else this process knew of it, on as many processes as saved it.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        CorruptCheckpointError: If files are missing or changed.
+        CheckpointError: If the folder and the objects differ, or another process has failed.
+    """
+    process = current_process() if process is None else process
+    thread.wait()
+    reading = open_checkpoint(Path(input_dir), process, map_location, dict(load_kwargs or {}), verify)
+    objects = Objects(models, optimizers, schedulers, dataloaders, scaler, custom_objects or ())
+    hooked = {"custom"} if custom_objects is None else set()
+    return restore(
+        reading, objects, process_index, process, hooked=hooked, strict=strict, **load_model_func_kwargs
+    )
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What a checkpoint is loaded into; see `load_accelerator_state`."""
+
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any]
+    loaders: Sequence[Any]
+    scaler: torch.amp.GradScaler | None = None
+    custom: Sequence[Any] = ()
+    parts: Parts | None = None  # further models and optimizers
+    sharded: bool = False  # whether processes have parts of the models, however these are loaded
+
+    def expected(self, hooked: Collection[str]) -> Expected:
+        """Tell what files they need."""
+        off = self.scaler is not None and not self.scaler.is_enabled()
+        return Expected(
+            models=len(self.models),
+            optimizers=len(self.optimizers),
+            schedulers=len(self.schedulers),
+            loaders=[_loader_files(loader, index) for index, loader in enumerate(self.loaders)],
+            scaler=self.scaler is not None and not off,
+            custom=len(self.custom),
+            folders=[
+                *([] if self.parts is None else [name for _, name in self.parts.folders()]),
+                *(file_names.custom_folder(index) for index in range(len(self.custom))),
+            ],
+            hooked={*hooked, *(["scaler"] if off else [])},
+        )
+
+    def stateful(self) -> list[tuple[Any, str]]:
+        """Return what has a load_state_dict and one file, with the file's name."""
+        named: list[tuple[Any, str]] = [
+            *((item, file_names.optimizer_file(index)) for index, item in enumerate(self.optimizers)),
+            *((item, file_names.scheduler_file(index)) for index, item in enumerate(self.schedulers)),
+            *((item, file_names.custom_file(index)) for index, item in enumerate(self.custom)),
+        ]
+        return [
+            *named,
+            *([(self.scaler, file_names.SCALER)] if self.scaler and self.scaler.is_enabled() else []),
+        ]
+
+
+def restore(
+    reading: Reading,
+    objects: Objects,
+    process_index: int,
+    process: Process,
+    *,
+    hooked: Collection[str] = (),
+    strict: bool | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Load an opened checkpoint. Every process must call it.
+
+    Args:
+        reading: What `open_checkpoint` returned.
+        objects: What to load it into.
+        process_index: Rank of this process.
+        process: This process.
+        hooked: Names of files, and roles of files, that the caller reads by itself.
+        strict: As for `load_accelerator_state`.
+        **load_model_func_kwargs: As there.
+
+    Returns:
+        As there.
+
+    Raises:
+        CheckpointError: As there.
+    """
+    different: list[str] = []
+    states: dict[str, Any] = {}  # of the optimizers that fit, by file
+    left: list[Any] = []  # optimizers that do not
+    if objects.parts is not None:
+        from accel_ckpt.sharded.save_load import compare_parts, load_parts  # takes most of a second to import
+
+        different = compare_parts(reading.folder, reading.names, objects.parts, process)
+
+    def check() -> Findings:
+        findings = audit(
+            reading.names,
+            reading.strangers,
+            reading.facts,
+            objects.expected(hooked),
+            process_index,
+            process.world_size,
+            reading.listed,
+        )
+        findings.core += different
+        findings.core += _compare_models(reading, objects.models)
+        for index, optimizer in enumerate(objects.optimizers):
+            name = file_names.optimizer_file(index)
+            if name in reading.names:
+                state, lines = match_groups(name, index, reading.load(name), optimizer, objects.models)
+                findings.core += lines
+                if lines:
+                    left.append(optimizer)
+                else:
+                    states[name] = state
+            elif not {name, file_names.role_of(name)} & {*hooked}:
+                left.append(optimizer)
+        scaler = objects.scaler
+        if scaler is not None and not scaler.is_enabled() and reading.load(file_names.SCALER):
+            findings.others.append(f"{file_names.SCALER} is not loaded: the loss scaler here is off")
+        _refuse(reading, findings, strict)
+        return findings
+
+    def load() -> dict[str, Any]:
+        options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
+        for index, model in enumerate(objects.models):
+            state = reading.load(*file_names.model_files(index))
+            if state is not None:
+                # Options may say that the model's tensors are replaced.
+                filled = {} if load_model_func_kwargs else reading.fill(model, file_names.model_file(index))
+                _load_model(model, {**state, **filled}, options)
+            del state  # what it holds of the file, before the next is opened
+        states.update(registered)
+        idle = _schedules_left(reading, objects.schedulers, left, findings)
+        for item, name in objects.stateful():
+            if name in states:
+                item.load_state_dict(states.pop(name))
+            elif name in reading.names - idle and file_names.role_of(name) != "optimizer":
+                item.load_state_dict(reading.load(name))
+        for index, loader in enumerate(objects.loaders):
+            _load_loader(reading, loader, index)
+        result = _set_random(reading, generators, process, findings)
+        if not _load_gradients(reading, objects.models, process_index, process):
+            result = {"step": 0}
+        _tell(reading, findings, process)
+        return result
+
+    findings = together(check, process, "comparing the checkpoint with the objects given")
+    generators = _random_states(reading, process_index, process)
+    if objects.parts is not None:
+        left += load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
+    registered = _load_registered(reading, objects, process)
+    return together(load, process, "loading the checkpoint")
+
+
+def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: bool = True) -> None:
+    """Load the state of a registered object.
+
+    Args:
+        obj: Anything with a `load_state_dict`.
+        path: The checkpoint folder.
+        index: Its number.
+        weights_only: Whether to refuse all but tensors, arrays and plain containers. False runs code that the
+            file contains.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file holds other objects.
+    """
+    file = plain_file(recovery.find(Path(path)), file_names.custom_file(index))
+    obj.load_state_dict(tensors.load(file, map_location="cpu", weights_only=weights_only))
+
+
+def _load_registered(reading: Reading, objects: Objects, process: Process) -> dict[str, Any]:
+    """The states of registered objects, which may have parts, by file. Every process must call it."""
+    found: dict[str, Any] = {}
+    if not objects.sharded and not any(file_names.role_of(name) == "registered" for name in reading.names):
+        return found
+    from accel_ckpt.run.registered import load_registered_parts  # takes most of a second to import
+
+    for index, item in enumerate(objects.custom):
+        name = file_names.custom_file(index)
+        if name in reading.names:
+            saved = together(partial(reading.load, name), process, f"reading {name}")
+            place = reading.folder, reading.names
+            found[name] = load_registered_parts(item, index, saved, *place, objects.sharded, process)
+    return found
+
+
+def _schedules_left(
+    reading: Reading, schedulers: Sequence[Any], left: Sequence[Any], findings: Findings
+) -> set[str]:
+    """Note the files of schedulers whose optimizers are left: other groups have rates of their own."""
+    names = {file_names.scheduler_file(index) for index in schedules_of(schedulers, left)} & reading.names
+    findings.core += [
+        f"{name} is not loaded: it sets the rates of an optimizer that is not" for name in sorted(names)
+    ]
+    return names
+
+
+def _loader_files(loader: Any, index: int) -> list[str]:
+    sampler = getattr(loader, "sampler", None)
+    files = []
+    if hasattr(loader, "load_state_dict"):
+        files.append(file_names.loader_file(index))
+    if sampler is not None and hasattr(sampler, "load_state_dict"):
+        files.append(file_names.sampler_file(index))
+    return files
+
+
+def _load_loader(reading: Reading, loader: Any, index: int) -> None:
+    for name in _loader_files(loader, index):
+        if name in reading.names:
+            target = loader if name == file_names.loader_file(index) else loader.sampler
+            target.load_state_dict(reading.load(name))
+            return
+
+
+def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The inner model, and the state under its names."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    expected = inner.state_dict()
+    state = without_wrapper_names(state, expected)
+    for names in tensors.tied_groups(expected):
+        kept = next((name for name in names if name in state), None)
+        for name in names:
+            if kept is not None and name not in state:
+                state[name] = state[kept]
+    return inner, state
+
+
+def _compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
+    lines = []
+    for index, model in enumerate(models):
+        state = reading.load(*file_names.model_files(index))
+        if state is not None:
+            lines += _compare_weights(index, model, state)
+    return lines
+
+
+def _compare_weights(index: int, model: torch.nn.Module, state: dict[str, Any]) -> list[str]:
+    """Tell the weights that the file and the model do not share."""
+    inner, state = _fitting(model, state)
+    expected = inner.state_dict()
+    found = [f"the file has no {name} for model {index}" for name in expected.keys() - state.keys()]
+    found += [f"model {index} has no {name}" for name in state.keys() - expected.keys()]
+    for name in expected.keys() & state.keys():
+        shapes = [tuple(getattr(value, "shape", ())) for value in (state[name], expected[name])]
+        if shapes[0] != shapes[1]:
+            found.append(
+                f"{name} has the shape {[*shapes[0]]} in the file and {[*shapes[1]]} in model {index}"
+            )
+    return sorted(found)
+
+
+def _load_model(model: torch.nn.Module, state: dict[str, Any], options: dict[str, Any]) -> None:
+    inner, state = _fitting(model, state)
+    if options.get("strict") is False:
+        expected = inner.state_dict()
+        state = {
+            name: value
+            for name, value in state.items()
+            if name in expected and getattr(value, "shape", None) == getattr(expected[name], "shape", None)
+        }
+    inner.load_state_dict(state, **options)
+
+
+def _load_gradients(
+    reading: Reading, models: Sequence[torch.nn.Module], process_index: int, process: Process
+) -> bool:
+    """Restore the open accumulation window; return False if there is one that cannot be."""
+    name = file_names.gradients_file(process_index)
+    if not models or not reading.facts.get("open_window"):
+        return True
+    if name not in reading.names or reading.facts.get("world_size") != process.world_size:
+        return False
+    set_gradients(models, reading.load(name))
+    return True
+
+
+def _random_states(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:
+    """Read the generators of this process, or derive them. Every process calls it, and opens one file."""
+    saved = reading.facts.get("world_size", process.world_size)
+    name = file_names.random_states_file(process_index % saved)
+
+    def read() -> dict[str, Any]:
+        return reading.load(name) or {}
+
+    states: dict[str, Any] = together(read, process, "reading the random generators")
+    if process.world_size > saved:
+        known = collect(fingerprints(states), process)[:saved]
+        if all(known):
+            return random_states_for(process_index, states, known, process)
+    return states if process_index < saved else {}
+
+
+def _set_random(
+    reading: Reading, states: dict[str, Any], process: Process, findings: Findings
+) -> dict[str, Any]:
+    if states and (missing := set_rng_state(states, process)):
+        findings.notes.append(f"the random generators saved do not include {', '.join(missing)}")
+    step = reading.facts.get("step", states.get("step"))
+    result = {} if step is None else {"step": step}
+    if "window" in states and reading.facts.get("world_size", process.world_size) == process.world_size:
+        result["window"] = states["window"]
+    return result
+
+
+def _refuse(reading: Reading, findings: Findings, strict: bool | None) -> None:
+    demanding = reading.has_manifest if strict is None else strict
+    fatal = [] if strict is False else findings.core
+    fatal = fatal + (findings.others if demanding else [])
+    if fatal:
+        raise CheckpointError(
+            f"{reading.folder} and what it is loaded into differ: {'; '.join(fatal)}. Load into the objects "
+            "that were saved, in the same order; or restore what fits, and be told the rest, with "
+            "strict=False."
+        )
+
+
+def _tell(reading: Reading, findings: Findings, process: Process) -> None:
+    """Warn of all differences on the main process; on others, of what is their own."""
+    lines = [*findings.core, *findings.others, *findings.notes]
+    if not process.is_main:
+        lines = [line for line in lines if file_names.random_states_file(process.rank) in line]
+    if lines:
+        warn(
+            f"Checkpoint {reading.folder}: {'; '.join(lines)}.", about="run" if process.is_main else "process"
+        )

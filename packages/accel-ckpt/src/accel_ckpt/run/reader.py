@@ -1,0 +1,176 @@
+"""A checkpoint folder that is being read: found, checked, and asked for its files."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt import file_names
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import digests, tensors
+from accel_ckpt.files.progress import Progress
+from accel_ckpt.folder import manifest, recovery
+from accel_ckpt.folder.agree import from_main, together
+from accel_ckpt.weights.files import find_weight_files
+from accel_ckpt.weights.fill import fill
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.logging.warning import warn
+from accel_state.process.state import Process
+
+__all__ = ["Reading", "open_checkpoint"]
+
+
+@dataclass
+class Reading:
+    """What a checkpoint folder has.
+
+    Args:
+        folder: The folder.
+        names: Its files.
+        strangers: Files that are not in its manifest.
+        facts: What its manifest says about the run.
+        has_manifest: Whether it has one; otherwise another implementation wrote the folder.
+        device: Where files are read to.
+        options: Options of `tensors.load`.
+    """
+
+    folder: Path
+    names: frozenset[str]
+    strangers: frozenset[str]
+    facts: dict[str, Any]
+    has_manifest: bool
+    device: torch.device
+    options: dict[str, Any]
+
+    def load(self, *alternatives: str) -> Any:
+        """Load the first of these files that is there; None if there is none."""
+        name = next((name for name in alternatives if name in self.names), None)
+        if name is None:
+            return None
+        return self._open(name)
+
+    def fill(self, model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
+        """Read weights straight into a model, those for which that is possible.
+
+        Args:
+            model: The model, prepared or not.
+            name: The name of its safetensors file; nothing is read if there is none.
+
+        Returns:
+            The model's tensors that were read, by name; see `filling.fill`.
+
+        Raises:
+            CheckpointError: As there.
+        """
+        if self.device.type != "cpu" or name not in self.names:
+            return {}
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        return fill(inner, digests.plain_file(self.folder, name))
+
+    def listed(self, index: str) -> list[str]:
+        """Return the names of the files that an index of weights names.
+
+        Raises:
+            CorruptCheckpointError: If it is damaged, or names what is not a plain file in this folder.
+            FileNotFoundError: If one of them is not there.
+        """
+        return [path.name for path in find_weight_files(digests.plain_file(self.folder, index))]
+
+    def _open(self, name: str) -> Any:
+        if file_names.is_index(name):
+            parts = [self._open(part) for part in self.listed(name)]
+            return {key: value for part in parts for key, value in part.items()}
+        options = {"mmap": True, **self.options} if self._maps(name) else self.options
+        return tensors.load(self.folder / name, map_location=self.device, **options)
+
+    def _maps(self, name: str) -> bool:
+        """Whether a file is mapped: what is large, so that it is not in memory twice."""
+        large = file_names.role_of(name) in ("model", "optimizer") and name.endswith(".bin")
+        # Windows deletes no file that is mapped.
+        return large and os.name == "posix" and tensors.is_zip(digests.plain_file(self.folder, name))
+
+
+def open_checkpoint(
+    input_dir: Path, process: Process, map_location: Any, options: dict[str, Any], verify: bool
+) -> Reading:
+    """Find a checkpoint and check its files. Every process must call it.
+
+    Args:
+        input_dir: The checkpoint folder.
+        process: This process.
+        map_location: "cpu", "on_device" or a device; None for "cpu".
+        options: Options of `tensors.load`.
+        verify: Whether to check the digests; the processes of a machine share the files. Without, sizes are
+            checked, and that all are plain files.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        CorruptCheckpointError: If files are missing or changed.
+        ValueError: If `map_location` is none of these.
+    """
+    device = _device(map_location, process)
+    # One process per machine may have to finish an interrupted commit, before the others look.
+    together(
+        lambda: recovery.find(input_dir) if process.is_local_main else None, process, "opening the checkpoint"
+    )
+
+    def check() -> Reading:
+        folder = recovery.find(input_dir)
+        described = manifest.read(folder)
+        if described is None:
+            names = frozenset(manifest.files_in(folder))
+            _tell_foreign(folder, names)
+            return Reading(folder, names, frozenset(), {}, False, device, options)
+        facts = dict(described.facts)
+        reading = Reading(folder, described.paths(), frozenset(), facts, True, device, options)
+        share = described.files[process.local_rank :: process.local_world_size]
+        total = sum(entry.size for entry in share)
+        with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
+            digests.verify(folder, share, described.chunk_bytes, verify, progress, described.algorithm)
+        beside = [] if facts.get("in_place") else manifest.files_in(folder)
+        strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
+        return replace(reading, strangers=strangers)
+
+    reading = together(check, process, "checking the checkpoint")
+    saved = from_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")
+    together(lambda: _check_same(reading, saved), process, "checking the checkpoint")
+    return reading
+
+
+def _check_same(reading: Reading, saved: str | None) -> None:
+    # Machines with disks of their own may have been interrupted between their commits.
+    if reading.facts.get("save") != saved:
+        raise CheckpointError(
+            f"{reading.folder} is not from the same save here ({reading.facts.get('save')}) as on the main "
+            f"process ({saved}). Load an older checkpoint, or copy the folder from the main machine."
+        )
+
+
+def _tell_foreign(folder: Path, names: frozenset[str]) -> None:
+    if all(file_names.role_of(name) == "other" for name in names):
+        raise FileNotFoundError(
+            f"{folder} is no checkpoint: it has neither {file_names.MANIFEST} nor any file of one. Name the "
+            "folder that save_state returned."
+        )
+    warn(
+        f"{folder} has no {file_names.MANIFEST}: another implementation wrote it, and its files cannot be "
+        "checked."
+    )
+
+
+def _device(map_location: Any, process: Process) -> torch.device:
+    if map_location is None:
+        return torch.device("cpu")
+    if map_location == "on_device":
+        return process.device
+    try:
+        return torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"map_location must be 'cpu', 'on_device' or a device, not {map_location!r}."
+        ) from error

@@ -1,0 +1,143 @@
+"""Saving the state of a training run: what goes into which file of a checkpoint folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt import file_names
+from accel_ckpt.files import tensors
+from accel_ckpt.folder.staging import opened_at, staged
+from accel_ckpt.run.rng import get_rng_state
+from accel_state.process.state import Process, current_process
+
+__all__ = ["save_accelerator_state", "save_custom_state"]
+
+Folder = str | os.PathLike[str]
+
+
+def save_accelerator_state(
+    output_dir: Folder,
+    model_states: Sequence[dict[str, Any]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: torch.amp.GradScaler | None = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+    *,
+    gradients: dict[str, torch.Tensor] | None = None,
+    window: dict[str, Any] | None = None,
+    process: Process | None = None,
+) -> str:
+    """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
+    must call it.
+
+    The main process writes what is the same everywhere; each process writes its random generators. Into a
+    folder that `staged` has opened, the files are written as they are; any other folder appears, or is
+    replaced, as a whole.
+
+    Args:
+        output_dir: The checkpoint folder.
+        model_states: State dict of each model, full; only read where shared files are written.
+        optimizers: The optimizers.
+        schedulers: The schedulers.
+        dataloaders: The loaders; what has a `state_dict` is saved, the loader itself or its sampler.
+        process_index: Rank of this process, for the name of its random generators.
+        step: Micro-batches in the open accumulation window.
+        scaler: The loss scaler of fp16 training.
+        save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
+        safe_serialization: Whether weights are safetensors, or torch files.
+        gradients: What `get_gradients` returned here, in the middle of an accumulation window.
+        window: What else this process knows of the accumulation window; plain values.
+        process: This process; by default the current one.
+
+    Returns:
+        The checkpoint folder.
+
+    Raises:
+        ValueError: If safetensors cannot hold a weight.
+        Exception: What else went wrong here; a CheckpointError on the other processes. The folder is as it
+            was before.
+    """
+    process = current_process() if process is None else process
+    with staged(output_dir, save_on_each_node=save_on_each_node, process=process) as staging:
+        staging.facts["step"] = step
+        parts: dict[str, Any] = {}
+        if staging.writes_shared:
+            names = [file_names.model_file(index, safe_serialization) for index in range(len(model_states))]
+            parts |= zip(names, model_states, strict=True)
+            parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
+            staging.facts["loaders"] = [_order(part) for name, part in parts.items() if _is_loader(name)]
+        own = {"step": step} if window is None else {"step": step, "window": window}
+        parts[file_names.random_states_file(process_index)] = {**own, **get_rng_state(process)}
+        if gradients is not None:
+            staging.facts["open_window"] = True
+            parts[file_names.gradients_file(process_index)] = gradients
+        staging.progress.total = sum(map(_tensor_bytes, parts.values()))
+        for name, part in parts.items():
+            role = file_names.role_of(name)
+            staging.write(part, name, role == "gradients" or (role == "model" and safe_serialization))
+        return str(staging.target)
+
+
+def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Save the state of a registered object.
+
+    Args:
+        obj: Anything with a `state_dict`.
+        path: The checkpoint folder; one that `staged` has opened, or any other.
+        index: Its number, for the name of the file.
+        save_on_each_node: Whether one process per machine saves, instead of one of all.
+    """
+    file = Path(path) / file_names.custom_file(index)
+    staging = opened_at(path)
+    if staging is None:
+        tensors.save(obj.state_dict(), file, save_on_each_node=save_on_each_node)
+    elif staging.writes_shared:
+        staging.write(obj.state_dict(), file_names.custom_file(index))
+
+
+def _shared_parts(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    scaler: torch.amp.GradScaler | None,
+) -> dict[str, Any]:
+    """The states that are the same on all processes, apart from weights, by the name of their file."""
+    parts: dict[str, Any] = {
+        file_names.optimizer_file(i): item.state_dict() for i, item in enumerate(optimizers)
+    }
+    parts |= {file_names.scheduler_file(i): item.state_dict() for i, item in enumerate(schedulers)}
+    for index, loader in enumerate(dataloaders):
+        sampler = getattr(loader, "sampler", None)
+        if hasattr(loader, "state_dict"):
+            parts[file_names.loader_file(index)] = loader.state_dict()
+        elif sampler is not None and hasattr(sampler, "state_dict"):
+            parts[file_names.sampler_file(index)] = sampler.state_dict()
+    if scaler is not None:
+        parts[file_names.SCALER] = scaler.state_dict()
+    return parts
+
+
+def _is_loader(name: str) -> bool:
+    return file_names.role_of(name) in ("loader", "sampler")
+
+
+def _order(state: Any) -> dict[str, int]:
+    """What fixes the order of a loader, for those who read the manifest."""
+    known = state if isinstance(state, dict) else {}
+    return {key: known[key] for key in ("seed", "epoch") if isinstance(known.get(key), int)}
+
+
+def _tensor_bytes(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_tensor_bytes, children))

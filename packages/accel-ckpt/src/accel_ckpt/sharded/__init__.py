@@ -1,0 +1,1 @@
+"""Models and optimizers in parts: folders of torch.distributed.checkpoint (DCP)."""

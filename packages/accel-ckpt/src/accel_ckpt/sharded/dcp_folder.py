@@ -1,0 +1,97 @@
+"""Folders of torch.distributed.checkpoint (DCP), written and read by all processes together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.folder.agree import together
+from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
+from accel_state.process.state import Process
+
+__all__ = ["read_folder", "read_index", "write_folder"]
+
+
+def write_folder(
+    state: dict[str, Any], folder: Path, process: Process, group: Any = None, *, flush: bool = True
+) -> None:
+    """Write a state dict into a folder of DCP, each process its part. Every process must call it.
+
+    Args:
+        state: The state dict.
+        folder: The folder.
+        process: This process.
+        group: The process group to speak in; None for that of the run.
+        flush: Whether each file is flushed to the disk.
+
+    Raises:
+        Exception: What went wrong here; a CheckpointError on the other processes.
+    """
+    writer = FileSystemWriter(folder, sync_files=flush)
+    alone = process.world_size == 1
+    _collective(
+        lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
+        process,
+        f"writing {folder.name}",
+        group,
+    )
+
+
+def read_folder(state: dict[str, Any], folder: Path, process: Process) -> None:
+    """Read a folder of DCP into the tensors of a state dict. Every process must call it.
+
+    Args:
+        state: The state dict, with the parts that this process needs.
+        folder: The folder.
+        process: This process.
+
+    Raises:
+        CheckpointError: If the folder does not have what the state dict needs.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+
+    def read() -> None:
+        alone = process.world_size == 1
+        load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
+
+    _collective(read, process, f"reading {folder.name}")
+
+
+def read_index(folder: Path, process: Process) -> Mapping[str, Any]:
+    """Read what a folder of DCP has, by name. Every process must call it.
+
+    Args:
+        folder: The folder.
+        process: This process.
+
+    Raises:
+        Exception: What went wrong here; a CheckpointError on the other processes.
+    """
+    return together(lambda: read_metadata(folder).state_dict_metadata, process, f"reading {folder.name}")
+
+
+def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:
+    """Call a function of DCP, which speaks with the other processes, and unwrap its errors."""
+
+    def call() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", message="torch.distributed is disabled", category=UserWarning
+                )
+                function()
+        except CheckpointException as error:  # what went wrong on some processes, raised on all
+            rank, (cause, _) = sorted(error.failures.items())[0]
+            if isinstance(cause, CheckpointError):
+                raise type(cause)(str(cause)) from error
+            raise CheckpointError(f"process {rank}: {type(cause).__name__}: {cause}") from error
+
+    together(call, process, task, group)

@@ -1,0 +1,242 @@
+"""Folders of torch.distributed.checkpoint (DCP), read without running code.
+
+DCP keeps its index in `.metadata`, a pickle, and tensors in `.distcp` files, at places that the index names.
+Here the pickle may name only the types that such an index is made of, its places stay inside the folder, and
+what is no tensor is read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.files import tensors
+from accel_ckpt.files.paths import listed_file
+
+__all__ = ["METADATA", "Piece", "SafePlanner", "SafeReader", "pieces_of", "read_metadata", "read_piece"]
+
+METADATA = ".metadata"
+
+_INDEX_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _INDEX_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "PurePosixPath"):
+            return PurePosixPath  # where the folder was when it was written; nothing is read there
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that one process has written.
+
+    Args:
+        file: The file that it is in.
+        offset: Where its bytes begin.
+        length: How many they are.
+        begin: Where it begins in the tensor, in each dimension.
+        shape: Its shape.
+    """
+
+    file: Path
+    offset: int
+    length: int
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read the index of a folder, and check the places that it names.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The index.
+
+    Raises:
+        FileNotFoundError: If there is none, or a file that it names is missing.
+        CorruptCheckpointError: If it is damaged, names other types than an index is made of, or a place that
+            is not in a plain file in the folder, or behind its end.
+    """
+    path = folder / METADATA
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} has no {METADATA}, and so is no folder of sharded weights.")
+    raw = listed_file(folder, METADATA, path).read_bytes()
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(raw)).load()
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            place = str(info.relative_path)
+            ends[place] = max(ends.get(place, 0), info.offset + info.length)
+        if not isinstance(metadata, Metadata):
+            raise TypeError(type(metadata).__name__)
+    except Exception as error:  # a damaged pickle raises anything
+        raise CorruptCheckpointError(
+            f"{path} is not the index of sharded weights: {error}. Do not use it."
+        ) from error
+    for place, end in sorted(ends.items()):
+        file = listed_file(folder, place, path)
+        size = file.stat().st_size
+        if size < end:
+            raise CorruptCheckpointError(
+                f"{file} is cut off: it has {size} bytes, and {path} says at least {end}. Copy it anew."
+            )
+    return metadata
+
+
+def pieces_of(folder: Path, metadata: Metadata) -> Iterator[tuple[str, TensorStorageMetadata, list[Piece]]]:
+    """Iterate over the tensors of a folder.
+
+    Args:
+        folder: The folder.
+        metadata: Its index.
+
+    Yields:
+        Each tensor's name, what it is, and its pieces.
+    """
+    stored: dict[tuple[str, tuple[int, ...]], Any] = {
+        (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
+    }
+    for name, kind in metadata.state_dict_metadata.items():
+        if isinstance(kind, TensorStorageMetadata):
+            pieces = []
+            for chunk in kind.chunks:
+                info = stored[name, tuple(chunk.offsets)]
+                place = folder / info.relative_path
+                pieces.append(
+                    Piece(place, info.offset, info.length, tuple(chunk.offsets), tuple(chunk.sizes))
+                )
+            yield name, kind, pieces
+
+
+def read_piece(piece: Piece) -> torch.Tensor:
+    """Read a piece of a tensor; nothing else of its file.
+
+    Args:
+        piece: The piece.
+
+    Raises:
+        CorruptCheckpointError: If it does not have the shape that the index says.
+    """
+    with open(piece.file, "rb", buffering=0) as file:
+        view = io.BufferedReader(_Slice(file, piece.offset, piece.length))
+        try:
+            tensor = tensors.load(view, map_location="cpu")
+        except (CheckpointError, RuntimeError, EOFError, OSError) as error:
+            raise CorruptCheckpointError(
+                f"{piece.file} is damaged at byte {piece.offset}: {error}"
+            ) from error
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.shape:
+        raise CorruptCheckpointError(
+            f"{piece.file} has no tensor of shape {piece.shape} at byte {piece.offset}."
+        )
+    return tensor
+
+
+class SafeReader(FileSystemReader):
+    """Reads a folder for `torch.distributed.checkpoint.load`, with the checks of `read_metadata`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index."""
+        return read_metadata(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, file by file, so that an error names the file."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            self._read_file(name, replace(plan, items=items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        try:
+            super().read_data(plan, planner).wait()
+        except (CheckpointError, torch.OutOfMemoryError, Warning):
+            raise
+        except Exception as error:  # a damaged file raises anything
+            raise CorruptCheckpointError(
+                f"{Path(self.path) / name} cannot be read ({type(error).__name__}: {error}). Unless that "
+                "names another cause, it is damaged: copy it anew."
+            ) from error
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads what is no tensor with `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value into the state dict that is loaded into."""
+        name = read_item.dest_index.fqn
+        loaded = tensors.load(value, map_location="cpu")
+        if not self.flatten_state_dict:
+            self.state_dict[name] = loaded
+            return
+        path = self.mappings[name]
+        target: Any = self.original_state_dict
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] = loaded
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count

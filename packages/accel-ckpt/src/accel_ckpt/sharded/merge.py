@@ -1,0 +1,165 @@
+"""Weights in one safetensors file, out of a folder that each process has written its part of.
+
+The tensors are written piece by piece to their places, so that no more than one piece is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.file_names import sharded_model_folder
+from accel_ckpt.files import digests, tensors
+from accel_ckpt.files.safetensors_writer import DTYPES, make_header
+from accel_ckpt.folder import manifest
+from accel_ckpt.folder.recovery import flush
+from accel_ckpt.sharded.dcp_reader import METADATA, Piece, pieces_of, read_metadata, read_piece
+from accel_ops.collectives.pack_parts import as_bytes
+from accel_state.logging.warning import warn
+
+__all__ = ["merge_fsdp_weights"]
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> Path:
+    """Write the weights of a sharded checkpoint into one file. One process does it, without a process group.
+
+    Where the folder is part of a checkpoint with a manifest, its files are checked against that first.
+
+    Args:
+        checkpoint_dir: The folder of the sharded weights (`pytorch_model_fsdp_0`), or the checkpoint that it
+            is in.
+        output_path: The folder to write `model.safetensors` into (`pytorch_model.bin` without safetensors);
+            made if it is not there.
+        safe_serialization: Whether to write safetensors. Other files are written from a merged one, and need
+            the disk for both.
+        remove_checkpoint_dir: Whether to delete the sharded weights once the file is on the disk.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: If there are no sharded weights.
+        CorruptCheckpointError: If they are damaged, or lead out of their folder.
+        CheckpointError: If they hold what safetensors cannot.
+    """
+    folder = _find(Path(checkpoint_dir))
+    _verify(folder)
+    target = Path(output_path)
+    target.mkdir(parents=True, exist_ok=True)
+    final = target / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    draft = target / f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    merged = draft if safe_serialization else draft.with_suffix(".safetensors")
+    try:
+        _merge(folder, merged)
+        if not safe_serialization:
+            tensors.write(tensors.load(merged), draft)
+        flush(draft)
+        os.replace(draft, final)
+        flush(target)
+    finally:
+        draft.unlink(missing_ok=True)
+        merged.unlink(missing_ok=True)
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+    return final
+
+
+def _find(given: Path) -> Path:
+    for folder in (given, given / sharded_model_folder()):
+        if (folder / METADATA).exists():
+            return folder
+    if not given.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {given}. Name {sharded_model_folder()}, or the checkpoint that it is in."
+        )
+    there = ", ".join(sorted(path.name for path in given.iterdir())) or "nothing"
+    raise FileNotFoundError(
+        f"{given} has no sharded weights ({METADATA}), and no {sharded_model_folder()} with some. "
+        f"There is: {there}."
+    )
+
+
+def _verify(folder: Path) -> None:
+    whole = folder.resolve().parent
+    described = manifest.read(whole)
+    if described is not None:
+        ours = [entry for entry in described.files if entry.path.startswith(f"{folder.resolve().name}/")]
+        digests.verify(whole, ours, described.chunk_bytes, algorithm=described.algorithm)
+
+
+def _merge(folder: Path, merged: Path) -> None:
+    metadata = read_metadata(folder)
+    parts = {name: (kind, pieces) for name, kind, pieces in pieces_of(folder, metadata)}
+    if not parts:
+        raise CheckpointError(f"{folder} holds no tensors.")
+    others = sorted(metadata.state_dict_metadata.keys() - parts.keys())
+    if others:
+        warn(f"{folder} holds more than tensors; left out: {', '.join(others)}.")
+    prefix = "model." if all(name.startswith("model.") for name in parts) else ""
+    described = {}
+    for name, (kind, _) in parts.items():
+        dtype = kind.properties.dtype
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} in {folder} is {dtype}, which safetensors cannot hold.")
+        described[name.removeprefix(prefix)] = dtype, kind.size
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in described.values())
+    header, begins = make_header(described, {"format": "pt"})
+    with open(merged, "wb", buffering=0) as file:
+        file.write(header)
+        file.truncate(len(header) + size)
+        for name, (kind, pieces) in parts.items():
+            _check_whole(name, tuple(kind.size), pieces)
+            for piece in pieces:
+                value = read_piece(piece)
+                if value.dtype != kind.properties.dtype:
+                    raise CorruptCheckpointError(f"{piece.file} has {value.dtype} for {name}.")
+                begin = begins[name.removeprefix(prefix)]
+                _put(file.fileno(), begin, value, piece.begin, tuple(kind.size))
+
+
+def _check_whole(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
+    inside = all(
+        start >= 0 and start + length <= size
+        for piece in pieces
+        for start, length, size in zip(piece.begin, piece.shape, shape, strict=True)
+    )
+    if not inside or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        raise CorruptCheckpointError(f"the pieces of {name} do not make up its shape {[*shape]}.")
+
+
+def _put(handle: int, base: int, value: torch.Tensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Write a piece to its place in a tensor that lies in a file row by row."""
+    if not value.numel():
+        return
+    item = value.element_size()
+    content: Any = as_bytes(value).numpy()
+    raw = memoryview(content)
+    whole = len(shape)  # from here on, the piece has the whole dimensions
+    while whole and value.shape[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    outer = max(whole - 1, 0)
+    run = math.prod(value.shape[outer:]) * item
+    strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+    first = base + sum(start * stride for start, stride in zip(begin, strides, strict=True))
+    for number, place in enumerate(product(*(range(length) for length in value.shape[:outer]))):
+        at = first + sum(index * stride for index, stride in zip(place, strides, strict=False))
+        _write_all(handle, raw[number * run : (number + 1) * run], at)
+
+
+def _write_all(handle: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(handle, data, at)
+        data, at = data[count:], at + count

@@ -1,0 +1,69 @@
+"""`accel merge-weights`: one file of weights out of a sharded checkpoint. torch is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+__all__ = ["main", "register"]
+
+
+def register(subparsers: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        subparsers: What `argparse.ArgumentParser.add_subparsers` returned.
+    """
+    _fill(subparsers.add_parser("merge-weights", help=_HELP, description=_HELP))
+
+
+def main() -> int:
+    """Run `accel-merge-weights`; return its exit code."""
+    parser = argparse.ArgumentParser(_PROG, description=_HELP)
+    _fill(parser)
+    args = parser.parse_args()
+    code: int = args.func(args)
+    return code
+
+
+_PROG = "accel merge-weights"  # also when it was called as accel-merge-weights
+_HELP = "Write the weights that each process has saved its part of into one file."
+
+
+def _fill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint_directory", help="folder of the parts (pytorch_model_fsdp_0), or the checkpoint it is in"
+    )
+    parser.add_argument("output_path", help="folder to write model.safetensors into")
+    parser.add_argument(
+        "--unsafe_serialization",
+        "--unsafe-serialization",
+        action="store_true",
+        help="write pytorch_model.bin instead",
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir",
+        "--remove-checkpoint-dir",
+        action="store_true",
+        help="delete the parts afterwards",
+    )
+    parser.set_defaults(func=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from accel_ckpt.errors import CheckpointError
+    from accel_ckpt.sharded.merge import merge_fsdp_weights
+
+    try:
+        written = merge_fsdp_weights(
+            args.checkpoint_directory,
+            args.output_path,
+            not args.unsafe_serialization,
+            args.remove_checkpoint_dir,
+        )
+    except (CheckpointError, OSError) as error:
+        print(f"{_PROG}: error: {error}", file=sys.stderr)
+        return 2
+    print(f"Wrote {written} ({written.stat().st_size:,} bytes).")
+    return 0

@@ -1,0 +1,334 @@
+"""An optimizer's state by the names of parameters, where some of them have none.
+
+A parameter has state from the first step with a gradient on. torch's functions make such a step to give state
+to an optimizer that has none, which changes what is trained. Here nothing does but what is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from accel_ckpt.folder.agree import together
+from accel_ckpt.sharded.dcp_folder import read_folder, read_index
+from accel_state.process.state import Process
+
+__all__ = [
+    "different_state",
+    "load_state_in_parts",
+    "parts_to_save",
+    "quiet",
+    "set_state",
+    "state_to_save",
+    "unchanged_by_failure",
+]
+
+_SHARES = 16
+
+_FLAT = (
+    "fsdp_version=1 lays parameters into one vector, of which all or none have state: set "
+    "use_orig_params=True, or fsdp_version=2."
+)
+
+
+def state_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state by names, in parts. Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer, which is left as it is.
+    """
+    _reshard(model)
+    with quiet(), _without_a_step(optimizer):
+        return get_optimizer_state_dict(model, [optimizer])  # a list: it may be no class of torch's
+
+
+def parts_to_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As `state_to_save`, of an optimizer whose state can be read in parts again.
+
+    Raises:
+        ValueError: If it has state that is of no parameter, which torch would pass over.
+    """
+    others = sorted(str(key) for key in optimizer.state if not isinstance(key, torch.Tensor))
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__}.state has {others}, which are of no parameter: state in parts is "
+            "kept by the names of parameters. Keep it in the parameters' state or in param_groups."
+        )
+    return state_to_save(model, optimizer)
+
+
+def set_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, whole: bool = False
+) -> None:
+    """Give an optimizer a state by names; parameters that have none there have none afterwards.
+
+    Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer; if this fails, it is as it was.
+        state: The state.
+        whole: Whether its tensors are whole, and not in parts.
+
+    Raises:
+        ValueError: If some of the parameters in a flat parameter have state, and others have none.
+    """
+    # Not strict, for torch: a parameter may have no state.
+    options = StateDictOptions(full_state_dict=whole, strict=False)
+    _reshard(model)
+    with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
+        try:
+            set_optimizer_state_dict(model, [optimizer], state, options=options)
+        except ValueError as error:
+            if "single flat parameter" not in str(error):
+                raise
+            raise ValueError(f"{error}. {_FLAT}") from error
+        left = sorted(key for key in optimizer.state if isinstance(key, str))
+        if left:  # torch takes them for other state than of parameters
+            raise ValueError(f"the checkpoint has state for {left}, and none for others. {_FLAT}")
+
+
+def different_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    saved: Collection[str],
+    process: Process,
+) -> tuple[list[str], list[str]]:
+    """Compare the state in a folder with what an optimizer needs. Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer, which is left as it is.
+        folder: The folder of DCP.
+        saved: What its index names.
+        process: This process.
+
+    Returns:
+        What the folder does not have, and what it has too much; sorted.
+    """
+    wanted = flatten_state_dict(_state_to_read(model, optimizer, folder, saved, process))[0].keys()
+    return sorted(wanted - set(saved)), sorted(set(saved) - wanted)
+
+
+def load_state_in_parts(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    process: Process,
+    strict: bool = True,
+) -> bool:
+    """Load an optimizer's state from a folder, on all processes or on none. Every process must call it.
+
+    Args:
+        model: The model that has its parameters.
+        optimizer: The optimizer; if this fails, it is as it was.
+        folder: The folder of DCP.
+        process: This process.
+        strict: False to leave the optimizer as it is if the folder lacks a part of what it needs.
+
+    Returns:
+        Whether it was loaded.
+
+    Raises:
+        CheckpointError: If the folder does not have what the optimizer needs.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    saved = read_index(folder, process)
+    state = _state_to_read(model, optimizer, folder, saved, process)
+    if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
+        return False
+    read_folder(state, folder, process)
+    with unchanged_by_failure(optimizer):
+        together(lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}")
+    return True
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A context that keeps back what torch tells itself, and that the state of one shard is whole."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
+        warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")
+        warnings.filterwarnings("ignore", ".*NO_SHARD.*full_state_dict will be returned")
+        yield
+
+
+@contextlib.contextmanager
+def unchanged_by_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context that puts an optimizer's state and groups back if it is left with an error.
+
+    Args:
+        optimizer: The optimizer itself, in no wrapper.
+    """
+    put_back = _remember(optimizer)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+
+
+def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what puts an optimizer's state and groups back, if the state's tensors are not written to."""
+    state, others = dict(optimizer.state), {**vars(optimizer)}
+    put_groups_back = _remember_groups(optimizer)
+
+    def put_back() -> None:
+        vars(optimizer).update(others)
+        # In place: what wraps another optimizer lets nobody set these two.
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        put_groups_back()
+
+    return put_back
+
+
+def _remember_groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what puts an optimizer's groups back; their tensors stay the same, with the values of now."""
+    groups = [
+        (group, dict(group), {key: value.clone() for key, value in group.items() if torch.is_tensor(value)})
+        for group in optimizer.param_groups
+    ]
+
+    def put_back() -> None:
+        for group, values, copies in groups:
+            group.clear()
+            group.update(values)
+            for key, copy in copies.items():
+                group[key].copy_(copy)
+        optimizer.param_groups[:] = [group for group, *_ in groups]
+
+    return put_back
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Put parameters in parts again where a forward pass alone has gathered them: torch reads by those."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def _without_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    # torch makes no step where there are gradients.
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    held = min(parameters, key=torch.Tensor.numel, default=None)
+    if held is None or any(item.grad is not None for item in parameters):
+        yield
+        return
+    held.grad = torch.zeros_like(held)
+    try:
+        yield
+    finally:
+        held.grad = None
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    # They belong to steps of training; torch has no other way to make one without.
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+    vars(optimizer).update((name, OrderedDict()) for name in kept)
+    try:
+        yield
+    finally:
+        vars(optimizer).update(kept)
+
+
+def _state_to_read(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    saved: Collection[str],
+    process: Process,
+) -> dict[str, Any]:
+    """Return what is to be read of a folder, in new tensors, without parameters that had no state."""
+    begin, end = "optimizer.param_groups.", ".params"
+    named = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
+    read_folder(named, folder, process)
+    known = {name for names in named.values() for name in names}
+    there = {key[:end] for key in saved for end, letter in enumerate(f"{key}.") if letter == "."}
+    state = _new_state(model, optimizer, process)
+    states = {
+        name: values
+        for name, values in state["state"].items()
+        if name not in known or f"optimizer.state.{name}" in there
+    }
+    # Steps and schedulers add to groups, which torch replaces. Copied, as tensors are the optimizer's own.
+    needed = {"params", *getattr(optimizer, "defaults", ())}
+    groups = [
+        {
+            key: deepcopy(value)
+            for key, value in group.items()
+            if key in needed or f"{begin}{i}.{key}" in there
+        }
+        for i, group in enumerate(state["param_groups"])
+    ]
+    return {"optimizer": {**state, "state": states, "param_groups": groups}}
+
+
+def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: Process) -> dict[str, Any]:
+    """Return the state by names that steps with all gradients give, and undo them.
+
+    A share of the parameters at a time, so that little memory is needed beside the state.
+    """
+    _reshard(model)
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    gradients = [item.grad for item in parameters]
+    trained = [item for item in parameters if item.requires_grad]
+    put_back = _remember(optimizer)
+    optimizer.state.clear()
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # of a schedule-free one, which makes steps in no other mode; without state nothing changes
+    put_groups_back = _remember_groups(optimizer)
+
+    def step() -> None:
+        for index in range(min(_SHARES, len(trained))):
+            put_groups_back()  # each is the first step: some optimizers make state in no other
+            _step_and_undo(optimizer, trained[index::_SHARES])
+
+    try:
+        for item in parameters:
+            item.grad = None
+        together(step, process, "making the state of an optimizer")
+        with quiet():
+            return get_optimizer_state_dict(model, [optimizer])
+    finally:
+        put_back()
+        for item, gradient in zip(parameters, gradients, strict=True):
+            item.grad = gradient
+
+
+def _step_and_undo(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Make a step of some parameters, as of an optimizer that has no others."""
+    meant, values = set(parameters), [item.detach().clone() for item in parameters]
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for item in parameters:
+            item.grad = torch.zeros_like(item)
+        for group, items in groups:
+            group["params"] = [item for item in items if item in meant]
+        with _without_hooks(optimizer):
+            type(optimizer).step(optimizer)  # a compiled one would be compiled again for each share
+    finally:
+        for group, items in groups:
+            group["params"] = items
+        for item, value in zip(parameters, values, strict=True):
+            item.grad = None
+            item.detach().copy_(value)

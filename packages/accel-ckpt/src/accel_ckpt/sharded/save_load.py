@@ -1,0 +1,304 @@
+"""Models and optimizers that are sharded over processes, saved and loaded without gathering them.
+
+    pytorch_model_fsdp_0/   weights of the first model, a folder of torch.distributed.checkpoint
+    optimizer_0/            state of the first optimizer
+
+Each process writes its own part. On another number of processes each reads the parts that it needs, whoever
+wrote them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from accel_ckpt import file_names
+from accel_ckpt.background.buffers import Memory
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.staging import Staging, staged
+from accel_ckpt.run.reader import open_checkpoint
+from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
+from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
+from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save
+from accel_ops.trees.walk import recursively_apply
+from accel_state.process.state import Process, current_process
+
+__all__ = [
+    "Parts",
+    "compare_parts",
+    "load_parts",
+    "load_sharded_state",
+    "save_sharded_state",
+    "write_parts",
+]
+
+Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Models and optimizers of which every process has its part.
+
+    Args:
+        models: The models.
+        optimizers: The optimizers.
+        owners: For each optimizer, which model has its parameters.
+    """
+
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    owners: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        owners: Sequence[int] | None = None,
+    ) -> Parts:
+        """Check which optimizer belongs to which model; by default the first to the first, and so on.
+
+        Raises:
+            ValueError: If one has no model.
+        """
+        found = range(len(optimizers)) if owners is None else owners
+        if len(found) != len(optimizers) or any(not 0 <= index < len(models) for index in found):
+            raise ValueError(
+                f"each optimizer needs its model, at the same place or named in owners: there are "
+                f"{len(optimizers)} optimizers for {len(models)} models, and owners={owners!r}."
+            )
+        return cls(models, optimizers, found)
+
+    def owner(self, index: int) -> torch.nn.Module:
+        """Return the model of an optimizer."""
+        return self.models[self.owners[index]]
+
+    def folders(self) -> list[tuple[str, str]]:
+        """Return what each folder is for, and the folder's name."""
+        return [
+            *((f"model {i}", file_names.sharded_model_folder(i)) for i in range(len(self.models))),
+            *(
+                (f"optimizer {i}", file_names.sharded_optimizer_folder(i))
+                for i in range(len(self.optimizers))
+            ),
+        ]
+
+
+def save_sharded_state(
+    output_dir: Folder,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    owners: Sequence[int] | None = None,
+    process: Process | None = None,
+) -> None:
+    """Save the weights and optimizer states of sharded models. Every process must call it.
+
+    Into a folder that `staged` has opened they are written beside what else a checkpoint has; any other
+    folder appears, or is replaced, as a whole. All processes must see the folder.
+
+    Args:
+        output_dir: The checkpoint folder.
+        models: The models, sharded with `fully_shard` or not.
+        optimizers: The optimizers; with no `owners`, one for each of the first models.
+        owners: For each optimizer, which model has its parameters.
+        process: This process; by default the current one.
+
+    Raises:
+        ValueError: If there are more optimizers than models.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    parts = Parts.of(models, optimizers, owners)
+    process = current_process() if process is None else process
+    with staged(output_dir, process=process) as staging:
+        for index, model in enumerate(parts.models):
+            weights = {"model": get_model_state_dict(model)}
+            write_parts(weights, file_names.sharded_model_folder(index), staging, process)
+        for index, optimizer in enumerate(parts.optimizers):
+            state = {"optimizer": parts_to_save(parts.owner(index), optimizer)}
+            write_parts(state, file_names.sharded_optimizer_folder(index), staging, process)
+
+
+def load_sharded_state(
+    input_dir: Folder,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    owners: Sequence[int] | None = None,
+    process: Process | None = None,
+    verify: bool = True,
+) -> None:
+    """Load what `save_sharded_state` has saved, on any number of processes. Every process must call it.
+
+    Args:
+        input_dir: The checkpoint folder.
+        models: The models, sharded like here and now.
+        optimizers: The optimizers; with no `owners`, one for each of the first models.
+        owners: For each optimizer, which model has its parameters.
+        process: This process; by default the current one.
+        verify: Whether to check the digests of the files.
+
+    Raises:
+        ValueError: If there are more optimizers than models.
+        FileNotFoundError: If there is no such checkpoint.
+        CorruptCheckpointError: If files are missing, changed, or lead out of the folder.
+        CheckpointError: If the folder has no state for one of the objects, or another one than they need.
+    """
+    parts = Parts.of(models, optimizers, owners)
+    process = current_process() if process is None else process
+    reading = open_checkpoint(Path(input_dir), process, None, {}, verify)
+    differences = compare_parts(reading.folder, reading.names, parts, process)
+    if differences:
+        raise CheckpointError(f"{reading.folder} is of other objects: {'; '.join(differences)}.")
+    load_parts(reading.folder, reading.names, parts, process)
+
+
+def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: Process) -> list[str]:
+    """Compare folders with the models and optimizers that they are for. Every process must call it.
+
+    Args:
+        folder: The checkpoint folder, checked.
+        names: Its files.
+        parts: What is to be loaded.
+        process: This process.
+
+    Returns:
+        One line for each folder that is missing, for each weight that differs or is on one side alone, and
+        for each part of an optimizer's state that is.
+    """
+    task = "comparing the checkpoint with the objects given"
+
+    def read() -> dict[str, Mapping[str, Any]]:
+        there = [name for _, name in parts.folders() if _has(names, name)]
+        return {name: read_metadata(folder / name).state_dict_metadata for name in there}
+
+    saved = together(read, process, task)
+    found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
+    for index, model in enumerate(parts.models):
+        name = file_names.sharded_model_folder(index)
+        if name in saved:
+            state = flatten_state_dict({"model": get_model_state_dict(model)})[0]
+            found += [f"{line} {index}" for line in _different_weights(name, saved[name], state)]
+    for index, optimizer in enumerate(parts.optimizers):
+        name = file_names.sharded_optimizer_folder(index)
+        if name in saved:
+            place = folder / name
+            missing, surplus = different_state(parts.owner(index), optimizer, place, saved[name], process)
+            found += [f"{name} has no {key} for optimizer {index}" for key in missing]
+            found += [f"{name} has {key}, which is not in optimizer {index}" for key in surplus]
+    return found
+
+
+def load_parts(
+    folder: Path, names: Collection[str], parts: Parts, process: Process, strict: bool = True
+) -> list[torch.optim.Optimizer]:
+    """Load models and optimizers from their folders. Every process must call it.
+
+    Args:
+        folder: The checkpoint folder, checked.
+        names: Its files.
+        parts: What to load into.
+        process: This process.
+        strict: False to leave weights as they are that the folder does not have in their shape, objects
+            that have no folder, and optimizers of whose state a part is missing.
+
+    Returns:
+        The optimizers that are left as they are.
+
+    Raises:
+        CheckpointError: If the state of an optimizer is another one than it needs.
+    """
+    for index, model in enumerate(parts.models):
+        name = file_names.sharded_model_folder(index)
+        if strict or _has(names, name):
+            weights = get_model_state_dict(model)
+            if not strict:
+                saved = read_index(folder / name, process)
+                weights = {
+                    key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
+                }
+            read_folder({"model": weights}, folder / name, process)
+            set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
+    left = []
+    for index, optimizer in enumerate(parts.optimizers):
+        name = file_names.sharded_optimizer_folder(index)
+        there = strict or _has(names, name)
+        if not there or not load_state_in_parts(
+            parts.owner(index), optimizer, folder / name, process, strict
+        ):
+            left.append(optimizer)
+    return left
+
+
+def _has(names: Collection[str], folder: str) -> bool:
+    return f"{folder}/{METADATA}" in names
+
+
+def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
+    shape = getattr(saved.get(key), "size", None)
+    return key in saved and (shape is None or shape == value.size())
+
+
+def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    short = {key: key.removeprefix("model.") for key in saved.keys() | state.keys()}
+    found = [f"{name} has no {short[key]} for model" for key in state.keys() - saved.keys()]
+    found += [f"{name} has {short[key]}, which is not in model" for key in saved.keys() - state.keys()]
+    for key in state.keys() & saved.keys():
+        if not _fits(saved, key, state[key]):
+            shapes = [*saved[key].size], [*state[key].size()]
+            found.append(f"{short[key]} has the shape {shapes[0]} in {name} and {shapes[1]} in model")
+    return sorted(found)
+
+
+def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Process) -> None:
+    """Write a state, each process its part, into a folder of a checkpoint. Every process must call it.
+
+    Args:
+        state: The state.
+        name: The folder's name.
+        staging: The checkpoint's folder.
+        process: This process.
+    """
+    folder = staging.path / name
+    if staging.memory is not None:
+        state = recursively_apply(_copy, state, staging.memory)
+        staging.memory.settle()
+
+    def write(group: Any) -> None:
+        # What is flushed and renamed as a whole needs no flush of each file.
+        write_folder(state, folder, process, group, flush=False)
+        for path in sorted(folder.glob(f"__{process.rank}_*")):
+            staging.writer.follow(path)  # each process digests its own
+
+    staging.write_together(write)
+
+
+def _copy(value: torch.Tensor, memory: Memory) -> torch.Tensor:
+    """Copy a tensor; of a sharded one this process's part."""
+    if not isinstance(value, DTensor):
+        return memory.copy(value)
+    mesh = value.device_mesh
+    # The copy is on the CPU and is never computed with: its mesh needs no process group.
+    beside = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    return DTensor.from_local(
+        memory.copy(value.to_local()),
+        beside,
+        value.placements,
+        run_check=False,
+        shape=value.size(),
+        stride=value.stride(),
+    )

@@ -1,0 +1,1 @@
+"""Weight files, and where each weight of a model goes."""

@@ -1,0 +1,252 @@
+"""Weight files: one, or several with an index that says which weight is in which.
+
+    model.safetensors                                              (pytorch_model.bin without safetensors)
+    model-00001-of-00002.safetensors ... model.safetensors.index.json
+
+The index has `metadata.total_size` (bytes) and `weight_map` (file by name).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.files import tensors
+from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.paths import listed_file
+from accel_ckpt.folder.recovery import flush
+from accel_state.logging.warning import warn
+
+__all__ = ["convert_file_size_to_int", "find_weight_files", "read_index", "save_weights", "split_by_size"]
+
+SAFE_NAME, TORCH_NAME = "model.safetensors", "pytorch_model.bin"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)(I?)(B)", re.IGNORECASE)
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+Folder = str | os.PathLike[str]
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Read a size in bytes.
+
+    Args:
+        size: A number of bytes, or text such as "10GB" (powers of 1000) or "1MiB" (powers of 1024). A small
+            b at its end stands for bits.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(size, int):
+        return size
+    found = _SIZE.fullmatch(str(size).strip())
+    if found is None:
+        raise ValueError(f"a size is a number of bytes, or text such as '5GB' or '200MiB', not {size!r}.")
+    number, unit, binary, ending = found.groups()
+    count = float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()]
+    return int(count / 8 if ending == "b" else count)
+
+
+def split_by_size(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Split weights into files, in their order; one that is larger than a file gets its own.
+
+    Args:
+        sizes: Size of each weight, in bytes.
+        max_bytes: Size of a file at most.
+    """
+    parts: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if parts[-1] and used + size > max_bytes:
+            parts.append([])
+            used = 0
+        parts[-1].append(name)
+        used += size
+    return parts
+
+
+def save_weights(
+    state_dict: Mapping[str, torch.Tensor],
+    folder: Folder,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> list[str]:
+    """Write weights into a folder, on this process. Other files there stay; weights that an earlier save has
+    put there go.
+
+    All files are on the disk before the first takes its place, and the index comes last, so that there is
+    never an index over files of different saves.
+
+    Args:
+        state_dict: Tensors by name. Of tied ones safetensors keep the first, and know the others' names.
+        folder: The folder; made if it is not there.
+        max_shard_size: Size of a file at most, as for `convert_file_size_to_int`.
+        safe_serialization: Whether to write safetensors, or torch files.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: If safetensors cannot hold a weight, or the size cannot be read.
+    """
+    max_bytes = convert_file_size_to_int(max_shard_size)
+    if max_bytes < 1:
+        raise ValueError(f"max_shard_size must be at least one byte, not {max_shard_size!r}.")
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    if not safe_serialization and any(
+        (root / name).exists() for name in (SAFE_NAME, f"{SAFE_NAME}.index.json")
+    ):
+        warn(
+            f"{root} has {SAFE_NAME} of an earlier save, which is read before {TORCH_NAME}. Delete "
+            "what is not wanted.",
+        )
+    kept, tied = _split(state_dict, safe_serialization)
+    sizes = {name: value.numel() * value.element_size() for name, value in kept.items()}
+    parts = split_by_size(sizes, max_bytes)
+    stem, _, suffix = (SAFE_NAME if safe_serialization else TORCH_NAME).rpartition(".")
+    files = [
+        f"{stem}.{suffix}" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}"
+        for number in range(1, len(parts) + 1)
+    ]
+    mark = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    weight_map: dict[str, str] = {}
+    try:
+        for name, part in zip(files, parts, strict=True):
+            others = {other: first for other, first in tied.items() if first in part}
+            _write_part(kept, others, part, root / f".{name}.{mark}", safe_serialization)
+            weight_map |= dict.fromkeys([*part, *([] if safe_serialization else others)], name)
+        _replace(root, files, mark, stem, suffix)
+    finally:
+        for name in files:
+            (root / f".{name}.{mark}").unlink(missing_ok=True)
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        files.append(f"{stem}.{suffix}.index.json")
+        draft = root / f".{files[-1]}.{mark}"
+        draft.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        flush(draft)
+        os.replace(draft, root / files[-1])
+    flush(root)
+    return files
+
+
+def find_weight_files(checkpoint: Folder) -> list[Path]:
+    """Find the files that hold the weights of a model.
+
+    Args:
+        checkpoint: A file of weights, an index under any name, or a folder with one of either (an index
+            there ends in `.index.json`); where it has safetensors and torch files, the former.
+
+    Returns:
+        The files.
+
+    Raises:
+        FileNotFoundError: If there are none; or the index names files that are not there.
+        ValueError: If it cannot be told which files of a folder are meant.
+        CorruptCheckpointError: If an index is damaged, or names what is not a plain file in its folder; if a
+            file is a pipe, a device or a folder.
+    """
+    path = Path(checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no {path}. Name a file of weights, an index (.index.json), or a folder with them."
+        )
+    if not path.is_dir():
+        return _listed(path) if _is_index(regular_file(path)) else [path]
+    for name in (SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"):
+        if (path / name).exists():
+            return _listed(path / name) if name.endswith(".json") else [regular_file(path / name)]
+    indexes = sorted(path.glob("*.index.json"))
+    if len(indexes) == 1:
+        return _listed(indexes[0])
+    if indexes:
+        raise ValueError(
+            f"{path} has several indexes: {', '.join(i.name for i in indexes)}. Name one of them."
+        )
+    there = ", ".join(sorted(child.name for child in path.iterdir())) or "nothing"
+    raise FileNotFoundError(
+        f"{path} has no {SAFE_NAME}, no {TORCH_NAME} and no .index.json of several files; it has {there}."
+    )
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Read an index of weights.
+
+    Args:
+        path: The index.
+
+    Returns:
+        File by name of the weight; `find_weight_files` checks where these lie.
+
+    Raises:
+        CorruptCheckpointError: If it is damaged, or no regular file.
+    """
+    try:
+        document = json.loads(regular_file(path).read_bytes())
+        weight_map = document.get("weight_map", document)  # or the mapping alone
+        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("it does not map names of weights to names of files")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is no index of weights: {error}. Copy the folder anew."
+        ) from error
+    return dict(weight_map)
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a file is an index, by its name or as it begins like JSON, which no file of weights does."""
+    if path.name.endswith((".json", ".safetensors")):
+        return path.name.endswith(".json")
+    with open(path, "rb") as file:
+        return file.read(64).lstrip().startswith(b"{")
+
+
+def _listed(index: Path) -> list[Path]:
+    names = dict.fromkeys(read_index(index).values())
+    return [listed_file(index.parent, name, index) for name in names]
+
+
+def _split(
+    state_dict: Mapping[str, torch.Tensor], safe_serialization: bool
+) -> tuple[Mapping[str, torch.Tensor], dict[str, str]]:
+    if safe_serialization:
+        return tensors.split_tied(state_dict)
+    tied = {name: names[0] for names in tensors.tied_groups(state_dict) for name in names[1:]}
+    # torch.save writes the whole memory that a view looks into.
+    return {name: _alone(value) for name, value in state_dict.items() if name not in tied}, tied
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    if value.layout != torch.strided or value.is_meta:
+        return value
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+
+
+def _write_part(
+    kept: Mapping[str, torch.Tensor], tied: dict[str, str], part: Iterable[str], draft: Path, safe: bool
+) -> None:
+    chosen: dict[str, Any] = {name: kept[name] for name in part}
+    if safe:
+        tensors.write_tensors(chosen, tied, draft)
+    else:
+        tensors.write({**chosen, **{name: kept[first] for name, first in tied.items()}}, draft)
+    flush(draft)
+
+
+def _replace(root: Path, files: list[str], mark: str, stem: str, suffix: str) -> None:
+    """Put finished files in their places, after what they replace has lost its index."""
+    (root / f"{stem}.{suffix}.index.json").unlink(missing_ok=True)
+    pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}")
+    for child in root.iterdir():
+        if pattern.fullmatch(child.name) and child.name not in files:
+            child.unlink()
+    for name in files:
+        os.replace(root / f".{name}.{mark}", root / name)

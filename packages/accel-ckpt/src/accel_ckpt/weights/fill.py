@@ -1,0 +1,97 @@
+"""Reading weights from their file straight into the memory of a model.
+
+A mapped file is brought in page by page and then copied by one thread, which takes longer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files.digests import THREADS
+from accel_ckpt.files.safetensors_header import read_header
+from accel_ckpt.files.safetensors_writer import DTYPES
+from accel_ckpt.files.threads import Crew
+from accel_ops.collectives.pack_parts import as_bytes
+
+__all__ = ["fill"]
+
+_PIECE_BYTES = 2**22  # that one thread reads
+
+
+def fill(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """Read weights into a model's parameters and buffers, those that the file has in the same form.
+
+    Nothing is read where the model, or a part of it, has a loading of its own (`load_state_dict`,
+    `_load_from_state_dict`, hooks before it), and none into weights that are not plain, contiguous and on the
+    CPU.
+
+    Args:
+        model: The model.
+        path: A safetensors file that has been checked.
+
+    Returns:
+        What was read, by name: the parameters and buffers themselves. Given to `load_state_dict`, they are
+        copied no more.
+
+    Raises:
+        CheckpointError: If the file ends early; some weights have been changed by then.
+        OSError: If it cannot be read.
+    """
+    if not _loads_as_torch_does(model):
+        return {}
+    entries, _, begin = read_header(path)
+    own = model.state_dict(keep_vars=True)
+    same = {name: value for name, value in own.items() if name in entries and _fits(value, entries[name])}
+    # Of two names of one weight the later counts, as in load_state_dict.
+    last = {id(value): name for name, value in same.items()}
+    with Crew(THREADS, "accel-fill") as crew:  # reading frees the interpreter's lock
+        pieces = [
+            crew.submit(_read_piece, path, begin + entries[name]["data_offsets"][0] + start, piece)
+            for name in last.values()
+            for start, piece in _pieces(same[name])
+        ]
+    for piece in pieces:
+        piece.result()
+    return {name: value for name, value in own.items() if id(value) in last}
+
+
+def _loads_as_torch_does(model: nn.Module) -> bool:
+    if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
+        return False
+    return all(
+        not module._load_state_dict_pre_hooks
+        and "_load_from_state_dict" not in vars(module)
+        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        for module in model.modules()
+    )
+
+
+def _fits(value: Any, entry: dict[str, Any]) -> bool:
+    return (
+        type(value) in (torch.Tensor, nn.Parameter)
+        and value.device.type == "cpu"
+        and value.is_contiguous()
+        and value.numel() > 0
+        and DTYPES.get(value.dtype) == entry["dtype"]
+        and list(value.shape) == entry["shape"]
+    )
+
+
+def _pieces(value: torch.Tensor) -> list[tuple[int, memoryview]]:
+    content: Any = as_bytes(value.detach()).numpy()
+    view = memoryview(content)
+    return [(start, view[start : start + _PIECE_BYTES]) for start in range(0, len(view), _PIECE_BYTES)]
+
+
+def _read_piece(path: Path, start: int, piece: memoryview) -> None:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while piece and (count := file.readinto(piece)):
+            piece = piece[count:]
+    if piece:
+        raise CheckpointError(f"{path} ends {len(piece)} bytes early: something has changed it meanwhile.")

@@ -1,0 +1,253 @@
+"""Loading weight files into a model: file by file, each weight to where a device map wants it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import tensors
+from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.paths import listed_file
+from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.files import find_weight_files
+from accel_ckpt.weights.offload import load_offloaded_weight
+from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
+from accel_ops.modules import model_has_dtensor
+from accel_state.logging.warning import warn
+from accel_state.process.state import current_process
+
+__all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
+
+Folder = str | os.PathLike[str]
+
+_logger = logging.getLogger(__name__)
+
+
+def load_state_dict(checkpoint_file: Folder, device_map: DeviceMap | None = None) -> dict[str, torch.Tensor]:
+    """Read one file of weights.
+
+    Args:
+        checkpoint_file: A safetensors file, by its suffix, or else one of `torch.save`.
+        device_map: Device by name of a module or weight, "" for all; of several that fit, the longest name
+            decides. Weights of safetensors go there; those of "disk" and those that it leaves out stay on the
+            CPU, as do all of a torch file.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        CheckpointError: If the file is damaged, or holds more than tensors and plain containers, or no dict.
+    """
+    state = _read(checkpoint_file)
+    if device_map is None or not str(checkpoint_file).endswith(".safetensors"):
+        return state
+    moved: dict[tuple[int, str], torch.Tensor] = {}
+    for name, value in state.items():
+        device = memory_device(device_for(name, device_map, default="cpu"))
+        # One tensor under two names stays one on each device.
+        state[name] = moved.setdefault((id(value), device), value if device == "cpu" else value.to(device))
+    return state
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: Folder,
+    device_map: DeviceMap | None = None,
+    offload_folder: Folder | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load the weights that `save_model` wrote, or another tool under the same file names.
+
+    Names and shapes are compared before the model changes. At most one file is open at a time, and mapped
+    into memory rather than read into it where its format allows.
+
+    Args:
+        model: The model. Parameters on the meta device are replaced; others are filled in place, unless a
+            device map says where they go.
+        checkpoint: A file of weights, an index under any name (`weight_map`, or that mapping alone), or a
+            folder with a file or an `.index.json`.
+        device_map: Device by name of a module or weight, "" for the whole model; it must cover all weights.
+            What goes to "disk" is written to `offload_folder`, and is on the meta device in the model. Tied
+            weights stay tied, and in memory if one of their names does.
+        offload_folder: The folder for "disk", as `offload_state_dict` writes them: in the dtype of the
+            checkpoint. It is made if needed, and weights that are there already stay.
+        dtype: What floating-point parameters and buffers become, such as `torch.bfloat16` or "bfloat16". By
+            default they become what they are in the model.
+        offload_state_dict: Keep weights on the disk until each is placed. The files themselves serve for
+            that, so it changes nothing.
+        offload_buffers: Write the buffers of modules on "disk" there too. By default they go to the CPU.
+        keep_in_fp32_modules: Names of modules, or the ends of their dotted paths, that are float32 whatever
+            `dtype` says.
+        offload_8bit_bnb: Place weights that bitsandbytes quantized to 8 bits on the CPU or the disk.
+        strict: Raise if the model or the checkpoint has weights that the other lacks; by default, warn of
+            those that the checkpoint lacks, and log those that the model lacks.
+        full_state_dict: Each process's files have whole tensors, of which a sharded model takes its part; if
+            False, they have that process's part as DTensors. Without effect on other models.
+        broadcast_from_rank0: Only the main process reads the files, and sends the weights to the others.
+
+    Raises:
+        FileNotFoundError: If there are no weights at `checkpoint`.
+        ValueError: If `device_map` does not cover a weight, or has "disk" and there is no `offload_folder`;
+            or `dtype` is unknown.
+        TypeError: If `device_map` is not a mapping.
+        RuntimeError: If a shape differs; or names differ and `strict` is set.
+        CheckpointError: If a file is damaged, or no regular file, or an index leads out of its folder; it
+            names the file.
+        NotImplementedError: If `offload_8bit_bnb` is set.
+    """
+    if offload_8bit_bnb:
+        raise NotImplementedError(
+            "offload_8bit_bnb=True needs models quantized by bitsandbytes, which cannot be loaded yet. Load "
+            "the weights before they are quantized, with offload_8bit_bnb=False."
+        )
+    placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
+    if model_has_dtensor(model) and device_map is not None:
+        raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
+    if broadcast_from_rank0 and device_map is not None:
+        warn("broadcast_from_rank0 is ignored: with a device_map each process reads for itself.")
+    elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
+        if dtype is not None:
+            warn(
+                "dtype is ignored: weights that are sharded or sent take the model's dtype. Convert the "
+                "model instead.",
+            )
+        _load_collectively(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+        return
+    slots = Slots(model)
+    placing.check(slots)
+    files = find_weight_files(checkpoint)
+    _check_files(slots, files, checkpoint, strict)
+    _place_files(slots, files, placing)
+
+
+def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], offload_folder: Folder) -> None:
+    """Bring offloaded weights back into a model, on the CPU and in the dtype of the model.
+
+    Args:
+        model: The model.
+        index: Entries of the folder's index: which weights to bring. None or empty for nothing.
+        offload_folder: The folder. The weights are copied, so that it may be deleted afterwards.
+
+    Raises:
+        ValueError: If the model has no such weight, or one of another shape.
+        CorruptCheckpointError: If a file is damaged, or a name leads out of the folder.
+    """
+    slots, folder = Slots(model), Path(offload_folder)
+    for name, entry in (index or {}).items():
+        if name not in slots:
+            raise ValueError(
+                f"{type(model).__name__} has no weight {name!r}, which {folder} has. Leave it out of index."
+            )
+        value = load_offloaded_weight(listed_file(folder, f"{name}.dat", folder / "index.json"), entry)
+        own = slots.get(name)
+        if value.shape != own.shape:
+            raise ValueError(
+                f"{name} has the shape {list(value.shape)} in {folder} and {list(own.shape)} in "
+                f"{type(model).__name__}."
+            )
+        slots.put(name, value.to(own.dtype, copy=True))
+
+
+def _map_file(file: Path) -> dict[str, Any]:
+    """Open a file of weights; safetensors and torch's zip files are mapped, older torch files are read."""
+    if file.name.endswith(".safetensors") or not tensors.is_zip(regular_file(file)):
+        return _read(file)
+    return _read(file, mmap=True)
+
+
+def _read(file: Folder, **options: Any) -> dict[str, Any]:
+    state = tensors.load(file, map_location="cpu", **options)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{file} holds a {type(state).__name__}, not weights by name. Save a state dict."
+        )
+    return dict(state)
+
+
+def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bool) -> None:
+    """Compare names and shapes, while the model is as it was."""
+    found: set[str] = set()
+    for file in files:
+        for name, value in _map_file(file).items():
+            found.add(name)
+            if name in slots and name in slots.expected:
+                _check_shape(slots, name, value, file)
+    known = found & slots.expected
+    tied = {other for name in known if name in slots for other in slots.names(name)}
+    _tell_differences(slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict)
+
+
+def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
+    own = slots.get(name)
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError(f"{name} is a {type(value).__name__} in {file}, where a tensor is expected.")
+    if value.shape != own.shape:
+        raise RuntimeError(
+            f"{name} has the shape {list(value.shape)} in {file} and {list(own.shape)} in "
+            f"{type(slots.model).__name__}."
+        )
+
+
+def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:
+    extra: dict[str, Any] = {}
+    for file in files:
+        for name, value in _map_file(file).items():
+            if name in slots and name in slots.expected:
+                placing.place(slots, name, value)
+            elif name in slots.expected:
+                extra[name] = value  # what a module's get_extra_state gave
+    placing.finish()
+    if extra:
+        slots.model.load_state_dict(extra, strict=False)
+
+
+def _load_collectively(
+    model: torch.nn.Module, checkpoint: Folder, strict: bool, full: bool, broadcast: bool
+) -> None:
+    # The two options are those of torch's StateDictOptions, and mean what its documentation says.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state: dict[str, Any] = {}
+    if current_process().is_main or not broadcast:
+        for file in find_weight_files(checkpoint):
+            state.update(load_state_dict(file))
+    told = set_model_state_dict(
+        model,
+        state,
+        options=StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict),
+    )
+    if state and told is not None:
+        _tell_differences(told.missing_keys, told.unexpected_keys, model, checkpoint, strict)
+
+
+def _tell_differences(
+    missing: Collection[str],
+    unexpected: Collection[str],
+    model: torch.nn.Module,
+    checkpoint: Folder,
+    strict: bool,
+) -> None:
+    """Raise if strict; else warn of weights that the model has alone, and log those that the files have."""
+    lacking = f"in the model and not in the files: {', '.join(sorted(missing))}"
+    surplus = f"in the files and not in the model: {', '.join(sorted(unexpected))}"
+    subject = f"{checkpoint} and {type(model).__name__} have different weights"
+    if strict and (missing or unexpected):
+        told = "; ".join([lacking] * bool(missing) + [surplus] * bool(unexpected))
+        raise RuntimeError(f"{subject}; {told}. Load what fits with strict=False.")
+    if missing:
+        warn(f"{subject}; {lacking}.")
+    if unexpected:
+        _logger.warning("%s; %s.", subject, surplus)

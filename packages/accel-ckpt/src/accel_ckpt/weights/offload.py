@@ -1,0 +1,268 @@
+"""Weights on the disk, one file each, that are read when they are needed.
+
+    <name>.dat    the elements of one tensor, in row-major order and in the bytes of its own dtype
+    index.json    {"<name>": {"dtype": "bfloat16", "shape": [3, 2]}, ...}
+
+A tensor without elements has one zero byte, since an empty file cannot be mapped into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.paths import check_inside, listed_file
+from accel_ops.collectives.pack_parts import as_bytes
+
+__all__ = [
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "extract_submodules_state_dict",
+    "load_offloaded_weight",
+    "offload_state_dict",
+    "offload_weight",
+    "read_offload_index",
+    "save_offload_index",
+]
+
+INDEX = "index.json"
+
+Folder = str | os.PathLike[str]
+Index = dict[str, dict[str, Any]]
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: Folder, index: Index | None = None
+) -> Index | None:
+    """Write one weight to `<weight_name>.dat`.
+
+    Args:
+        weight: A tensor of any dtype, on any device.
+        weight_name: Its name in the state dict.
+        offload_folder: An existing folder.
+        index: Gets an entry for the weight; write it with `save_offload_index` when all are written.
+
+    Returns:
+        `index`.
+
+    Raises:
+        ValueError: If the name would lead out of the folder.
+    """
+    if not weight_name or not {"/", os.sep, "\0"}.isdisjoint(weight_name):
+        raise ValueError(
+            f"weight_name must be usable as the name of a file, not {weight_name!r}. Name weights as a "
+            "state dict does, such as 'encoder.weight'."
+        )
+    value = weight.detach().cpu()
+    content = as_bytes(value) if value.numel() else torch.zeros(1, dtype=torch.uint8)
+    content.numpy().tofile(_file_name(offload_folder, weight_name))
+    if index is not None:
+        index[weight_name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Map the file of one weight into memory.
+
+    Args:
+        weight_file: The file that `offload_weight` wrote.
+        weight_info: The weight's entry in the index.
+
+    Returns:
+        A tensor on the CPU whose pages are read when they are used. What is written to it is its own, and
+        never reaches the file.
+
+    Raises:
+        CorruptCheckpointError: If the entry describes no tensor, or the file does not have its size.
+    """
+    shape, dtype = _described(weight_file, weight_info)
+    count = math.prod(shape)
+    expected = max(count * dtype.itemsize, 1)
+    size = regular_file(weight_file).stat().st_size
+    if size != expected and (count or size):
+        raise CorruptCheckpointError(
+            f"{weight_file} has {size} bytes; {shape} of {dtype} are {expected}. Offload the weights anew."
+        )
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(os.fspath(weight_file), shared=False, size=count, dtype=dtype).reshape(shape)
+
+
+def save_offload_index(index: Index, offload_folder: Folder) -> None:
+    """Write entries to the folder's index, beside those that it has; equal names are replaced.
+
+    Args:
+        index: The entries; without any, nothing is written.
+        offload_folder: An existing folder.
+
+    Raises:
+        CorruptCheckpointError: If the folder has an index that cannot be read.
+    """
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX
+    entries = read_offload_index(offload_folder) if path.exists() else {}
+    entries.update(index)
+    # A crash leaves either the earlier index or the new one.
+    draft = path.with_name(f".{INDEX}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def read_offload_index(offload_folder: Folder) -> Index:
+    """Read the index of a folder.
+
+    Args:
+        offload_folder: The folder.
+
+    Returns:
+        Entries by name of the weight.
+
+    Raises:
+        FileNotFoundError: If the folder has no index.
+        CorruptCheckpointError: If it is damaged, or a name in it leads out of the folder.
+    """
+    path = Path(offload_folder) / INDEX
+    try:
+        entries = json.loads(regular_file(path).read_bytes())
+    except ValueError:
+        entries = None
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise CorruptCheckpointError(f"{path} is no index of offloaded weights. Offload them anew.")
+    for name in entries:
+        check_inside(f"{name}.dat", path)
+    return entries
+
+
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write the weights of a state dict, and their index.
+
+    Args:
+        save_dir: The folder. It is made if needed; weights that are there already stay.
+        state_dict: Tensors by name.
+    """
+    os.makedirs(save_dir, exist_ok=True)
+    entries: Index = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, entries)
+    save_offload_index(entries, save_dir)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
+) -> dict[str, torch.Tensor]:
+    """Keep the entries of some submodules.
+
+    Args:
+        state_dict: Tensors by name.
+        submodule_names: Names of modules, or of single weights.
+
+    Returns:
+        The entries, in their order and under their full names.
+    """
+    wanted = set(submodule_names)
+    inside = tuple(f"{name}." for name in wanted)
+    return {key: value for key, value in state_dict.items() if key in wanted or key.startswith(inside)}
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """Look names up under a prefix: `PrefixedDataset(weights, "encoder.")["bias"]` is
+    `weights["encoder.bias"]`.
+
+    Iterating gives full names, as `dataset` has them, of the entries with the prefix; the length is that of
+    `dataset`.
+
+    Args:
+        dataset: The mapping that has the entries.
+        prefix: What each name is put behind.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[self.prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.dataset if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights of which some are in memory and the others in a folder, as one mapping.
+
+    Names in memory come first, and hide equal ones in the folder. A weight of the folder is mapped from its
+    file at each access, and not kept.
+
+    Args:
+        state_dict: The weights in memory.
+        save_folder: The folder of the others.
+        index: Entries of the weights in the folder, each with `dtype` and `shape`; by default all that the
+            folder's index has.
+        device: Where weights of the folder are put; the CPU by default.
+
+    Raises:
+        ValueError: If nothing is given, or an index without its folder.
+        FileNotFoundError: If the folder has no index and none is given.
+        CorruptCheckpointError: If the folder's index is damaged, or a name in it leads out of the folder.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: Folder | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index.")
+        if index and save_folder is None:
+            raise ValueError("index lists weights on the disk: say in which folder with save_folder=.")
+        if index is None and save_folder is not None:
+            index = read_offload_index(save_folder)
+        self.state_dict: Mapping[str, torch.Tensor] = state_dict or {}
+        self.index: Mapping[str, Mapping[str, Any]] = index or {}
+        self.save_folder = save_folder
+        self.device = device
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        assert self.save_folder is not None
+        folder = Path(self.save_folder)
+        value = load_offloaded_weight(listed_file(folder, f"{key}.dat", folder / INDEX), entry)
+        return value if self.device is None else value.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.state_dict
+        yield from (name for name in self.index if name not in self.state_dict)
+
+    def __len__(self) -> int:
+        return len(self.state_dict.keys() | self.index.keys())
+
+
+def _file_name(folder: Folder, name: str) -> Path:
+    return Path(folder) / f"{name}.dat"
+
+
+def _described(file: Folder, entry: Mapping[str, Any]) -> tuple[list[int], torch.dtype]:
+    shape, dtype = entry.get("shape"), getattr(torch, str(entry.get("dtype")), None)
+    sizes = isinstance(shape, list | tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
+    if not sizes or not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(
+            f"{file} is said to be {dict(entry)}, which is no tensor: an entry has the name of a dtype and "
+            "the list of a shape. Offload the weights anew."
+        )
+    return list(shape or ()), dtype

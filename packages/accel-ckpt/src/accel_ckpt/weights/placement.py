@@ -1,0 +1,164 @@
+"""Where each weight of a checkpoint goes in a model, and in which dtype."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.offload import offload_weight, save_offload_index
+from accel_state.process.state import current_process
+
+__all__ = ["DeviceMap", "Placing", "device_for", "memory_device"]
+
+DeviceMap = Mapping[str, int | str | torch.device]
+Folder = str | os.PathLike[str]
+
+
+def device_for(name: str, device_map: DeviceMap, default: Any = None) -> Any:
+    """Look a weight up in a device map.
+
+    Args:
+        name: Name of the weight.
+        device_map: Device by name of a module or weight; the longest that fits decides, and "" fits all.
+        default: The answer for a weight that the map leaves out; without it, that is an error.
+
+    Returns:
+        The device, as the map has it.
+
+    Raises:
+        ValueError: If the map leaves the weight out.
+    """
+    parts = name.split(".")
+    for length in range(len(parts), -1, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in device_map:
+            return device_map[prefix]
+    if default is None:
+        raise ValueError(
+            f"device_map says nothing about {name}. It has: {', '.join(map(repr, device_map))}. "
+            'Add the module, or "" for all others.'
+        )
+    return default
+
+
+def memory_device(device: int | str | torch.device) -> str:
+    """Name the device of an entry of a device map: a number counts the accelerators, "disk" is the CPU."""
+    if isinstance(device, int):
+        kind = current_process().device.type
+        return "cpu" if kind == "cpu" else f"{kind}:{device}"
+    return "cpu" if str(device) == "disk" else str(device)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What the options of a load say about placing weights.
+
+    Args:
+        device_map: Device by name of a module or weight; None to fill the model where it is.
+        offload_folder: Where weights of "disk" go.
+        dtype: What floating-point weights become; None for what they are in the model.
+        offload_buffers: Whether buffers go to "disk" too.
+        fp32_modules: Modules whose weights are float32 if `dtype` is given.
+        index: Entries of the weights that have been written to the folder.
+    """
+
+    device_map: DeviceMap | None
+    offload_folder: Path | None
+    dtype: torch.dtype | None
+    offload_buffers: bool
+    fp32_modules: tuple[str, ...]
+    index: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        device_map: DeviceMap | None,
+        offload_folder: Folder | None,
+        dtype: str | torch.dtype | None,
+        offload_buffers: bool,
+        fp32_modules: list[str] | None,
+    ) -> Placing:
+        """Check options as a user gives them."""
+        if device_map is not None and not isinstance(device_map, Mapping):
+            raise TypeError(
+                f"device_map must be a dict of devices by name of a module, such as {{'': 'cpu'}}, not "
+                f"{device_map!r}."
+            )
+        if device_map and offload_folder is None and "disk" in map(str, device_map.values()):
+            raise ValueError("device_map puts weights on the disk: say where with offload_folder=.")
+        folder = None if offload_folder is None else Path(offload_folder)
+        return cls(device_map, folder, _dtype(dtype), offload_buffers, tuple(fp32_modules or ()))
+
+    def check(self, slots: Slots) -> None:
+        """Refuse a device map that leaves a weight of the model out."""
+        if self.device_map is not None:
+            for name in sorted(slots.expected):
+                device_for(name, self.device_map)
+
+    def place(self, slots: Slots, name: str, value: torch.Tensor) -> None:
+        """Put one weight where it belongs.
+
+        Args:
+            slots: The weights of the model.
+            name: Name of the weight.
+            value: The weight as the checkpoint has it; it is copied.
+        """
+        own = slots.get(name)
+        dtype = self._dtype_of(name, own)
+        if self.device_map is None:
+            if own.is_meta:
+                slots.put(name, value.to("cpu", dtype, copy=True))
+            else:
+                _fill(own, value, dtype)
+            return
+        device = self._device_of(slots, name)
+        if device == "disk":
+            assert self.offload_folder is not None
+            self.offload_folder.mkdir(parents=True, exist_ok=True)
+            offload_weight(value, name, self.offload_folder, self.index)
+            slots.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
+        else:
+            slots.put(name, value.to(device, dtype, copy=True))
+
+    def finish(self) -> None:
+        """Write the index of what went to the disk."""
+        if self.offload_folder is not None:
+            save_offload_index(self.index, self.offload_folder)
+
+    def _device_of(self, slots: Slots, name: str) -> str:
+        assert self.device_map is not None
+        wanted = [device_for(other, self.device_map) for other in slots.names(name)]
+        in_memory = [memory_device(device) for device in wanted if str(device) != "disk"]
+        if in_memory:
+            return in_memory[0]
+        return "disk" if self.offload_buffers or name not in slots.buffers else "cpu"
+
+    def _dtype_of(self, name: str, own: torch.Tensor) -> torch.dtype:
+        if self.dtype is None or not own.is_floating_point():
+            return own.dtype
+        path = f".{name.rpartition('.')[0]}."
+        kept = any(f".{module}." in path or module == name for module in self.fp32_modules)
+        return torch.float32 if kept else self.dtype
+
+
+def _fill(own: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Overwrite a tensor of the model; it stays the same object, which an optimizer may hold."""
+    with torch.no_grad():
+        if own.dtype != dtype:
+            own.data = own.data.to(dtype)
+        own.copy_(value)
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}.")
+    return found

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_ckpt.files import page_cache
+from accel_ckpt.files.page_cache import cached_part
+
+DATA = random.Random(0).randbytes(100_000)
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="what is in the cache is asked of Linux alone")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    return path
+
+
+@linux
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 100_000), (5, 30_000), (4096, 4096), (99_999, 1)])
+def test_what_was_just_written_is_there(file: Path, start: int, length: int) -> None:
+    with cached_part(file, start, length) as part:
+        assert part == DATA[start : start + length]
+
+
+@linux
+def test_what_was_never_read_is_not(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "wb") as file:
+        file.write(bytes(8192))
+        file.truncate(2**20)
+    with cached_part(tmp_path / "file", 0, 8192) as part:
+        assert part == bytes(8192)
+    with cached_part(tmp_path / "file", 0, 2**20) as part:
+        assert part is None
+
+
+@linux
+def test_a_file_that_is_cut_off_meanwhile_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = page_cache._are_cached
+
+    def after_the_cut(pages: page_cache.mmap.mmap, path: Path) -> bool:
+        os.truncate(path, 5000)
+        return ask(pages, path)
+
+    monkeypatch.setattr(page_cache, "_are_cached", after_the_cut)
+    with cached_part(file, 0, len(DATA)) as part:
+        assert part is None
+
+
+def test_a_part_beyond_the_end_is_not_there(file: Path) -> None:
+    with cached_part(file, 99_000, 2000) as part:
+        assert part is None
+
+
+def test_who_may_not_write_is_told_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache.os, "access", lambda path, mode: mode != os.W_OK)
+    with cached_part(file, 0, 100) as part:
+        assert part is None
+
+
+def test_a_file_system_that_maps_nothing_will_do(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr(page_cache.mmap, "mmap", refuse)
+    with cached_part(file, 0, 9) as part:
+        assert part is None
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), cached_part(tmp_path / "none", 0, 9):
+        pass

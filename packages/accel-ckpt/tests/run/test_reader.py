@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.file_names import model_file, optimizer_file
+from accel_ckpt.run import reader
+from accel_ckpt.run.reader import Reading, open_checkpoint
+from accel_ckpt.run.save import save_accelerator_state
+from accel_state.process.state import current_process
+
+
+def saved(tmp_path: Path) -> tuple[Path, torch.optim.Optimizer]:
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "c"
+    save_accelerator_state(folder, [model.state_dict()], [optimizer], [], [], 0, 0)
+    return folder, optimizer
+
+
+def opened(folder: Path, verify: bool = True, **options: Any) -> Reading:
+    return open_checkpoint(folder, current_process(), None, options, verify)
+
+
+def mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_the_state_of_an_optimizer_is_in_memory_once_and_outlives_its_file(tmp_path: Path) -> None:
+    folder, optimizer = saved(tmp_path)
+    state = opened(folder).load(optimizer_file())
+    assert mapped(folder / optimizer_file())
+    shutil.rmtree(folder)
+    expected = optimizer.state_dict()["state"]
+    assert all(torch.equal(state["state"][0][name], value) for name, value in expected[0].items())
+    state["state"][0]["exp_avg"].add_(1)  # its own
+    del state
+    assert not mapped(folder / optimizer_file())
+
+
+def test_a_file_of_old_torch_is_read(tmp_path: Path) -> None:
+    folder, optimizer = saved(tmp_path)
+    torch.save(optimizer.state_dict(), folder / optimizer_file(), _use_new_zipfile_serialization=False)
+    (folder / "accel_manifest.json").unlink()
+    with pytest.warns(UserWarning, match="another implementation wrote it"):
+        state = opened(folder).load(optimizer_file())
+    assert state["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_a_file_with_the_end_of_a_second_disk_is_named(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    file = folder / optimizer_file()
+    end = struct.pack("<4sLQL", b"PK\6\7", 1, 0, 2) + b"PK\5\6" + bytes(18)
+    file.write_bytes(file.read_bytes()[:200] + end)
+    (folder / "accel_manifest.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="another implementation wrote it"),
+        pytest.raises(CheckpointError, match=rf"{file} cannot be read"),
+    ):
+        opened(folder).load(optimizer_file())
+
+
+@pytest.mark.parametrize("place", [None, "cpu", "on_device", torch.device("cpu")], ids=str)
+def test_on_the_cpu_weights_are_filled_however_it_is_asked_for(tmp_path: Path, place: Any) -> None:
+    folder, _ = saved(tmp_path)
+    cpu = replace(current_process(), device=torch.device("cpu"))
+    found = open_checkpoint(folder, cpu, place, {}, verify=True)
+    assert found.fill(torch.nn.Linear(300, 300), model_file()).keys() == {"weight", "bias"}
+
+
+def test_nothing_is_opened_before_all_digests_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = saved(tmp_path)
+    monkeypatch.setattr(reader.tensors, "load", lambda path, **kw: pytest.fail(f"{path} was opened"))
+    opened(folder)
+    size = (folder / optimizer_file()).stat().st_size
+    (folder / optimizer_file()).write_bytes(b"PK" + bytes(size - 2))
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin differs in bytes 0 to"):
+        opened(folder)

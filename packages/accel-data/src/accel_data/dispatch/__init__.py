@@ -1,0 +1,1 @@
+"""Loaders whose batches process 0 reads for all processes."""

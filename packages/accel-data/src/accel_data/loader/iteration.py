@@ -1,0 +1,281 @@
+"""One iteration over a prepared loader, whoever reads the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_data.checks import check_skip, explained
+from accel_data.loader.base import DataLoaderAdapter
+from accel_data.loader.join import Attendance, Missing
+from accel_data.loader.mixin import DataLoaderStateMixin
+from accel_data.loader.prefetch import SideStream, copied_ahead
+from accel_data.order.shares import Fill, Share
+from accel_data.resume.cursor import Pass
+from accel_data.stream.dataset import count_rows
+from accel_ops.rng import synchronize_rng_states
+from accel_ops.trees.send import send_to_device
+from accel_state.enums import RNGType
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.gradient import GradientState
+
+__all__ = ["Item", "PreparedLoader", "look_ahead", "noted", "noted_ahead"]
+
+Item = tuple[Any, Fill | None, bool]
+"""A batch, what the processes have in its step, and whether it is the last one."""
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """What loaders that read by themselves and those that get their batches from process 0 have in common.
+
+    Attributes:
+        tell_uneven: Called when a pass begins in which some processes get fewer batches than others, or may
+            do so: with the number of batches of each process, or None where that is not known.
+        attendance: Who has left a pass, where each process reads a part of its own and does not know how many
+            batches the others have; None for other loaders.
+        tell_missing: Called then in a step in which a process is known to have no batch, on the first process
+            that finds it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None,
+        skip_batches: int,
+        use_stateful_dataloader: bool,
+        drop_last_step: bool,
+        non_blocking: bool,
+        torch_device_mesh: DeviceMesh | None,
+        iteration: int,
+        gradient_state: GradientState | None,
+        **kwargs: Any,
+    ) -> None:
+        DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
+        DataLoaderStateMixin.__init__(self)
+        if gradient_state is not None:
+            self.gradient_state = gradient_state
+        self.device = device
+        self.rng_types: list[str | RNGType] | None = None
+        self.tell_uneven: Callable[[tuple[int, ...] | None], None] | None = None
+        self.attendance: Attendance | None = None
+        self.tell_missing: Callable[[Missing], None] | None = None
+        self.skip_batches = check_skip(skip_batches)
+        self.torch_device_mesh = torch_device_mesh
+        self._drop_last = drop_last_step
+        self._non_blocking = non_blocking
+        self._progress.set_epoch(iteration)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        device, non_blocking = self.device, self._non_blocking
+        side = None if device is None else SideStream.of(device, non_blocking)
+        started = self._start_pass()
+        self.begin()
+        attendance, told, exhausted = self.attendance, False, False
+        if attendance is not None:
+            attendance.begin()
+        batches: Iterator[Any] = iter(())
+        share, fill = Share(), None
+        try:
+            if not started.begin.ended:
+                batches, share = self._read(started)
+            if self.tell_uneven is not None and attendance is None:
+                self._tell_uneven(self.tell_uneven, started)
+            taken = batches if side is None else copied_ahead(batches, share, side)
+            for step, batch in enumerate(taken, 1):
+                started.steps = step
+                if step == share.num_batches or share.now is not fill:
+                    last = step == share.num_batches
+                    fill = share.last if last else share.now
+                    self._mark(batch, fill, last)
+                    started.ended = last and self._ends_for_all(started)
+                if attendance is not None:
+                    attendance.attend(step, last=step == share.num_batches)
+                    told = told or self._tells_missing(attendance)
+                yield batch if device is None else send_to_device(batch, device, non_blocking)
+            exhausted = True
+            self._check_something(started)
+        except (OSError, EOFError) as raised:
+            error = explained(raised, self.num_workers)
+            if error is raised:
+                raise
+            raise error from raised
+        finally:
+            if isinstance(batches, Generator):  # what reads ahead ends now
+                batches.close()
+            self._progress.finish(started, exhausted)
+            if attendance is not None:
+                attendance.end(exhausted)
+            self.end()
+
+    def _ends_for_all(self, started: Pass) -> bool:
+        """Whether no process has a batch after this process's last one."""
+        shard = self._shard
+        alike = shard is None or shard.is_even or self._progress.part is not None
+        counts = None if alike or shard is None else shard.batches_of_each
+        return counts is None or started.steps == max(counts)
+
+    def _check_something(self, started: Pass) -> None:
+        """Warn if no process got anything, as a loaded state or skipping wanted to go on beyond the end."""
+        begin = started.begin
+        if started.steps or not begin.batches:
+            return
+        if not started.loaded:
+            self._check_skip_fits(begin.epoch)
+            return
+        others = None if self._shard is None or begin.ended else self._shard.batches_of_each
+        if not any(others or ()):
+            warn(
+                f"Nothing is left of epoch {begin.epoch} after its first {begin.batches} batches "
+                f"({begin.consumed} samples of all processes), from where the loaded state, or skipping "
+                "after it, wanted to go on. The next pass is the next epoch.",
+            )
+
+    def _check_skip_fits(self, epoch: int) -> None:
+        """Warn if more batches are skipped than there are."""
+        try:
+            count: int | None = self._num_batches()
+        except TypeError:  # its length is not known
+            count = None
+        if count is None or self.skip_batches > count:
+            have = f"the loader has {'no more' if count is None else count}"
+            warn(
+                f"Nothing is left of epoch {epoch} after skipping {self.skip_batches} batches: {have}. This "
+                "pass was empty, and the next pass is the next epoch.",
+            )
+
+    def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None], started: Pass) -> None:
+        shard = self._stream_shard() if self._shard is None else self._shard
+        if not shard.is_even:
+            counts = self._batches_of_each(started)
+            if counts is None or len(set(counts)) > 1:
+                tell(counts)
+
+    def _tells_missing(self, attendance: Attendance) -> bool:
+        """Tell who has no batch in this step, if one is known; returns whether it is."""
+        missing = None if self.tell_missing is None else attendance.missing()
+        if missing is not None and self.tell_missing is not None and attendance.is_first_to_tell():
+            self.tell_missing(missing)
+        return missing is not None
+
+    def _batches_of_each(self, started: Pass) -> tuple[int, ...] | None:
+        """Number of batches of each process in a pass; None where it is not known."""
+        if self._shard is not None:
+            return self._shard.batches_of_each
+        if self.num_workers or self._unbatched:  # the stream may divide itself; items may be divided
+            return None
+        return self._stream_shard().batches_of_each(started.begin.consumed)
+
+    def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
+        """Return the batches of a pass, and what will be known of them."""
+        if self._shard is None:
+            return noted_ahead(self._stream(started, self._stream_shard()), Share())
+        batches = self._open(self, started)
+        share = self._shard.share
+        if self._shard.has_length:
+            return batches, share
+        return noted_ahead(((batch, None) for batch in batches), share)
+
+    def _start_pass(self) -> Pass:
+        generator = self.synchronized_generator
+        try:
+            started = self._progress.start(self.skip_batches, self._skips_all(), self._step_size, self._limit)
+            self._tell_epoch(started.begin.epoch)
+            if self._shard is not None:
+                self._shard.start, self._shard.drawn_from = started.begin.consumed, started.begin.order
+            if generator is not None and started.begin.generator is not None:
+                generator.set_state(started.begin.generator)
+        except Exception:
+            self._synchronize()  # the others wait for this process there
+            raise
+        self._synchronize()
+        started.generator = None if generator is None else generator.get_state()
+        return started
+
+    def _skips_all(self) -> bool:
+        try:
+            return self.skip_batches > 0 and len(self) == 0
+        except TypeError:  # its length is not known
+            return False
+
+    def _synchronize(self) -> None:
+        """Make random generators those of process 0."""
+        generator = self.synchronized_generator
+        types = [kind for kind in self.rng_types or () if kind != RNGType.GENERATOR or generator is not None]
+        if types:
+            synchronize_rng_states(types, generator)
+
+    @property
+    def _counts_items(self) -> bool:
+        """Whether steps are counted in items of the dataset that go out as they are."""
+        return self._unbatched and self._shard is not None
+
+    def _known_remainder(self) -> int:
+        real, total = None if self._shard is None else self._shard.num_real, self.total_batch_size
+        return -1 if self._drop_last or real is None or total is None else real % total
+
+    def _mark(self, batch: Any, fill: Fill | None, last: bool) -> None:
+        if fill is not None and self._counts_items:  # what items of the others hold is not known
+            rows = count_rows(batch)
+            fill = Fill(*(tuple(rows * count for count in counts) for counts in fill))
+        self.real_samples, self.batch_rows = fill or (None, None)
+        self.end_of_dataloader = last
+        if last and fill is not None and self.remainder == -1:
+            self.remainder = sum(fill.real)
+
+
+def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
+    """Take the batches out of items, and note in a share what else they tell."""
+    share = Share()
+
+    def batches() -> Iterator[Any]:
+        with closing(items):
+            for number, (batch, fill, last) in enumerate(items, 1):
+                share.now = fill
+                if last:
+                    share.num_batches, share.last = number, fill
+                yield batch
+
+    return batches(), share
+
+
+def noted_ahead(batches: Iterator[tuple[Any, Fill | None]], share: Share) -> tuple[Iterator[Any], Share]:
+    """Take the batches out of (batch, fill), and find out by reading one ahead which is the last one.
+
+    Args:
+        batches: What is read.
+        share: Gets what is known of them. It may know the padding of the last one before.
+    """
+
+    def handed_on() -> Iterator[Any]:  # one generator for both: each costs, for every batch
+        number = 1
+        present = next(batches, None)
+        for following in batches:
+            assert present is not None
+            number += 1
+            share.now = present[1]
+            yield present[0]
+            present = following
+        if present is not None:
+            share.num_batches = number
+            share.last = share.last or present[1]
+            yield present[0]
+
+    return handed_on(), share
+
+
+def look_ahead(batches: Iterator[tuple[Any, Fill | None]]) -> Generator[Item, None, None]:
+    """Tell which batch is the last one by reading one ahead."""
+    present = next(batches, None)
+    if present is None:
+        return
+    for following in batches:
+        yield (*present, False)
+        present = following
+    yield (*present, True)

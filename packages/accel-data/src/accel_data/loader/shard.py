@@ -1,0 +1,100 @@
+"""The loader that reads its own share on every process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from accel_data.loader.iteration import PreparedLoader
+from accel_state.enums import RNGType
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.gradient import GradientState
+
+__all__ = ["DataLoaderShard", "SkipDataLoader"]
+
+
+class DataLoaderShard(PreparedLoader):
+    """A DataLoader that gives one process its share, on its device.
+
+    What it shares out is said by its batch sampler (a `BatchSamplerShard`) or its dataset (an
+    `IterableDatasetShard`); with others it reads everything. `prepare_data_loader` puts them together.
+
+    Args:
+        dataset: The dataset.
+        device: Where batches are put; None leaves them where they are.
+        rng_types: Random generators to synchronise with process 0 when an iteration begins: "torch", "cuda"
+            or another device's name, "generator".
+        synchronized_generator: The one that "generator" means.
+        skip_batches: Number of batches to leave out at the beginning of every iteration.
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it.
+        _drop_last: Whether an incomplete last step is dropped, so that there is no remainder.
+        _non_blocking: Do not wait for copies from pinned memory to the device.
+        torch_device_mesh: The mesh that the processes form.
+        iteration: Number of the first epoch.
+        gradient_state: The state that is told when iteration begins and ends; by default the newest.
+        **kwargs: Further arguments of `torch.utils.data.DataLoader`.
+
+    Attributes:
+        total_batch_size: Samples of one step, all processes together.
+        total_dataset_length: Length of the dataset, all processes together.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
+        *,
+        gradient_state: GradientState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            device=device,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            drop_last_step=_drop_last,
+            non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            gradient_state=gradient_state,
+            **kwargs,
+        )
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A DataLoader, not shared out, that leaves out its first batches.
+
+    A stream stays in the epoch that its own `set_epoch` has chosen, as in a plain DataLoader, until that of
+    this loader is called.
+
+    Args:
+        dataset: The dataset.
+        skip_batches: Number of batches to leave out.
+        use_stateful_dataloader: Be an instance of torchdata's StatefulDataLoader, too, and exchange states
+            with it.
+        **kwargs: Further arguments of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
+        )
+        self._tells_epochs = not isinstance(dataset, IterableDataset)

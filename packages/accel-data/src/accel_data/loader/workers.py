@@ -1,0 +1,60 @@
+"""Starting torch's own iteration over a loader, and handing on what its workers have read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from accel_data.order.global_order import drawing_from
+from accel_data.order.shares import Fill
+from accel_data.resume.cursor import Pass
+from accel_data.resume.stream_position import Mark
+
+__all__ = ["handed_on", "opened"]
+
+
+def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple[Any, Fill | None]]:
+    """Hand on what workers have read, and note where they were.
+
+    Args:
+        blocks: (fill, batch, mark) of each block.
+        started: The pass.
+        over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
+
+    Yields:
+        (batch, fill)
+    """
+    trail = started.trail
+    assert trail is not None
+    for fill, batch, mark in blocks:
+        if over and isinstance(mark, Mark):
+            over -= 1
+            trail.pass_over(mark)
+        else:
+            trail.add(mark, started.steps)
+            yield batch, fill and Fill(*map(tuple, fill))  # pinning memory made lists of it
+
+
+def opened(
+    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None
+) -> Iterator[Any]:
+    """Start torch's own iteration, which draws a seed for the workers, by default from the global generator.
+
+    An epoch draws it once: a pass that goes on with an epoch leaves the generator as it was, so that the
+    numbers drawn after it are those of the run that was not interrupted.
+
+    Args:
+        start: Starts the iteration.
+        started: The pass.
+        generator: Where the seed comes from; None for the global generator of the CPU.
+    """
+    with drawing_from(generator):
+        if not started.resumed:
+            return start()
+        state = torch.get_rng_state()
+        try:
+            return start()
+        finally:
+            torch.set_rng_state(state)

@@ -1,0 +1,1 @@
+"""Which sample each process gets at each step."""

@@ -1,0 +1,280 @@
+"""What shares data out already, and whether all processes have been given the same loader.
+
+A sampler, batch sampler or dataset that knows a rank and a number of processes gives one process its share. A
+map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows. A
+stream of theirs with one shard for each process is split here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from accel_data.stream import hugging_face
+from accel_data.stream.dataset import IterableDatasetShard
+from accel_ops.collectives.objects import gather_object
+from accel_state.logging.warning import warn
+
+__all__ = ["Split", "find_split", "split_everywhere"]
+
+_PAIRS = (
+    ("rank", "num_replicas"),
+    ("rank", "world_size"),
+    ("process_index", "num_processes"),
+    ("dp_rank", "dp_world_size"),
+)
+"""Attributes that name the process and the number of processes that something shares data out for."""
+
+_LOOSE = {"world_size", "num_processes"}
+"""Those that a dataset may have for something else, such as messages."""
+
+_SAMPLERS = ("batch_sampler", "sampler")
+_DATASETS = ("dataset", "_data")
+_DEPTH = 5  # of wrappers that are looked into
+_ROWS = 1024  # compared where two processes have different rows
+
+
+class Split(NamedTuple):
+    """Something that gives one process its share.
+
+    Args:
+        rank: The process.
+        size: Number of processes.
+        holder: The sampler, batch sampler or dataset.
+        of_dataset: Whether the dataset is shared out, rather than the order in which it is read.
+        names: The attributes that say so; empty where something else does.
+        lengths: Length of the dataset on each process; None where not known.
+        part: The share of a stream that was split here; None where the loader's dataset is the share.
+    """
+
+    rank: int
+    size: int
+    holder: Any
+    of_dataset: bool
+    names: tuple[str, ...] = ()
+    lengths: tuple[int, ...] | None = None
+    part: IterableDataset[Any] | None = None
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether its attributes may mean something else."""
+        return self.of_dataset and not _LOOSE.isdisjoint(self.names)
+
+    @property
+    def rename(self) -> str:
+        """What else to do if they do mean something else."""
+        if not self.is_loose:
+            return ""
+        return f" If its {self.names[0]} and {self.names[1]} mean something else, give them other names."
+
+
+class _Facts(NamedTuple):
+    """What one process says of its loader."""
+
+    place: tuple[int, int]
+    split: tuple[int, int, str, bool, str] | None
+    length: int | None
+    batch_size: int | None
+    rows: bytes | None  # tells this dataset from others of its length
+
+
+def find_split(dataloader: DataLoader[Any]) -> Split | None:
+    """Return what shares the data of a loader out already; None if nothing says that it does.
+
+    Args:
+        dataloader: A loader that is not prepared.
+    """
+    samplers = [getattr(dataloader, name, None) for name in _SAMPLERS]
+    for part in _inside(samplers, _SAMPLERS):
+        if found := _place_of(part):
+            return Split(*found[0], part, False, found[1])
+    for part in _inside([dataloader.dataset], _DATASETS):
+        if isinstance(part, IterableDatasetShard):
+            return Split(part.process_index, part.num_processes, part, True)
+        if (found := _place_of(part)) and found[0][1] > 1:
+            return Split(*found[0], part, True, found[1])
+        # Hugging Face's streams have an attribute with the place.
+        if (found := _place_of(getattr(part, "_distributed", None))) and found[0][1] > 1:
+            return Split(*found[0], part, True)
+    return None
+
+
+def split_everywhere(
+    dataloader: DataLoader[Any], rank: int, size: int, compare: bool, together: bool
+) -> Split | None:
+    """Find what shares the data out already, and make sure that it does so for the processes that run.
+
+    Where several processes run they compare what they have been given, so that all of them raise. A stream of
+    Hugging Face with one shard for each process is split here, if all processes have the same.
+
+    Args:
+        dataloader: A loader that is not prepared.
+        rank: Index of this process among those that share the data out.
+        size: Their number.
+        compare: Whether all of them read, and so must have the same data.
+        together: Whether all processes of the run do this, so that they can compare what they have.
+
+    Returns:
+        What shares the data out; None if nothing does.
+
+    Raises:
+        ValueError: If it does so for other processes, or the processes have different data.
+    """
+    split = find_split(dataloader)
+    everyone = [_facts(dataloader, split, (rank, size), compare)]
+    if together:
+        everyone = gather_object(everyone)
+    _check_places(everyone)
+    if split is None and together:
+        split = _found_by_comparing(dataloader, (rank, size), everyone)
+    if split is None:
+        return _split_by_shards(dataloader.dataset, (rank, size), everyone)
+    if not together:
+        return split
+    lengths = tuple(facts.length for facts in _one_of_each(everyone) if facts.length is not None)
+    if split.is_loose and len({(facts.length, facts.rows) for facts in _one_of_each(everyone)}) < 2:
+        _tell_loose(split)
+    if not split.of_dataset or len(lengths) < size:
+        return split
+    return split._replace(lengths=lengths)
+
+
+def _inside(found: list[Any], links: Sequence[str]) -> Iterator[Any]:
+    """Yield things and what they wrap, from the outside."""
+    for _ in range(_DEPTH):
+        found = [part for part in found if part is not None]
+        yield from found
+        found = [_attribute(part, name) for part in found for name in links]
+
+
+def _attribute(part: Any, name: str) -> Any:
+    inner = getattr(part, name, None)
+    return None if callable(inner) or inner is part else inner
+
+
+def _place_of(part: Any) -> tuple[tuple[int, int], tuple[str, str]] | None:
+    """Return the process and the number of processes, and the attributes that name them."""
+    for names in _PAIRS:
+        rank, size = (getattr(part, name, None) for name in names)
+        if type(rank) is int and type(size) is int:
+            return (rank, size), names
+    return None
+
+
+def _one_of_each(everyone: Sequence[_Facts]) -> list[_Facts]:
+    """Return one of the processes that get the same batches, of each such group, in the order of shares."""
+    found = {facts.place: facts for facts in everyone}
+    return [found[place] for place in sorted(found)]
+
+
+def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, int], compare: bool) -> _Facts:
+    found = split and (split.rank, split.size, type(split.holder).__name__, split.of_dataset, split.rename)
+    dataset: Any = dataloader.dataset
+    if not compare:
+        return _Facts(place, found, None, None, None)
+    if isinstance(dataset, IterableDataset):
+        divides = split is None and hugging_face.has_shards_for(dataset, place[1])
+        return _Facts(place, found, None, None, hugging_face.stream_digest(dataset) if divides else None)
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    rows = None
+    if isinstance(dataset, Subset):
+        rows = hugging_face.digest(array("q", map(int, dataset.indices)).tobytes())
+    elif length and hugging_face.is_table(dataset):
+        rows = b"".join(hugging_face.row_digests(dataset, sorted({0, length // 2, length - 1})))
+    batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
+    return _Facts(place, found, length, batch_size, rows)
+
+
+def _check_places(everyone: Sequence[_Facts]) -> None:
+    """Raise if something shares data out for other processes than these, or only on some of them."""
+    found = {rank: facts for rank, facts in enumerate(everyone) if facts.split is not None}
+    for facts in found.values():
+        assert facts.split is not None
+        rank, size, name, of_dataset, rename = facts.split
+        if (rank, size) != facts.place:
+            here = facts.place
+            fix = "the whole dataset" if of_dataset else "a loader without that (shuffle=True if it shuffles)"
+            raise ValueError(
+                f"The loader shares its data out already: its {name} is for process {rank} of {size}, but "
+                f"this is process {here[0]} of {here[1]}. Pass {fix}: the prepared loader shares out by "
+                f"itself. Or make the {name} for this process (num_replicas={here[1]}, rank={here[0]})."
+                f"{rename}"
+            )
+    if found and len(found) < len(everyone):
+        without = [rank for rank in range(len(everyone)) if rank not in found]
+        raise ValueError(
+            f"The loader of process {min(found)} shares its data out already, but those of the "
+            f"processes {without} do not. {_SAME}"
+        )
+
+
+def _found_by_comparing(
+    dataloader: DataLoader[Any], place: tuple[int, int], everyone: Sequence[_Facts]
+) -> Split | None:
+    """Raise if processes have different data, unless each of them has its share of one dataset."""
+    if len({facts.batch_size for facts in everyone}) > 1:
+        raise ValueError(
+            f"The processes have different batch sizes: {_each(everyone, 'batch_size')}. {_SAME}"
+        )
+    dataset = dataloader.dataset
+    if len({(facts.length, facts.rows) for facts in everyone}) == 1 or isinstance(dataset, IterableDataset):
+        return None
+    if hugging_face.is_table(dataset) and _are_shares(dataset, everyone):
+        return Split(*place, dataset, True)
+    raise ValueError(
+        f"The processes have different data in their {type(dataset).__name__} (lengths: "
+        f"{_each(everyone, 'length')}), so that samples would be lost and others repeated. Give every "
+        "process the whole dataset, in one order: the prepared loader shares out by itself. Pass a seed to "
+        "what shuffles or splits it at random. A part that you made for one process must say so, by "
+        "attributes `rank` and `num_replicas` of the sampler or dataset."
+    )
+
+
+def _split_by_shards(dataset: Any, place: tuple[int, int], everyone: Sequence[_Facts]) -> Split | None:
+    """Give each process its shard of a stream, if there is one for each and all processes have the same."""
+    seen = {facts.rows for facts in everyone}
+    if None in seen or len(seen) > 1 or not hugging_face.has_shards_for(dataset, place[1]):
+        return None
+    return Split(*place, dataset, True, part=hugging_face.take_shard(dataset, *place))
+
+
+def _tell_loose(split: Split) -> None:
+    """Warn that attributes of a dataset alone say that it is shared out."""
+    name, (rank, size) = type(split.holder).__name__, split.names
+    warn(
+        f"{name} has {rank}={split.rank} and {size}={split.size}, so it passes as one that holds the samples "
+        f"of this process alone, and is not shared out. If it holds the same on all processes, each of them "
+        f"reads all of it: give {rank} and {size} other names. If it does hold its own, name the second one "
+        "num_replicas, and this warning does not come.",
+    )
+
+
+_SAME = "Make the same loader on every process."
+
+
+def _each(everyone: Sequence[_Facts], name: str) -> str:
+    return ", ".join(f"{getattr(facts, name)} on process {rank}" for rank, facts in enumerate(everyone))
+
+
+def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
+    """Whether the datasets of the processes are what split_dataset_by_node makes of one; all must ask.
+
+    Their lengths must be those of its shares, and of many rows none may be in two shares. (Rows that are
+    twice in one share tell nothing.) Processes that get the same batches must have the same share.
+    """
+    shares = _one_of_each(everyone)
+    lengths = [facts.length or 0 for facts in shares]
+    total, count = sum(lengths), len(lengths)
+    if lengths != [total // count + (rank < total % count) for rank in range(count)]:
+        return False
+    length = len(dataset)
+    rows = sorted({length * i // _ROWS for i in range(_ROWS)}) if length else []
+    digests: list[tuple[bytes, ...]] = gather_object([tuple(hugging_face.row_digests(dataset, rows))])
+    seen = {(facts.place, some) for facts, some in zip(everyone, digests, strict=True)}
+    unique = [{row for row, times in Counter(some).items() if times == 1} for _, some in seen]
+    alike = len(seen) == count
+    return alike and any(unique) and sum(map(len, unique)) == len(set().union(*unique))

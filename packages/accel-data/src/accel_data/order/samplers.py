@@ -1,0 +1,400 @@
+"""Batch samplers that give one process its share, and one that starts later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel_data.checks import check_divides, check_place, check_skip
+from accel_data.order.global_order import Order, draw, order_of
+from accel_data.order.shares import Fill, Layout, Share, cut, spread_out
+
+__all__ = ["AllShards", "BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
+
+
+class BatchSamplerShard(BatchSampler):
+    """Gives one process its part of the batches of a batch sampler.
+
+    On two processes, batches [0, 1, 2, 3], [4, 5, 6, 7] give
+
+    - without `split_batches`: [0, 1, 2, 3] to process 0 and [4, 5, 6, 7] to process 1;
+    - with it: [0, 1] then [4, 5] to process 0 and [2, 3] then [6, 7] to process 1.
+
+    Where the indices do not suffice for a batch on every process, the incomplete step is dropped if the batch
+    sampler has drop_last, else completed with indices from the start, else (even_batches=False) left uneven.
+    The share of a plain `BatchSampler` is computed, not found by walking over the batches of the others. A
+    batch sampler of another class is walked. Its batches are never cut anew with even_batches=False or where
+    it has no batch size; even_batches=True then completes the last step with its first batches.
+
+    Args:
+        batch_sampler: The batch sampler; any iterable of lists of indices.
+        num_processes: Number of processes.
+        process_index: Index of this one.
+        split_batches: Give each process a piece of every batch, not every n-th batch.
+        even_batches: Complete an incomplete last step with indices from the start.
+        spread: Share out an incomplete last step as equally as can be where it is not completed, or where
+            batches are split, and complete it with its own indices; as prepared loaders do.
+
+    Raises:
+        ValueError: If process_index is no process, if the batch size does not divide by num_processes with
+            split_batches, or if there is none with split_batches.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler | Iterable[list[int]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        spread: bool = False,
+    ) -> None:
+        check_place(num_processes, process_index)
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.spread = spread
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.seed: int | None = None  # of the generators under which an unknown sampler is walked
+        self.epoch = 0
+        self.start = 0  # where the next pass starts in the global order, in samples
+        self.drawn_from: torch.Tensor | None = None  # state of the generator that the next pass draws from
+        self.agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None
+        self.share = Share()  # of the latest pass
+        self._check()
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside of the batch sampler; None if it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the batch sampler, all processes together."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """Indices in a full batch of one process; None if not known."""
+        if self.batch_size is None:
+            return None
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    @property
+    def step_size(self) -> int:
+        """Places in the global order that one step of all processes takes.
+
+        In samples; in batches where the batch size is not known.
+        """
+        return (self.batch_size or 1) * (1 if self.split_batches else self.num_processes)
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches is known before they are walked."""
+        return hasattr(self.walked, "__len__")
+
+    @property
+    def num_samples(self) -> int | None:
+        """Length of the global order in samples; None where only walking tells."""
+        return len(self.sampler) if self._flat and self.has_length else None
+
+    @property
+    def num_real(self) -> int | None:
+        """Samples in the global order that are no padding; None where only walking tells."""
+        return self.num_samples
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every process gets as many batches, whatever the data."""
+        return self.even_batches or (self.drop_last and (self._flat or not self.split_batches))
+
+    @property
+    def batches_of_each(self) -> tuple[int, ...] | None:
+        """Number of batches of each process in the pass that has begun; None where only walking tells."""
+        if not self.has_length:
+            return None
+        if self._flat:
+            layout, total = self._layout(self.start), len(self.sampler)
+        elif self.split_batches:
+            return None
+        else:
+            layout, total = self._layout_of_batches(self.start), self.total_length
+        return tuple(layout.num_batches(total, rank) for rank in range(self.num_processes))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, also for the samplers inside.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        self.epoch = epoch
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        if self._flat:
+            return self._layout(0).num_batches(len(self.sampler), self._rank)
+        total = self.total_length
+        if self.split_batches:
+            return total
+        return self._layout_of_batches(0).num_batches(total, self._rank)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.share = Share()
+        return self._batches(self.share, self.start)
+
+    @property
+    def _rank(self) -> int | None:
+        return self.process_index
+
+    @property
+    def _flat(self) -> bool:
+        return type(self.batch_sampler).__iter__ is BatchSampler.__iter__
+
+    @property
+    def walked(self) -> Any:
+        """The sampler that gives the order: of indices, or of batches if only the batch sampler knows."""
+        return self.sampler if self._flat else self.batch_sampler
+
+    def _layout(self, start: int) -> Layout:
+        share = self.local_batch_size
+        assert share is not None
+        even = self.even_batches and self.num_processes > 1
+        spread = self.spread and (self.split_batches or not even)
+        return Layout(share, self.num_processes, self.drop_last, even, start, spread)
+
+    def _layout_of_batches(self, start: int) -> Layout:
+        """How whole batches are dealt out."""
+        first = start // (self.batch_size or 1)
+        return Layout(1, self.num_processes, self.drop_last, self.even_batches, first)
+
+    def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
+        # A generator, so that nothing is drawn before the loader has drawn its own seed, as without sharding.
+        self._check()
+        if self._flat:
+            yield from cut(self._order(), self._layout(start), self._rank, share)
+        elif self.even_batches and self.num_processes > 1 and self.batch_size is not None:
+            yield from cut(self._flattened(self._order()), self._layout(start), self._rank, share)
+        else:
+            yield from self._whole_batches(self._order(), start, share)
+
+    def _order(self) -> Any:
+        if self.drawn_from is not None:
+            generator = torch.Generator()
+            generator.set_state(self.drawn_from)
+            return draw(self.walked, generator)
+        return order_of(self.walked, self.seed, self.epoch, self.agreed)
+
+    def _flattened(self, batches: Any) -> Order:
+        """Turn batches of the declared size into an order of indices."""
+        size = self.batch_size
+
+        def indices() -> Iterator[int]:
+            short: int | None = None
+            for number, batch in enumerate(batches):
+                if short is not None or len(batch) > size:
+                    seen = len(batch) if short is None else short
+                    where = number if short is None else number - 1
+                    raise ValueError(
+                        f"{type(self.batch_sampler).__name__} says batch_size={size}, but its batch {where} "
+                        f"has {seen} indices. Batches of varying size can only be shared out as they are: "
+                        "pass even_batches=False."
+                    )
+                short = len(batch) if len(batch) < size else None
+                yield from batch
+
+        return indices() if isinstance(batches, Iterator) else list(indices())
+
+    def _whole_batches(self, batches: Any, start: int, share: Share) -> Iterator[list[int]]:
+        if self.split_batches and self.num_processes > 1:
+            yield from self._divided(islice(batches, start // (self.batch_size or 1), None), share)
+            return
+        for piece in cut(batches, self._layout_of_batches(start), self._rank, share, count=len):
+            yield from piece
+
+    def _divided(self, batches: Iterable[list[int]], share: Share) -> Iterator[list[int]]:
+        if self.has_length:
+            batches = list(batches)
+            share.num_batches = sum(bool(part) for batch in batches for part in self._pieces(batch))
+            if batches and any(self._pieces(batches[-1])):
+                sizes = self._piece_sizes(batches[-1])
+                share.last = Fill.of(sizes, sizes)
+        for batch in batches:
+            yield from filter(None, self._pieces(batch))
+
+    def _pieces(self, batch: list[int]) -> list[list[int]]:
+        """Return the piece of a batch that this process gets, or those of all."""
+        sizes = self._piece_sizes(batch)
+        pieces = [batch[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        return pieces if self._rank is None else [pieces[self._rank]]
+
+    def _piece_sizes(self, batch: list[int]) -> tuple[int, ...]:
+        if self.spread:
+            return spread_out(len(batch), self.num_processes)
+        size = self.local_batch_size
+        assert size is not None
+        return tuple(len(batch[rank * size : (rank + 1) * size]) for rank in range(self.num_processes))
+
+    def _check(self) -> None:
+        size = self.batch_size
+        name = type(self.batch_sampler).__name__
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"batch_size must be a positive integer, but {name}.batch_size is {size!r}.")
+        if self.num_processes == 1:
+            return
+        if self.split_batches and size is None:
+            raise ValueError(
+                f"split_batches=True needs a batch size, but {name} has none. Give it an attribute "
+                "`batch_size`, or pass split_batches=False."
+            )
+        if self.split_batches:
+            check_divides(size, self.num_processes)
+
+
+class AllShards(BatchSamplerShard):
+    """The batches of all processes, step by step: those of process 0, 1, ..., then the next step's."""
+
+    @property
+    def _rank(self) -> int | None:
+        return None
+
+
+class PresplitBatchSampler(BatchSamplerShard):
+    """A batch sampler that gives the share of this process already.
+
+    Args:
+        batch_sampler: The batch sampler.
+        splitter: What shares out: it, the sampler inside (a `DistributedSampler` or one like it), or the
+            dataset.
+        part: (index, number) of the process that this share is for.
+        lengths: Length of the dataset of each process, if that is what is shared out and they are known.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        splitter: Any,
+        part: tuple[int, int],
+        lengths: tuple[int, ...] | None = None,
+    ) -> None:
+        # Nothing is known of the batches of the others, unless all samples are dealt out in turn.
+        deals = isinstance(splitter, DistributedSampler)
+        super().__init__(batch_sampler, even_batches=deals)
+        self.splitter = splitter
+        self.deals = deals
+        self.part = part
+        self.num_parts = part[1]
+        self.lengths = lengths
+
+    @property
+    def step_size(self) -> int:
+        """Places in the global order that one step of all processes takes."""
+        return (self.batch_size or 1) * self.num_parts
+
+    @property
+    def num_samples(self) -> int | None:
+        """Length of the global order in samples, padding included; None where only walking tells."""
+        return int(self.splitter.total_size) if self.deals else None
+
+    @property
+    def num_real(self) -> int | None:
+        """Samples in the global order that are no padding; None where only walking tells."""
+        if not self.deals:
+            return None
+        return min(int(self.splitter.total_size), len(self.splitter.dataset))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every process gets as many batches, whatever the data."""
+        return self.deals
+
+    @property
+    def batches_of_each(self) -> tuple[int, ...] | None:
+        """Number of batches of each process in an epoch; None where it is not known."""
+        if self.lengths is None or not self._flat:
+            return None
+        size = self.batch_size
+        return tuple(length // size if self.drop_last else -(-length // size) for length in self.lengths)
+
+    def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
+        first = start // self.num_parts
+        last = self._fill_of_lengths() if self.lengths is not None else self._fill_of_dealt(first)
+        for batch in super()._batches(share, first):
+            share.last = last
+            yield batch
+
+    def _fill_of_lengths(self) -> Fill | None:
+        counts, lengths = self.batches_of_each, self.lengths
+        if counts is None or lengths is None:
+            return None
+        steps, size = max(counts), self.batch_size
+        rows = tuple(
+            min(length - (steps - 1) * size, size) if count == steps else 0
+            for length, count in zip(lengths, counts, strict=True)
+        )
+        return Fill.of(rows, rows) if rows[self.part[0]] else None
+
+    def _fill_of_dealt(self, first: int) -> Fill | None:
+        # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
+        if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
+            return None
+        if not self._flat:
+            return None
+        processes = self.num_parts
+        short = (len(self.splitter) - first) % self.batch_size
+        unpadded = processes - (self.num_samples - self.num_real)
+        if unpadded == processes or (short and self.drop_last):
+            return None
+        rows = short or self.batch_size
+        return Fill(tuple(rows - (rank >= unpadded) for rank in range(processes)), (rows,) * processes)
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: The batch sampler.
+        skip_batches: Number of batches to leave out.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = check_skip(skip_batches)
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside of the batch sampler; None if it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the batch sampler, the skipped ones included."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass for the samplers inside.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(self.total_length - self.skip_batches, 0)

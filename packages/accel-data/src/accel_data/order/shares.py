@@ -1,0 +1,255 @@
+"""Which positions of the global order each process gets at each step: arithmetic, and cutting out a share.
+
+One step hands `share` positions to every process: process 0 the first ones, process 1 the next, and so on.
+When the positions end inside a step, the step is dropped, padded, or left uneven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_data.order.global_order import Order, take
+
+__all__ = ["Fill", "Layout", "Share", "counted", "cut", "spread_out"]
+
+_ENTRIES = 2048  # turned into lists at once; more would leave the processor's cache before they are used
+
+
+class Fill(NamedTuple):
+    """What the processes have in a step in which something is padded, or a process has no batch.
+
+    Args:
+        real: Entries of each process that are no padding. The padding is at the end of its batch.
+        rows: Entries of each process, padding included; 0 for a process that has no batch.
+    """
+
+    real: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, real: Sequence[int], rows: Sequence[int]) -> Fill | None:
+        """Return what is to be known of a step: None if nothing is padded and every process has a batch."""
+        fill = cls(tuple(real), tuple(rows))
+        return None if fill.real == fill.rows and all(fill.rows) else fill
+
+
+@dataclass
+class Share:
+    """What one pass over a sampler holds; filled in while it is walked.
+
+    Args:
+        num_batches: Number of batches; None until it is known.
+        last: The fill of the last batch's step.
+        now: That of the batch at hand, where it is not known before.
+    """
+
+    num_batches: int | None = None
+    last: Fill | None = None
+    now: Fill | None = None
+
+
+def spread_out(count: int, num_processes: int) -> tuple[int, ...]:
+    """Divide a number of entries over the processes, as equally as can be; the first ones get more."""
+    each, more = divmod(count, num_processes)
+    return tuple(each + (rank < more) for rank in range(num_processes))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an order is cut.
+
+    Args:
+        share: Positions that each process gets per step.
+        num_processes: Number of processes.
+        drop_last: Drop a step that is not full.
+        even: Pad a step that is not full, so that all processes have equally many entries.
+        start: Position of the first step.
+        spread: Share out a step that is not full as equally as can be, and pad it with its own entries,
+            each equally often where that takes no more than `share` on a process. Otherwise the first
+            processes have `share` entries in it, and it is padded from the start of the order.
+    """
+
+    share: int
+    num_processes: int
+    drop_last: bool
+    even: bool
+    start: int = 0
+    spread: bool = False
+
+    @property
+    def group(self) -> int:
+        """Positions of one step, all processes together."""
+        return self.share * self.num_processes
+
+    def tail(self, length: int) -> int:
+        """Positions in the last step if that is not full, else 0."""
+        return max(length - self.start, 0) % self.group
+
+    def num_batches(self, length: int, rank: int | None) -> int:
+        """Steps that a process takes; batches of all processes together for None."""
+        full = max(length - self.start, 0) // self.group
+        sizes = self.tail_sizes(self.tail(length))
+        if rank is None:
+            return full * self.num_processes + sum(map(bool, sizes))
+        return full + bool(sizes[rank])
+
+    def real_sizes(self, tail: int) -> tuple[int, ...]:
+        """Real entries of each process in a last step of `tail` positions."""
+        if self.spread and not self.even:
+            return spread_out(tail, self.num_processes)
+        piece = self._piece(tail)
+        return tuple(min(max(tail - rank * piece, 0), piece) for rank in range(self.num_processes))
+
+    def tail_sizes(self, tail: int) -> tuple[int, ...]:
+        """Entries of each process, padding included, in a last step of `tail` positions."""
+        if tail == 0 or self.drop_last:
+            return (0,) * self.num_processes
+        return (self._piece(tail),) * self.num_processes if self.even else self.real_sizes(tail)
+
+    def fill(self, tail: int, rank: int | None) -> Fill | None:
+        """What a process (None for all) is to know of a last step of `tail` positions, if it has it."""
+        sizes = self.tail_sizes(tail)
+        is_there = any(sizes) if rank is None else sizes[rank] > 0
+        return Fill.of(self.real_sizes(tail), sizes) if is_there else None
+
+    def position(self, place: int, tail: int, length: int) -> int:
+        """Position of a place in a last step of `tail` positions; from `tail` on a place is padding."""
+        if place < tail or self.spread:
+            return length - tail + place % tail
+        return (place - tail) % length
+
+    def deal(self, entries: list[Any], head: list[Any], rank: int | None) -> list[list[Any]]:
+        """Cut one step.
+
+        Args:
+            entries: Its entries, without padding.
+            head: The first ones of the order.
+            rank: The process; None for all of them.
+
+        Returns:
+            The batches of those processes that have one.
+        """
+        share, tail = self.share, len(entries)
+        ranks = range(self.num_processes) if rank is None else (rank,)
+        if tail == self.group:
+            return [entries[rank * share : (rank + 1) * share] for rank in ranks]
+        sizes = self.tail_sizes(tail)
+        source = entries if self.spread else head
+        entries = entries + [source[i % len(source)] for i in range(sum(sizes) - tail)]
+        ends = list(accumulate(sizes))
+        return [entries[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks if sizes[rank]]
+
+    def _piece(self, tail: int) -> int:
+        """Entries of each process in a padded last step of `tail` positions."""
+        if not (self.spread and self.even and tail):
+            return self.share
+        alike = tail // math.gcd(tail, self.num_processes)  # each entry is there equally often
+        return alike if alike <= self.share else -(-tail // self.num_processes)
+
+
+def cut(
+    order: Order,
+    layout: Layout,
+    rank: int | None,
+    share: Share,
+    count: Callable[[Any], int] | None = None,
+) -> Iterator[list[Any]]:
+    """Cut the batches of one process out of a global order.
+
+    Args:
+        order: The global order.
+        layout: How it is cut.
+        rank: The process; None for all of them, step by step.
+        share: Gets the number of batches and the padding: at once where the order has a length, else at its
+            end.
+        count: Returns how many samples an entry stands for; by default each is one.
+
+    Yields:
+        Lists of entries of the order.
+    """
+    if isinstance(order, Iterator):
+        yield from _cut_stream(order, layout, rank, share, count)
+        return
+    length = len(order)
+    tail = layout.tail(length)
+    share.num_batches = layout.num_batches(length, rank)
+    share.last = layout.fill(tail, rank)
+    if share.last and count:
+        parts = [take(order, positions) for positions in _tail_positions(layout, length, None)]
+        share.last = counted(share.last, parts, count)
+    tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
+    many = max(_ENTRIES // layout.share, 1)
+    if isinstance(order, torch.Tensor):
+        rows = _rows(order, layout, rank)
+        del order  # at most this process's share stays in memory
+        for first in range(0, len(rows), many):
+            yield from rows[first : first + many].tolist()
+    elif isinstance(order, range):
+        starts = _starts(layout, length, rank)
+        for first in range(0, len(starts), many):
+            some = starts[first : first + many]
+            column = torch.arange(some.start, some.stop, some.step, device="cpu").unsqueeze(1)
+            yield from (column + torch.arange(layout.share, device="cpu")).tolist()
+    else:
+        for position in _starts(layout, length, rank):
+            yield order[position : position + layout.share]
+    yield from tails
+
+
+def _rows(order: torch.Tensor, layout: Layout, rank: int | None) -> torch.Tensor:
+    steps = max(len(order) - layout.start, 0) // layout.group
+    used = order[layout.start : layout.start + steps * layout.group]
+    rows = used.view(steps, layout.num_processes, layout.share)
+    if rank is None or layout.num_processes == 1:
+        return rows.flatten(0, 1)
+    return rows[:, rank].clone()
+
+
+def _starts(layout: Layout, length: int, rank: int | None) -> range:
+    """Return the position at which each full batch begins."""
+    first, step = (0, layout.share) if rank is None else (rank * layout.share, layout.group)
+    end = max(length - layout.tail(length), layout.start)
+    return range(layout.start + first, end, step)
+
+
+def _tail_positions(layout: Layout, length: int, rank: int | None) -> Iterator[Sequence[int]]:
+    tail = layout.tail(length)
+    sizes = layout.tail_sizes(tail)
+    for process, end in enumerate(accumulate(sizes)):
+        if sizes[process] and rank in (None, process):
+            yield [layout.position(place, tail, length) for place in range(end - sizes[process], end)]
+
+
+def _cut_stream(
+    order: Iterator[Any],
+    layout: Layout,
+    rank: int | None,
+    share: Share,
+    count: Callable[[Any], int] | None,
+) -> Iterator[list[Any]]:
+    head = list(islice(order, layout.group))  # padding comes from here
+    entries = islice(chain(head, order), layout.start, None)
+    while group := list(islice(entries, layout.group)):
+        if len(group) < layout.group:
+            share.last = layout.fill(len(group), rank)
+            if share.last and count:
+                share.last = counted(share.last, layout.deal(group, head, None), count)
+        yield from layout.deal(group, head, rank)
+
+
+def counted(fill: Fill, parts: list[list[Any]], count: Callable[[Any], int]) -> Fill | None:
+    """Return in samples what is known of a step in entries that stand for several samples each.
+
+    Args:
+        fill: The fill in entries.
+        parts: The entries of the processes that have some.
+        count: Returns the number of samples of an entry.
+    """
+    rows = [sum(map(count, part)) for part in parts] + [0] * (len(fill.rows) - len(parts))
+    return Fill.of([size if real else 0 for size, real in zip(rows, fill.real, strict=True)], rows)

@@ -1,0 +1,1 @@
+"""Loaders and samplers of torchdata."""

@@ -1,0 +1,100 @@
+"""Loaders and samplers of torchdata, where it is installed (the extra `stateful`)."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from accel_data.order.global_order import SeedableRandomSampler
+from accel_state.imports.available import require
+
+__all__ = ["as_plain", "is_stateful", "loader_class", "stateful_class"]
+
+_LOADERS = "torchdata.stateful_dataloader"
+_SAMPLERS = "torchdata.stateful_dataloader.sampler"
+
+
+def loader_class(stateful: bool) -> type[DataLoader[Any]]:
+    """Return torchdata's StatefulDataLoader, or torch's DataLoader."""
+    if not stateful:
+        return DataLoader
+    found: type[DataLoader[Any]] = require(
+        "torchdata.stateful_dataloader", "stateful", "accel-data"
+    ).StatefulDataLoader
+    return found
+
+
+_classes: dict[type, type] = {}
+"""Classes that are torchdata's loader too, by those that they were made from."""
+
+
+def stateful_class(kind: type[DataLoader[Any]]) -> type[Any]:
+    """Return the class of a prepared loader that is torchdata's StatefulDataLoader too.
+
+    It reads as before: torchdata's part is that the loader is an instance of its class.
+
+    Args:
+        kind: The class of the loader.
+
+    Raises:
+        ImportError: If torchdata is not installed.
+    """
+    base = loader_class(stateful=True)
+    if kind in _classes or issubclass(kind, base):
+        return _classes.get(kind, kind)
+    content = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__iter__": kind.__iter__,
+        "__reduce__": lambda self: (_empty, (kind,), self.__dict__),  # the class has no name of its own
+        "_get_iterator": DataLoader._get_iterator,
+    }
+    _classes[kind] = type(kind.__name__, (kind, base), content)
+    return _classes[kind]
+
+
+def _empty(kind: type[DataLoader[Any]]) -> Any:
+    return object.__new__(stateful_class(kind))
+
+
+def is_stateful(dataloader: DataLoader[Any]) -> bool:
+    """Tell whether a loader is torchdata's StatefulDataLoader."""
+    module = sys.modules.get(_LOADERS)
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
+
+
+def as_plain(sampler: Any, generator: torch.Generator | None, data_seed: int | None) -> Any:
+    """Return a sampler of torch in the place of one of torchdata, which remembers a place of its own.
+
+    Args:
+        sampler: Any sampler or batch sampler. It is not changed.
+        generator: The user's generator, that of the loader. A random sampler that draws from another one,
+            which torchdata makes where there is none, gets an order that is a function of seed and epoch.
+        data_seed: Its seed; by default the one that its generator began with.
+
+    Returns:
+        A sampler that gives the same indices (in another order, if it is such a random one); the given one if
+        it is not of torchdata.
+    """
+    module = sys.modules.get(_SAMPLERS)
+    if module is None:
+        return sampler
+    if type(sampler) is module.BatchSampler:
+        inner = as_plain(sampler.sampler, generator, data_seed)
+        return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    if isinstance(sampler, BatchSampler) and type(sampler.sampler) is module.RandomSampler:
+        changed = copy.copy(sampler)
+        changed.sampler = as_plain(sampler.sampler, generator, data_seed)
+        return changed
+    if type(sampler) is not module.RandomSampler:
+        return sampler
+    drawn = sampler.data_source, sampler.replacement, sampler._num_samples
+    if sampler.generator is generator:
+        return RandomSampler(*drawn, generator=generator)
+    seed = sampler.generator.initial_seed() if data_seed is None else data_seed
+    return SeedableRandomSampler(*drawn, data_seed=seed)
