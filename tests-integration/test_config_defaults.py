@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from accel import Accelerator
+from accel_launch.config.ask.questionnaire import ask_all
 from accel_launch.config.file import LaunchConfig
-from accel_launch.config.questionnaire import ask_all
-from accel_launch.environment import common_environment
-from accel_launch.parser import launch_command_parser
-from accel_launch.resolve import resolve
+from accel_launch.plan.environment import common_environment
+from accel_launch.settings.parser import launch_command_parser
+from accel_launch.settings.resolve import resolve
 from accel_world.told import warns_once
 
 

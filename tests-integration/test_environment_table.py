@@ -26,11 +26,11 @@ from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.megatron import MegatronLMPlugin
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
-from accel_launch.environment import outside_any_run
-from accel_launch.parser import launch_command_parser
-from accel_launch.resolve import resolve
+from accel_launch.outside.slurm import find_step
+from accel_launch.plan.environment import outside_any_run
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
-from accel_launch.slurm import find_step
+from accel_launch.settings.parser import launch_command_parser
+from accel_launch.settings.resolve import resolve
 from accel_launch.tpu.variables import prepare_tpu, tpu_settings
 from accel_state import env
 from accel_state.accelerator_state import AcceleratorState

@@ -139,7 +139,7 @@ def _foreign(point: EntryPoint, rest: list[str]) -> int:
 
 def _unknown(name: str, points: Iterable[str]) -> NoReturn:
     """Raise an error about a command that is not there."""
-    from accel_launch.schema import nearest
+    from accel_launch.settings.schema import nearest
     from accel_state.imports.packages import install_hint
 
     if name in _SIBLINGS:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from accel_launch.errors import LaunchError
-from accel_launch.parser import launch_command_parser
-from accel_launch.plan import Plan, make_plan
-from accel_launch.resolve import Settings, resolve
-from accel_launch.starters import STARTERS, Prepared, become
+from accel_launch.plan.make import Plan, make_plan
+from accel_launch.plan.starters import STARTERS, Prepared, become
+from accel_launch.settings.parser import launch_command_parser
+from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
 from accel_state.enums import ComputeEnvironment
 
@@ -107,13 +107,13 @@ def read_config(args: argparse.Namespace) -> LaunchConfig | None:
 
 
 def _explained(settings: Settings) -> str:
-    from accel_launch.report import explain_text
+    from accel_launch.settings.explain import explain_text
 
     return explain_text(settings)
 
 
 def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
-    from accel_launch.report import dry_run_text
+    from accel_launch.settings.explain import dry_run_text
 
     prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
     if prepared.held is not None:

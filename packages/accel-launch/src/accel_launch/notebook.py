@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_launch.elastic import (
+from accel_launch.errors import LaunchError
+from accel_launch.local.machine import Machine
+from accel_launch.local.ports import reserve_port
+from accel_launch.outside.elastic import (
     HANDLED,
     elastic_summary,
     log_lines_dropped,
     set_handlers,
     signal_handlers_kept,
 )
-from accel_launch.errors import LaunchError
-from accel_launch.machine import Machine
-from accel_launch.ports import reserve_port
 from accel_state import env
 from accel_state.logging.warning import warn
 from accel_state.process import hooks

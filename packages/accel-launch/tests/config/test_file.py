@@ -7,8 +7,8 @@ import pytest
 
 from accel_launch.config import load_config_from_file
 from accel_launch.errors import ConfigError
-from accel_launch.parser import launch_command_parser
-from accel_launch.resolve import resolve
+from accel_launch.settings.parser import launch_command_parser
+from accel_launch.settings.resolve import resolve
 
 FULL = """
 compute_environment: LOCAL_MACHINE

@@ -131,9 +131,9 @@ def load_registered_parts(
             if sharded and not _fits(present.get(path), entries[name]):
                 raise CheckpointError(
                     f"{file_names.custom_file(index)}: {path} was saved in parts, and registered object "
-                    f"{index} ({type(obj).__name__}) has no DTensor of shape {tuple(entries[name].size)} there "
-                    "now, while models are sharded. Make its tensors before load_state, as in the run that saved; "
-                    "an optimizer is prepared instead of registered."
+                    f"{index} ({type(obj).__name__}) has no DTensor of shape {tuple(entries[name].size)} "
+                    "there now, while models are sharded. Make its tensors before load_state, as in the run "
+                    "that saved; an optimizer is prepared instead of registered."
                 )
             parts[name] = _empty(present.get(path), entries[name])
         read_folder({"parts": parts}, place, process)

@@ -12,7 +12,7 @@ from accel_launch.config.file import LaunchConfig, load_config_from_file
 from accel_launch.config.paths import config_path
 from accel_launch.config.write import write_basic_config
 from accel_launch.errors import LaunchError
-from accel_launch.machine import Machine
+from accel_launch.local.machine import Machine
 from accel_state import env
 
 __all__ = ["main"]
@@ -67,8 +67,8 @@ def main(argv: Sequence[str], prog: str = "accel config") -> int:
 
 def _ask(config_file: str | None) -> int:
     """Put the questions, show the file and write it."""
-    from accel_launch.config.prompt import open_prompt
-    from accel_launch.config.questionnaire import answers_of, ask_all
+    from accel_launch.config.ask.prompt import open_prompt
+    from accel_launch.config.ask.questionnaire import answers_of, ask_all
 
     path = Path(config_file).expanduser() if config_file is not None else config_path()
     before = answers_of(load_config_from_file(path)) if path.is_file() else {}

@@ -10,7 +10,7 @@ from typing import Any
 from accel_launch.config.paths import config_path
 from accel_launch.config.upgrade import upgrade
 from accel_launch.errors import ConfigError
-from accel_launch.schema import (
+from accel_launch.settings.schema import (
     CLUSTER_KEYS,
     SAGEMAKER_KEYS,
     SETTINGS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_launch.config.file import LaunchConfig, load_config_from_file
 from accel_launch.errors import ConfigError
-from accel_launch.parser import command_parser
+from accel_launch.settings.parser import command_parser
 
 __all__ = ["convert", "main", "to_fsdp2_command", "to_fsdp2_command_parser"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from accel_launch.schema import SETTINGS, config_setting
+from accel_launch.settings.schema import SETTINGS, config_setting
 from accel_state.env import str_to_bool
 
 __all__ = ["upgrade"]

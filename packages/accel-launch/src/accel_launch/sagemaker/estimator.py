@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_launch.config import LaunchConfig
-from accel_launch.environment import common_environment
 from accel_launch.errors import ConfigError, LaunchError
-from accel_launch.resolve import Settings, resolve
+from accel_launch.plan.environment import common_environment
 from accel_launch.sagemaker.values import hyperparameters, read_inputs, read_metrics
+from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
 
 __all__ = ["prepare_sagemager_args_inputs"]

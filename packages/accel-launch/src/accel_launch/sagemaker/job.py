@@ -9,8 +9,8 @@ from typing import Any
 
 from accel_launch.config import LaunchConfig
 from accel_launch.errors import LaunchError
-from accel_launch.masking import mask_values
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
+from accel_launch.settings.masking import mask_values
 from accel_state.env import patch_environment
 from accel_state.imports.packages import install_hint
 

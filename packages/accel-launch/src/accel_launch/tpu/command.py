@@ -10,9 +10,9 @@ from typing import Any
 
 from accel_launch.command import read_config
 from accel_launch.errors import LaunchError
-from accel_launch.masking import mask_command
-from accel_launch.parser import command_parser
-from accel_launch.starters import Prepared, become
+from accel_launch.plan.starters import Prepared, become
+from accel_launch.settings.masking import mask_command
+from accel_launch.settings.parser import command_parser
 from accel_launch.tpu.gcloud import pod_command
 from accel_state import env
 

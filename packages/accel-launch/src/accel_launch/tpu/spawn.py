@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from accel_launch.errors import LaunchError
-from accel_launch.schema import nearest
+from accel_launch.settings.schema import nearest
 from accel_state.imports.packages import install_hint
 
 __all__ = ["Call", "main"]

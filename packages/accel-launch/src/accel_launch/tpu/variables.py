@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from accel_launch.resolve import Settings
+from accel_launch.settings.resolve import Settings
 from accel_state import env
 
 __all__ = ["prepare_tpu", "tpu_settings"]

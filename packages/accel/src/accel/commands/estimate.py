@@ -11,7 +11,7 @@ from typing import Any
 
 from accel.estimate import ENGINES, ModelSize, training_bytes
 from accel.estimate_mesh import BYTES, OPTIMIZER_STATES, MeshSizes, mesh_bytes
-from accel_launch.parser import command_parser
+from accel_launch.settings.parser import command_parser
 
 __all__ = ["estimate_command", "estimate_command_parser", "estimate_rows", "main", "mesh_rows", "register"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_launch.command import launch_command
-from accel_launch.parser import launch_command_parser
+from accel_launch.settings.parser import launch_command_parser
 
 __all__ = [
     "launch_command",

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.parser import HelpFormatter, LaunchParser, add_settings, command_parser
+from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
 
 __all__ = ["register", "test_command", "test_command_parser"]
 

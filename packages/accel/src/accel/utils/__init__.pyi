@@ -82,10 +82,10 @@ from accel_ckpt.weights.offload import save_offload_index as save_offload_index
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_launch.config.write import write_basic_config as write_basic_config
 from accel_launch.notebook import PrepareForLaunch as PrepareForLaunch
-from accel_launch.programs import is_port_in_use as is_port_in_use
-from accel_launch.programs import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accel_launch.programs import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accel_launch.programs import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accel_launch.plan.embedding import is_port_in_use as is_port_in_use
+from accel_launch.plan.embedding import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accel_launch.plan.embedding import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accel_launch.plan.embedding import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accel_launch.tpu.colab import install_xla as install_xla
 from accel_launch.tpu.variables import prepare_tpu as prepare_tpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_launch.notebook import PrepareForLaunch
-from accel_launch.programs import (
+from accel_launch.plan.embedding import (
     prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,

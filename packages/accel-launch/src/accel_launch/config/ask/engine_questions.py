@@ -1,0 +1,283 @@
+"""The questions about how a model is spread over processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from accel_launch.config.ask.question import Answers, Question, Test, ask, needed, several
+from accel_launch.settings.schema import SETTINGS
+
+__all__ = ["engine_questions"]
+
+_ENGINES = (
+    ("ddp", "each process has the whole model (DDP)"),
+    ("fsdp", "the model is sharded over the processes (FSDP)"),
+    ("mesh", "a mesh of data, tensor, context or sequence parallelism"),
+    ("deepspeed", "DeepSpeed"),
+    ("megatron", "Megatron-LM"),
+)
+
+
+def _is_fsdp(answers: Answers) -> bool:
+    return answers.get("engine") == "fsdp"
+
+
+def _version(number: int) -> Test:
+    return lambda answers: _is_fsdp(answers) and answers["fsdp_version"] == number
+
+
+def _wraps_by(policy: str) -> Test:
+    return lambda answers: _is_fsdp(answers) and answers["fsdp_auto_wrap_policy"] == policy
+
+
+def _is_mesh(answers: Answers) -> bool:
+    return answers.get("engine") == "mesh"
+
+
+_MESH = ("dp_replicate", "tp", "cp", "sp", "dp_shard")  # the last one takes what the others leave
+
+
+def _mesh_sizes(answers: Answers) -> dict[str, int]:
+    return {axis: answers.get(f"parallelism_config_{axis}_size", 1) for axis in _MESH}
+
+
+def _default_axis(axis: str) -> Callable[[Answers], int]:
+    def default(answers: Answers) -> int:
+        rest = int(answers["processes"]) // math.prod(_mesh_sizes(answers).values())
+        return rest if axis == _MESH[-1] else 1
+
+    return default
+
+
+def _check_mesh(axis: str) -> Callable[[Any, Answers], None]:
+    def check(value: Any, answers: Answers) -> None:
+        sizes = _mesh_sizes(answers) | {axis: value}
+        product = math.prod(sizes.values())
+        total = answers["processes"]
+        fits = product == total if axis == _MESH[-1] else value >= 1 and total % product == 0
+        if not fits:
+            arithmetic = " * ".join(
+                f"{name}({size})" for name, size in sizes.items() if size != 1 or name == axis
+            )
+            raise ValueError(
+                f"{arithmetic} = {product}, but there are {total} processes; the product must fit."
+            )
+
+    return check
+
+
+def engine_questions() -> list[Question]:
+    """Return the questions in order; none applies to one process."""
+    spread = Question(
+        "engine",
+        "How is the model spread?",
+        _ENGINES,
+        lambda answers: "ddp",
+        when=lambda answers: answers["processes"] > 1,
+    )
+    return [spread, *_fsdp(), *_mesh(), *_deepspeed(), *_megatron()]
+
+
+def _fsdp() -> list[Question]:
+    return [
+        ask(
+            "fsdp_version",
+            "Which FSDP?",
+            2,
+            when=_is_fsdp,
+            choices=((2, "2: fully_shard"), (1, "1: FullyShardedDataParallel")),
+        ),
+        ask("fsdp_sharding_strategy", "What is sharded?", when=_version(1)),
+        ask(
+            "fsdp_reshard_after_forward",
+            "Free gathered parameters after the forward pass (less memory, more communication)?",
+            "true",
+            when=_version(2),
+            choices=(("false", "no"), ("true", "yes")),
+        ),
+        ask("fsdp_auto_wrap_policy", "Which modules are wrapped?", "TRANSFORMER_BASED_WRAP", when=_is_fsdp),
+        ask(
+            "fsdp_transformer_layer_cls_to_wrap",
+            "Layer classes to wrap, comma separated (empty: what the model itself names)?",
+            "",
+            when=_wraps_by("TRANSFORMER_BASED_WRAP"),
+        ),
+        ask(
+            "fsdp_min_num_params",
+            "Smallest module to wrap, in parameters?",
+            100_000_000,
+            when=_wraps_by("SIZE_BASED_WRAP"),
+        ),
+        ask("fsdp_backward_prefetch", "Gather ahead in backward?", "BACKWARD_PRE", when=_version(1)),
+        ask("fsdp_use_orig_params", "Keep the original parameters visible?", True, when=_version(1)),
+        ask("fsdp_cpu_ram_efficient_loading", "Let only the first process read the weights?", when=_is_fsdp),
+        ask(
+            "fsdp_sync_module_states",
+            "Broadcast the weights from the first process?",
+            lambda answers: answers["fsdp_cpu_ram_efficient_loading"],
+            when=_version(1),
+        ),
+        ask("fsdp_offload_params", "Keep parameters and gradients on the CPU?", when=_is_fsdp),
+        ask(
+            "fsdp_state_dict_type",
+            "How are checkpoints laid out?",
+            "SHARDED_STATE_DICT",
+            when=_is_fsdp,
+            choices=(("SHARDED_STATE_DICT", "a part per process"), ("FULL_STATE_DICT", "one whole file")),
+        ),
+        ask(
+            "fsdp_activation_checkpointing",
+            "Recompute activations in backward (less memory, more work)?",
+            when=_is_fsdp,
+        ),
+    ]
+
+
+def _mesh() -> list[Question]:
+    return [
+        *(_mesh_axis(axis) for axis in _MESH),
+        ask(
+            "parallelism_config_cp_comm_strategy",
+            "How does context parallelism exchange keys and values?",
+            when=lambda answers: _is_mesh(answers) and answers["parallelism_config_cp_size"] > 1,
+        ),
+    ]
+
+
+def _mesh_axis(axis: str) -> Question:
+    name = f"parallelism_config_{axis}_size"
+    return ask(
+        name,
+        f"{SETTINGS[name].help.removesuffix('.')} ({axis})?",
+        when=_is_mesh,
+        default=_default_axis(axis),
+        check=_check_mesh(axis),
+    )
+
+
+def _is_deepspeed(answers: Answers) -> bool:
+    return answers.get("engine") == "deepspeed"
+
+
+def _zero(stage: int) -> Test:
+    """Tell whether the questions ask for a ZeRO stage, or a higher one."""
+    return lambda answers: bool(answers.get("zero_stage", -1) >= stage)
+
+
+def _has_hostfile(answers: Answers) -> bool:
+    return bool(answers.get("deepspeed_multinode_launcher", "standard") != "standard")
+
+
+def _deepspeed() -> list[Question]:
+    return [
+        ask(
+            "deepspeed_config_file",
+            "DeepSpeed's own JSON configuration (empty: answer questions instead)?",
+            "",
+            when=_is_deepspeed,
+        ),
+        ask(
+            "zero_stage",
+            "What is sharded (ZeRO)?",
+            2,
+            when=lambda answers: _is_deepspeed(answers) and not answers["deepspeed_config_file"],
+            choices=(
+                (0, "0: nothing"),
+                (1, "1: optimizer states"),
+                (2, "2: gradients too"),
+                (3, "3: parameters too"),
+            ),
+        ),
+        *_offload("optimizer", "optimizer states", stage=2),
+        *_offload("param", "parameters", stage=3),
+        ask("gradient_accumulation_steps", "Steps over which gradients are added up?", 1, when=_zero(0)),
+        ask("gradient_clipping", "Largest gradient norm (empty: no clipping)?", "", when=_zero(0)),
+        ask("zero3_init_flag", "Shard parameters while the model is built?", True, when=_zero(3)),
+        ask("zero3_save_16bit_model", "Gather 16-bit weights when saving?", when=_zero(3)),
+        ask(
+            "deepspeed_moe_layer_cls_names",
+            "Mixture-of-experts layer classes, comma separated (empty: none)?",
+            "",
+            when=_zero(3),
+        ),
+        ask(
+            "deepspeed_multinode_launcher",
+            "How are the machines reached?",
+            "standard",
+            when=lambda answers: _is_deepspeed(answers) and several(answers),
+        ),
+        ask(
+            "deepspeed_hostfile",
+            "Hostfile, with a line NAME slots=4 per machine?",
+            "",
+            when=_has_hostfile,
+            check=needed("The hostfile"),
+        ),
+        ask(
+            "deepspeed_inclusion_filter",
+            "Machines and slots to use, NAME:SLOT,SLOT@NAME (empty: all)?",
+            "",
+            when=_has_hostfile,
+        ),
+        ask(
+            "deepspeed_exclusion_filter",
+            "Machines and slots to leave out, NAME:SLOT,SLOT@NAME (empty: none)?",
+            "",
+            when=lambda answers: _has_hostfile(answers) and not answers["deepspeed_inclusion_filter"],
+        ),
+    ]
+
+
+def _offload(what: str, called: str, stage: int) -> list[Question]:
+    return [
+        ask(f"offload_{what}_device", f"Where do {called} rest?", when=_zero(stage)),
+        ask(
+            f"offload_{what}_nvme_path",
+            f"Folder on NVMe for {called}?",
+            "",
+            when=lambda answers: answers.get(f"offload_{what}_device") == "nvme",
+            check=needed("The folder"),
+        ),
+    ]
+
+
+def _megatron_size(answers: Answers, *names: str) -> int:
+    return math.prod(answers.get(f"megatron_lm_{name}_degree", 1) for name in names)
+
+
+def _is_megatron(answers: Answers) -> bool:
+    return answers.get("engine") == "megatron"
+
+
+def _has_several(*names: str) -> Test:
+    return lambda answers: _is_megatron(answers) and _megatron_size(answers, *names) > 1
+
+
+def _check_degree(value: Any, answers: Answers) -> None:
+    rest = answers["processes"] // _megatron_size(answers, "tp")
+    if not isinstance(value, int) or value < 1 or rest % value:
+        raise ValueError(f"{value} is not allowed; allowed: a divisor of {rest}, the processes for it.")
+
+
+def _megatron() -> list[Question]:
+    return [
+        ask("megatron_lm_tp_degree", "Tensor-parallel size?", 1, when=_is_megatron, check=_check_degree),
+        ask(
+            "megatron_lm_sequence_parallelism",
+            "Shard activations along the sequence?",
+            when=_has_several("tp"),
+        ),
+        ask("megatron_lm_pp_degree", "Pipeline-parallel size?", 1, when=_is_megatron, check=_check_degree),
+        ask("megatron_lm_num_micro_batches", "Micro-batches per pipeline step?", 1, when=_has_several("pp")),
+        ask(
+            "megatron_lm_use_distributed_optimizer",
+            "Shard optimizer states over the data-parallel processes?",
+            when=lambda answers: (
+                _is_megatron(answers) and _megatron_size(answers, "tp", "pp") < answers["processes"]
+            ),
+        ),
+        ask("megatron_lm_recompute_activations", "Recompute activations in backward?", when=_is_megatron),
+        ask("megatron_lm_gradient_clipping", "Largest gradient norm (0: no clipping)?", when=_is_megatron),
+    ]

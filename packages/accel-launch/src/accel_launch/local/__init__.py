@@ -1,0 +1,1 @@
+"""Workers of this machine: started, looked after and ended together."""

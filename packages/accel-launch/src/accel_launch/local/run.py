@@ -1,0 +1,108 @@
+"""Start the workers of one machine, look after them, and end them together.
+
+Each worker has its own session, so a Ctrl-C reaches the launcher alone, which passes it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from accel_launch.failures.record import record_folder
+from accel_launch.local.guard import Guard
+from accel_launch.local.ports import reserve_port
+from accel_launch.local.signals import SignalPipe
+from accel_launch.local.supervisor import Member, Run
+from accel_launch.local.worker import Worker, adopt_orphans
+from accel_launch.output.destinations import Output
+from accel_launch.plan.environment import worker_environment
+from accel_launch.plan.make import Plan
+from accel_launch.plan.starters import Prepared
+from accel_state.env import CPUInformation
+
+__all__ = ["prepare", "run_local"]
+
+
+def run_local(plan: Plan) -> int:
+    """Run the workers of one machine to their end.
+
+    Args:
+        plan: What to start.
+
+    Returns:
+        0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run. 75
+        where the run was asked to end and every worker ended with 75: they have saved, and can be resumed.
+
+    Raises:
+        LaunchError: If the port is in use.
+    """
+    _open_standard_streams()
+    port = plan.settings["main_process_port"]
+    with (
+        reserve_port(port.value, port.detail if port.given else "") as held,
+        contextlib.closing(Guard()) as guard,
+        SignalPipe() as signals,
+        record_folder() as records,
+    ):
+        run = Run(plan, Output.of(plan))
+        adopt_orphans(True)
+        try:
+            _start(run, guard, held.getsockname()[1], records)
+            run.loop(signals, guard.remove)
+        finally:
+            for member in run.members:
+                member.worker.end()
+            adopt_orphans(False)
+        code = run.conclude()
+    run.output.finish()
+    return code
+
+
+def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return what rank 0 runs.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    port = plan.settings["main_process_port"]
+    with reserve_port(port.value, port.detail if port.given else "") as held:
+        environ = _worker_environment(plan, 0, held.getsockname()[1])
+    return Prepared(plan.command, environ, f"{plan.processes} processes on this machine; of these, rank 0:")
+
+
+def _worker_environment(plan: Plan, rank: int, port: int) -> dict[str, str]:
+    place = CPUInformation(rank, plan.processes, rank, plan.processes)
+    return worker_environment(plan.environ, place, "127.0.0.1", port)
+
+
+def _open_standard_streams() -> None:
+    """Open what the caller closed (`2>&-`), or a pipe of ours gets its number and with it workers' output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _start(run: Run, guard: Guard, port: int, records: Path | None) -> None:
+    for rank in range(run.plan.processes):
+        environ = _worker_environment(run.plan, rank, port)
+        record = records and records / f"{rank}.json"
+        channel = run.output.open(rank, record)
+        try:
+            worker = Worker(
+                rank,
+                run.plan.command,
+                run.output.environment(environ),
+                # One reader: several would take each other's input.
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=channel.stdout,
+                stderr=channel.stderr,
+                record=record,
+            )
+        finally:
+            channel.close_writing()
+        guard.add(worker.pid)
+        run.members.append(Member(worker, channel.streams))

@@ -1,0 +1,23 @@
+"""One process: the script takes the launcher's place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel_launch.plan.starters import Prepared
+
+if TYPE_CHECKING:
+    from accel_launch.plan.make import Plan
+
+__all__ = ["prepare"]
+
+
+def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the script's own command.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    return Prepared(plan.command, plan.environ, "one process, in place of this one")

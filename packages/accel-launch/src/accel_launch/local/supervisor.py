@@ -1,0 +1,282 @@
+"""Look after workers until all have ended, wherever they run, and end them together.
+
+One wait covers everything: workers' output, workers' ends and signals; nothing is polled. When a worker
+fails the others get SIGTERM and, after a grace period, SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from accel_launch.local.member import Supervised
+from accel_launch.local.signals import ENDING, SignalPipe, signal_name
+from accel_launch.output.console import has_colour
+from accel_launch.output.destinations import Output
+from accel_launch.output.streams import TRACEBACK, Stream
+from accel_launch.plan.make import Plan
+
+if TYPE_CHECKING:
+    from accel_launch.failures.summary import Failure
+
+__all__ = ["Member", "Run"]
+
+_FAILURE_GRACE_S = 5.0
+_REQUEST_GRACE_S = 30.0
+_LEFTOVER_GRACE_S = 2.0
+_SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
+_SETTLE_S = 2.0
+_ABANDON_S = 3.0
+
+
+@dataclass
+class Member:
+    """A worker with its streams and what is known about its end.
+
+    Args:
+        worker: The worker.
+        streams: Its streams, stderr first.
+        failed_at: When it got into the trouble that it ended by, from time.time().
+        told: Whether it was running when another had failed, and was told to end.
+        stopped: Whether a signal ended it that it was sent for that.
+        words: The end of its stderr, where it failed.
+        unshown: Whether those words have not been shown.
+    """
+
+    worker: Supervised
+    streams: list[Stream]
+    failed_at: float | None = None
+    told: bool = False
+    stopped: bool = False
+    words: bytes = b""
+    unshown: bool = False
+
+    @property
+    def stderr(self) -> Stream:
+        """The stream that tracebacks come on."""
+        return self.streams[0]
+
+
+@dataclass
+class Run:
+    """The state of a run.
+
+    Args:
+        plan: What runs.
+        output: Where the output goes.
+        members: The workers.
+        failed: Whether one failed.
+        asked: The signal that asked the run to end.
+    """
+
+    plan: Plan
+    output: Output
+    members: list[Member] = field(default_factory=list)
+    failed: bool = False
+    asked: int | None = None
+
+    def loop(self, signals: SignalPipe, forget: Callable[[int], None]) -> None:
+        """Wait and react until nothing of any worker is left.
+
+        Args:
+            signals: Where signals arrive.
+            forget: Called with the process id of a worker of which nothing is left.
+        """
+        while not all(member.worker.gone for member in self.members):
+            self._wait(signals)
+            self._on_signals(signals.read(), forget)
+            self._on_time(time.monotonic(), forget)
+
+    def _wait(self, signals: SignalPipe) -> None:
+        """Sleep until a signal, output or a deadline, and pass output on."""
+        poll = select.poll()
+        poll.register(signals.descriptor, select.POLLIN)
+        readers = {}
+        for stream in self._streams():
+            if not stream.closed and not (stream.console and stream.console.full):
+                readers[stream.descriptor] = stream
+                poll.register(stream.descriptor, select.POLLIN)
+        for console in self.output.consoles:
+            if console.pending:
+                poll.register(console.descriptor, select.POLLOUT)
+        deadline = self._deadline()
+        timeout = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
+        for descriptor, _ in poll.poll(timeout):
+            if descriptor in readers:
+                readers[descriptor].read(time.monotonic())
+        for console in self.output.consoles:
+            console.flush()
+
+    def _streams(self) -> list[Stream]:
+        return [stream for member in self.members for stream in member.streams]
+
+    def _deadline(self) -> float | None:
+        times = [stream.deadline() for stream in self._streams()]
+        for worker in (member.worker for member in self.members if not member.worker.gone):
+            times += [worker.term_at, worker.kill_at]
+        return min((at for at in times if at is not None), default=None)
+
+    def _on_time(self, now: float, forget: Callable[[int], None]) -> None:
+        for stream in self._streams():
+            stream.tick(now)
+        for member in self.members:
+            worker = member.worker
+            if worker.term_at is not None and now >= worker.term_at:
+                worker.term_at = None
+                worker.signal(signal.SIGTERM)
+            if worker.kill_at is None or now < worker.kill_at or worker.gone:
+                continue
+            if worker.killed:
+                worker.abandon()
+                forget(worker.pid)
+            else:
+                worker.kill(now + _ABANDON_S)
+
+    def _on_signals(self, numbers: list[int], forget: Callable[[int], None]) -> None:
+        for number in numbers:
+            if number in ENDING:
+                self._asked_to_end(number)
+            elif number == signal.SIGTSTP:
+                self._suspend()
+            elif number == signal.SIGWINCH:
+                self.output.resize(self._streams())
+            elif number != signal.SIGCHLD:
+                for member in self.members:
+                    member.worker.signal(number)
+        # Signals of one kind merge, so every wake-up looks at every worker.
+        for member in self.members:
+            if member.worker.gone:
+                continue
+            if member.worker.reap():
+                self._on_end(member, time.monotonic())
+            if member.worker.gone:
+                forget(member.worker.pid)
+
+    def _on_end(self, member: Member, now: float) -> None:
+        """React to a worker's end: keep its last words, clear its group, stop the others if it failed."""
+        for stream in member.streams:
+            stream.drain(now)
+        worker = member.worker
+        if worker.returncode:
+            self._note_failure(member, now)
+        if not worker.gone:  # something that it started is still running
+            worker.signal_group(signal.SIGTERM)
+            worker.kill_by(now + _LEFTOVER_GRACE_S)
+        if worker.returncode and not self.failed and self.asked is None:
+            self.failed = True
+            self._stop(now)
+
+    def _note_failure(self, member: Member, now: float) -> None:
+        worker, held_since = member.worker, member.stderr.held_since
+        by_sigterm, by_sigkill = (worker.returncode == -end for end in (signal.SIGTERM, signal.SIGKILL))
+        member.stopped = (by_sigterm and self.failed) or (by_sigkill and worker.killed)
+        member.unshown = held_since is not None
+        member.words = member.stderr.take_held() or member.stderr.last_words()
+        if worker.raised is not None:
+            member.failed_at = worker.raised.at
+            if TRACEBACK not in member.words:  # it was stopped before it showed it
+                member.unshown, member.words = True, worker.raised.text.encode()
+        elif not member.stopped:
+            member.failed_at = time.time() - (now - (held_since or now))
+
+    def _stop(self, now: float) -> None:
+        grace = self.plan.settings.value("grace_period")
+        grace = _FAILURE_GRACE_S if grace is None else grace
+        for member in self.members:
+            worker = member.worker
+            member.told = worker.running
+            # One in trouble is ending by itself, and may be the cause of it all.
+            worker.term_at = now + (min(_SETTLE_S, grace / 2) if member.stderr.in_trouble else 0)
+            worker.kill_by(now + grace)
+
+    def _asked_to_end(self, number: int) -> None:
+        """Pass a request to end on; a second one does not wait any longer."""
+        now = time.monotonic()
+        if self.asked is not None or self.failed:
+            for member in self.members:
+                member.worker.kill_by(now)
+            return
+        self.asked = number
+        grace = self.plan.settings.value("grace_period")
+        grace = _REQUEST_GRACE_S if grace is None else grace
+        self.output.say(
+            f"accel launch: {signal_name(number)}: waiting up to {grace:g} s for the workers to end; send it "
+            "again to end them at once.\n"
+        )
+        for member in self.members:
+            if number == signal.SIGTERM:
+                member.worker.signal(number)  # as kill does: the worker decides about its children
+            else:
+                member.worker.signal_group(number)  # as the terminal does
+            member.worker.kill_by(now + grace)
+
+    def _suspend(self) -> None:
+        """Ctrl-Z: stop the workers with the launcher, and continue them with it."""
+        for member in self.members:
+            member.worker.signal_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for member in self.members:
+            member.worker.signal_group(signal.SIGCONT)
+
+    def conclude(self) -> int:
+        """Show what is still held back and the summary.
+
+        Returns:
+            0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run.
+            75 where the run was asked to end and every worker ended with 75.
+        """
+        now = time.monotonic()
+        reported = self.failed and not self.plan.settings.value("quiet")
+        for member in self.members:
+            if member.unshown and not (reported and member.failed_at is not None):
+                member.stderr.show(member.words)
+            for stream in member.streams:
+                stream.drain(now)
+                stream.show(stream.take_held())
+                stream.close()
+        if self.failed:
+            return self._report()
+        if self.asked is not None and any(member.worker.returncode for member in self.members):
+            saved = all(member.worker.returncode == _SAVED for member in self.members)
+            return _SAVED if saved else 128 + self.asked
+        return 0
+
+    def _report(self) -> int:
+        """Show the summary and return the exit code of the worker that failed first."""
+        from accel_launch.failures.summary import Report, failure_summary, first_failure
+
+        failures = [_failure(member, at) for member in self.members if (at := member.failed_at) is not None]
+        value = self.plan.settings.value
+        if not value("quiet"):
+            report = Report(
+                "accel launch",
+                len(self.members),
+                sum(member.told and member.failed_at is None for member in self.members),
+                self.plan.command,
+                self.output.folder,
+                debug=value("debug"),
+                colour=has_colour(self.output.stderr.descriptor),
+            )
+            self.output.say(failure_summary(failures, report))
+        return first_failure(failures).exit_code
+
+
+def _failure(member: Member, at: float) -> Failure:
+    from accel_launch.failures.summary import Failure
+    from accel_launch.failures.tracebacks import clean
+
+    worker = member.worker
+    return Failure(
+        worker.rank,
+        worker.host,
+        worker.returncode or 0,
+        at,
+        clean(member.words),
+        shown=not member.unshown,
+        stopped=member.stopped,
+    )

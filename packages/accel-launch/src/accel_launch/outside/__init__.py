@@ -1,0 +1,1 @@
+"""Starting through programs of others: torchrun, MPI, DeepSpeed, Slurm."""

@@ -1,0 +1,239 @@
+"""Slurm: what an allocation's environment says about a run, and starting on all its machines with srun.
+
+A process is in one of three places:
+
+- a task of a step with one task per machine: each starts its machine's workers, as on several machines;
+- a task of a step with several tasks per machine: each is a worker;
+- the batch script, which runs on the first machine alone: srun starts a launcher on each.
+
+A step of one task is a machine like any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_launch.errors import LaunchError
+from accel_launch.plan.environment import worker_environment
+from accel_launch.plan.starters import Prepared
+from accel_state.env import CPUInformation
+from accel_state.process.slurm import tasks_on_machine
+
+if TYPE_CHECKING:
+    from accel_launch.plan.make import Plan
+
+__all__ = ["Step", "find_step", "first_host", "prepare_srun", "prepare_task", "step_to_follow"]
+
+# Pseudo steps: the batch script, the external one and interactive shells run on one machine of the job.
+_PSEUDO_STEPS = range(0xFFFFFFF0, 0x100000000)
+_FIRST_PORT, _PORTS = 10000, 20000  # below those that the system hands out
+
+
+@dataclass(frozen=True)
+class Step:
+    """The place of this process in a Slurm job.
+
+    Args:
+        role: A machine starts its workers, a worker is one, a batch script has to start launchers.
+        nodes: Machines of the step; of the job in the batch script.
+        node: Rank of this machine.
+        place: Rank and size among the step's tasks, in all and on this machine.
+        address: The first machine.
+        port: A port for rank 0 that another step of the job, or another job, will not take.
+        cores: CPU cores per task, as asked for; else this machine's share.
+    """
+
+    role: Literal["machine", "worker", "batch"]
+    nodes: int
+    node: int
+    place: CPUInformation
+    address: str
+    port: int
+    cores: int | None
+
+    def values(self) -> dict[str, tuple[Any, str]]:
+        """Return what this says about launch settings: each value with the variable that it came from."""
+        found: dict[str, tuple[Any, str]] = {}
+        if self.role in ("machine", "batch"):
+            found = {
+                "num_machines": (self.nodes, "SLURM_NNODES"),
+                "machine_rank": (self.node, "SLURM_NODEID"),
+            }
+        else:
+            found["num_processes"] = (self.place.world_size, "SLURM_NTASKS")
+        return found | {
+            "main_process_ip": (self.address, "SLURM_STEP_NODELIST"),
+            "main_process_port": (self.port, "SLURM_JOB_ID"),
+        }
+
+
+def find_step(environ: Mapping[str, str]) -> Step | None:
+    """Find the place of this process in a Slurm job.
+
+    Args:
+        environ: The environment.
+
+    Returns:
+        The place; None outside a job, on a job's only machine without several tasks, and in a worker that
+        something else has started.
+
+    Raises:
+        LaunchError: If a variable of Slurm's is not what Slurm sets.
+    """
+    if not environ.get("SLURM_JOB_ID") or "LOCAL_RANK" in environ:
+        return None
+    if _number(environ, "SLURM_STEP_ID", _PSEUDO_STEPS[0]) in _PSEUDO_STEPS:
+        return _find_batch(environ)
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
+    if tasks == 1:
+        return None
+    node = _number(environ, "SLURM_NODEID")
+    local_size = _local_size(environ, node)
+    return Step(
+        role="machine" if tasks == nodes else "worker",
+        nodes=nodes,
+        node=node,
+        place=CPUInformation(
+            _number(environ, "SLURM_PROCID"), tasks, _number(environ, "SLURM_LOCALID"), local_size
+        ),
+        address="127.0.0.1" if nodes == 1 else first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        port=_port(environ),
+        cores=_cores(environ, local_size),
+    )
+
+
+def _find_batch(environ: Mapping[str, str]) -> Step | None:
+    older = _number(environ, "SLURM_NNODES", 1)
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES", older)
+    if nodes == 1:
+        return None
+    address = first_host(environ.get("SLURM_JOB_NODELIST", ""))
+    return Step("batch", nodes, 0, CPUInformation(0, 1, 0, 1), address, _port(environ), None)
+
+
+def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> Step | None:
+    """Return the place in a Slurm job that a run takes its settings from.
+
+    Args:
+        environ: The environment.
+        flag: Returns the value of a setting's flag, None where it was not given.
+
+    Returns:
+        The place; None outside a job, and where the flags ask for something else than the step is.
+
+    Raises:
+        LaunchError: If each task would start several processes.
+    """
+    step = find_step(environ)
+    launcher = flag("launcher") or "auto"
+    if step is None or flag("num_machines") not in (None, step.nodes):
+        return None
+    if step.role != "worker":
+        follows = {"machine": ("auto", "torchrun"), "batch": ("auto", "srun")}[step.role]
+        return step if launcher in follows else None
+    asked, tasks = flag("num_processes"), step.place.world_size
+    if launcher != "auto" or asked == 1:
+        return None
+    if asked not in (None, tasks):
+        raise LaunchError(
+            f"--num_processes {asked}, but srun started {tasks} tasks on {step.nodes} machine(s), each one a "
+            "process. Leave the flag out; or start one task per machine with `srun --ntasks-per-node=1`, "
+            "whose launcher starts its machine's processes."
+        )
+    return step
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
+    return _FIRST_PORT + (job + (step if step not in _PSEUDO_STEPS else 0)) % _PORTS
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name) or ("" if default is None else str(default))
+    if not text.isdecimal():
+        raise LaunchError(
+            f"{name}={text or '(not set)'} is not the number that Slurm sets. Start this with srun or "
+            "sbatch, or unset SLURM_JOB_ID for a run outside of Slurm."
+        )
+    return int(text)
+
+
+def _local_size(environ: Mapping[str, str], node: int) -> int:
+    try:
+        return tasks_on_machine(node, environ) or 1
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _cores(environ: Mapping[str, str], tasks: int) -> int | None:
+    if environ.get("SLURM_CPUS_PER_TASK"):
+        return _number(environ, "SLURM_CPUS_PER_TASK")
+    on_node = environ.get("SLURM_CPUS_ON_NODE")
+    return max(_number(environ, "SLURM_CPUS_ON_NODE") // tasks, 1) if on_node else None
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first machine of a list as Slurm writes it.
+
+    Args:
+        nodelist: Such as `node[003-007,9],login1`.
+
+    Raises:
+        LaunchError: If it names none.
+    """
+    found = re.match(r"([^\[,\s]+)(?:\[(\d+)[^\]]*\]([^,\[\s]*))?", nodelist)
+    if found is None:
+        raise LaunchError(
+            f"Slurm's list of machines is {nodelist!r}, which names none. Give --main_process_ip."
+        )
+    return "".join(part for part in found.groups() if part)
+
+
+def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the worker that this task becomes.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    step = find_step(base)
+    assert step is not None, "the plan says that this is a task"
+    environ = worker_environment(
+        plan.environ,
+        step.place,
+        plan.settings.value("main_process_ip"),
+        plan.settings.value("main_process_port"),
+        machine=(step.node, step.nodes),
+    )
+    if step.cores is not None:
+        environ.setdefault("OMP_NUM_THREADS", str(step.cores))
+    place = f"task {step.place.rank} of {step.place.world_size}"
+    return Prepared(
+        plan.command, environ, f"{place} of Slurm job {base['SLURM_JOB_ID']}, in place of this one"
+    )
+
+
+def prepare_srun(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the srun that starts a launcher on each machine; outside a job it asks for one.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    from accel_launch.plan.relaunch import accel_launch_command
+
+    nodes = plan.machines[1]
+    command = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",  # a launcher's workers may use all cores of the job
+        "--kill-on-bad-exit=1",
+        *accel_launch_command(plan, without=("launcher", "num_machines", "machine_rank")),
+    ]
+    return Prepared(command, dict(base), f"srun with a launcher on each of {nodes} machines")

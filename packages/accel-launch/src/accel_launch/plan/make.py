@@ -1,0 +1,257 @@
+"""From settings to what will be started: how, how often, with which command and environment."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from accel_launch.errors import LaunchError
+from accel_launch.local.machine import Machine
+from accel_launch.plan.environment import common_environment, outside_any_run
+from accel_launch.plan.script import worker_command
+from accel_launch.plan.starters import How, choose_elsewhere, choose_here, warn_unused
+from accel_launch.settings.resolve import Effective, Settings, Source
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started on this machine.
+
+    Args:
+        settings: The effective settings, detected values included.
+        how: What starts the workers: a name of `STARTERS`.
+        script: The script, module or program.
+        arguments: Its arguments.
+        command: What one worker runs.
+        environ: The environment that all workers share.
+        processes: Workers on this machine; 0 where that is found out elsewhere.
+        machines: Smallest and largest number of machines.
+    """
+
+    settings: Settings
+    how: How
+    script: str
+    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    environ: dict[str, str]
+    processes: int
+    machines: tuple[int, int]
+
+
+def make_plan(
+    settings: Settings,
+    script: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    machine: Machine | None = None,
+) -> Plan:
+    """Decide what to start, and refuse what cannot work before anything is started.
+
+    Args:
+        settings: The effective settings.
+        script: The script, module or program.
+        arguments: Its arguments.
+        environ: The environment that workers inherit.
+        machine: This machine's processors; detected by default.
+
+    Returns:
+        The plan.
+
+    Raises:
+        LaunchError: If the script does not exist, or counts, devices and machines do not fit together.
+    """
+    command = worker_command(settings, script, arguments, environ)
+    how = choose_elsewhere(settings, environ)
+    if how is not None:  # this machine and its devices do not count
+        if settings.given("num_processes"):
+            _check_mesh(settings)
+        mask, processes, machines = None, 0, _machine_range(settings)
+    else:
+        machine = machine or Machine.detect()
+        settings = _choose_rendezvous(settings)
+        machines = _machines(settings)
+        mask = _gpu_mask(settings, machine)
+        visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
+        settings = _count_processes(settings, len(gpus), machines[1])
+        processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
+        _check_mesh(settings)
+        how = choose_here(settings)
+        settings = _count_threads(settings, machine.cores, processes)
+    threads = settings["num_cpu_threads_per_process"]
+    warn_unused(settings, how)
+    if how == "exec" and _is_a_run_of_its_own(settings, environ):
+        environ = outside_any_run(environ)
+    environ = common_environment(
+        settings,
+        environ,
+        gpus=mask,
+        threads=None if threads.source == Source.ENVIRONMENT else threads.value,
+    )
+    if settings.value("tpu"):
+        from accel_launch.tpu.variables import prepare_tpu, tpu_settings
+
+        _, environ = prepare_tpu(tpu_settings(settings), environ)
+    return Plan(
+        settings=settings,
+        how=how,
+        script=script,
+        arguments=tuple(arguments),
+        command=tuple(command),
+        environ=environ,
+        processes=processes,
+        machines=machines,
+    )
+
+
+def _choose_rendezvous(settings: Settings) -> Settings:
+    """Let workers that may start anew meet in a way that allows for it.
+
+    In a static rendezvous torch keeps one store for all attempts, and a worker that is fast finds in it where
+    the others were in the attempt before.
+    """
+    name = "rdzv_backend"
+    again = settings.value("max_restarts") > 0 or ":" in str(settings.value("num_machines"))
+    if not again or settings.value(name) != "static":
+        return settings
+    if not settings.given(name):
+        return settings.replace(**{name: Effective("c10d", Source.DETECTED, "detected: restarts")})
+    if settings.value("max_restarts"):
+        warnings.warn(
+            f"A restart can fail with {name}=static (from {settings[name].detail}): torch keeps the "
+            "addresses of the attempt before. Give --rdzv_backend c10d.",
+            stacklevel=4,
+        )
+    return settings
+
+
+def _machines(settings: Settings) -> tuple[int, int]:
+    """Return the smallest and largest number of machines, checked against the machine settings."""
+    low, high = _machine_range(settings)
+    rank = settings.value("machine_rank")
+    if rank >= high:
+        raise LaunchError(
+            f"machine_rank={rank} (from {settings['machine_rank'].detail}) but num_machines={high}; ranks "
+            f"run from 0 to {high - 1}."
+        )
+    if high > 1 and settings.value("main_process_ip") is None and not _hosts(settings):
+        raise LaunchError(
+            f"num_machines={settings.value('num_machines')} needs the address of machine 0: give "
+            "--main_process_ip (and --main_process_port)."
+        )
+    if low != high and settings.value("rdzv_backend") == "static":
+        raise LaunchError(
+            f"num_machines={low}:{high} is elastic and rdzv_backend=static cannot change size; give "
+            "--rdzv_backend c10d."
+        )
+    return low, high
+
+
+def _machine_range(settings: Settings) -> tuple[int, int]:
+    parts = [int(part) for part in str(settings.value("num_machines")).split(":")]
+    return parts[0], parts[-1]
+
+
+def _gpu_mask(settings: Settings, machine: Machine) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES as the flags or the config want it; None leaves it alone."""
+    ids = settings["gpu_ids"]
+    if ids.source not in (Source.FLAG, Source.CONFIG) or str(ids.value).lower() == "all":
+        return None
+    if settings.value("cpu"):
+        if ids.source == Source.FLAG:
+            warnings.warn("--gpu_ids is ignored with --cpu.", UserWarning, stacklevel=5)
+        return None
+    names = [name.strip() for name in str(ids.value).split(",")]
+    wrong = [name for name in names if name.isdigit() and int(name) >= machine.gpus]
+    if wrong or not machine.gpus or not all(names) or len(set(names)) < len(names):
+        present = f"GPUs 0 to {machine.gpus - 1}" if machine.gpus else "no NVIDIA or AMD GPU"
+        raise LaunchError(
+            f"gpu_ids={ids.value} (from {ids.detail}) does not fit this machine, which has {present}. Name "
+            "each GPU once, separated by commas, or leave gpu_ids out to use all."
+        )
+    return ",".join(names)
+
+
+def _count_processes(settings: Settings, gpus: int, machines: int) -> Settings:
+    if settings.value("multi_gpu") and not gpus:
+        raise LaunchError(
+            f"{settings['multi_gpu'].detail} asks for several GPUs, but no NVIDIA or AMD GPU is visible. "
+            "Give --cpu to run on the CPU."
+        )
+    if settings.given("num_processes"):
+        return settings
+    reason = f"{gpus} visible GPUs" if gpus else "no visible GPU"
+    return settings.replace(
+        num_processes=Effective(max(gpus, 1) * machines, Source.DETECTED, f"detected: {reason}")
+    )
+
+
+def _hosts(settings: Settings) -> int:
+    """Number of machines in the hostfile of mpirun; 0 without one."""
+    if settings.value("mpirun_hostfile") is None or settings.value("launcher") not in ("auto", "mpirun"):
+        return 0
+    from accel_launch.outside.hostfile import read_hostfile
+
+    return len(read_hostfile(settings.value("mpirun_hostfile")))
+
+
+def _per_machine(settings: Settings, machines: int, gpus: int) -> int:
+    total = settings.value("num_processes")
+    if total % machines:
+        raise LaunchError(
+            f"num_processes={total} over num_machines={machines} leaves {total % machines} over; it counts "
+            "all machines together and must be a multiple of num_machines."
+        )
+    here: int = total // machines
+    if gpus and here > gpus:
+        raise LaunchError(
+            f"num_processes={total} (from {settings['num_processes'].detail}) is {here} per machine, but "
+            f"only {gpus} GPUs are visible. Give --num_processes {gpus * machines}, make more GPUs visible "
+            "(--gpu_ids, CUDA_VISIBLE_DEVICES), or use --cpu."
+        )
+    return here
+
+
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+
+
+def _check_mesh(settings: Settings) -> None:
+    """Refuse a mesh for another number of processes, as a config for another machine may have."""
+    if not settings.value("use_parallelism_config"):
+        return
+    sizes = {axis: settings.value(f"parallelism_config_{axis}_size") for axis in _AXES}
+    product, total = math.prod(sizes.values()), settings.value("num_processes")
+    if product not in (1, total):
+        shown = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1)
+        raise LaunchError(
+            f"The device mesh {shown} = {product} (from {_mesh_sources(settings)}), but "
+            f"num_processes={total} (from {settings['num_processes'].detail}). Give --num_processes "
+            f"{product}, or other sizes."
+        )
+
+
+def _mesh_sources(settings: Settings) -> str:
+    found = [settings[f"parallelism_config_{axis}_size"] for axis in _AXES]
+    return ", ".join(dict.fromkeys(each.detail for each in found if each.given))
+
+
+def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool:
+    """Tell whether a worker of another run starts one process that is not to take part in that run.
+
+    A number on the command line says so. Without one, `torchrun ... accel launch script.py` means that the
+    script is the worker, and the config file of a user is not about that.
+    """
+    return "LOCAL_RANK" in environ and settings["num_processes"].source == Source.FLAG
+
+
+def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
+    """Share the cores among several workers, as each would otherwise use all of them."""
+    if settings.given("num_cpu_threads_per_process") or processes == 1:
+        return settings
+    threads = max(cores // processes, 1)
+    detail = f"detected: {cores} cores over {processes} processes"
+    return settings.replace(num_cpu_threads_per_process=Effective(threads, Source.DETECTED, detail))

@@ -1,0 +1,47 @@
+"""`accel launch` as a command for another machine: what was given here, given again there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_launch.settings.resolve import Source
+from accel_launch.settings.schema import SETTINGS
+
+if TYPE_CHECKING:
+    from accel_launch.plan.make import Plan
+
+__all__ = ["accel_launch_command"]
+
+_HERE = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
+
+
+def accel_launch_command(
+    plan: Plan,
+    *,
+    without: Collection[str] = (),
+    program: Sequence[str] = (sys.executable, "-m", "accel_launch"),
+    sources: Collection[Source] = (Source.FLAG,),
+) -> list[str]:
+    """Return the command: flags, the script and its arguments.
+
+    Args:
+        plan: What this launcher was asked for.
+        without: Settings whose flags are left out.
+        program: What stands for `accel`; this Python's by default.
+        sources: Where the settings come from that become flags; the others are found there as they were here.
+    """
+    command = [*program, "launch"]
+    for setting in SETTINGS.values():
+        found = plan.settings[setting.name]
+        if found.source in sources and setting.name not in (*_HERE, *without):
+            values = found.value if setting.repeated else [found.value]
+            command += [f"{setting.flag}={_text(value)}" for value in values]
+    return [*command, plan.script, *plan.arguments]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,258 @@
+"""What starts the workers: the table of starters, and which one serves a run.
+
+A starter is a function of the plan and this process's environment that returns the program to become; one
+that looks after the workers itself has a second function, which runs them to their end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from accel_launch.errors import LaunchError
+from accel_launch.settings.resolve import Settings, Source, flag_values
+from accel_launch.settings.schema import SETTINGS
+
+if TYPE_CHECKING:
+    import socket
+
+__all__ = [
+    "STARTERS",
+    "How",
+    "Prepared",
+    "Starter",
+    "become",
+    "choose_elsewhere",
+    "choose_here",
+    "warn_unused",
+]
+
+How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What starts the workers.
+
+    Args:
+        command: The program and its arguments; of a starter that looks after workers, what rank 0 runs.
+        environ: Its environment.
+        note: One line on what it is.
+        held: A socket that reserves the port until the program ends.
+        wait: Called before it is started; raises LaunchError if that would be in vain.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    note: str
+    held: socket.socket | None = None
+    wait: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A row of the table.
+
+    Args:
+        what: What it is, for messages.
+        prepare: `module:function` that takes a Plan and an environment and returns a Prepared.
+        run: `module:function` that takes a Plan, runs the workers and returns the exit code; empty for a
+            program that takes this process's place.
+        unused: Flags that it has no use for.
+    """
+
+    what: str
+    prepare: str
+    run: str = ""
+    unused: tuple[str, ...] = ()
+
+    def load(self, function: str) -> Callable[..., Any]:
+        """Return a function of the row.
+
+        Args:
+            function: prepare or run.
+        """
+        module, _, name = getattr(self, function).partition(":")
+        loaded: Callable[..., Any] = getattr(import_module(module), name)
+        return loaded
+
+
+def become(prepared: Prepared) -> NoReturn:
+    """Become another program; what was printed so far goes out first.
+
+    Args:
+        prepared: The program.
+
+    Raises:
+        LaunchError: If it is not there.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # an ignored signal would stay so
+        signal.signal(ignored_by_python, signal.SIG_DFL)
+    if prepared.held is not None:
+        prepared.held.set_inheritable(True)  # stays reserved until the program ends
+    program = prepared.command[0]
+    try:
+        os.execvpe(program, list(prepared.command), dict(prepared.environ))
+    except FileNotFoundError:
+        raise LaunchError(f"There is no program {program!r} on the PATH.") from None
+
+
+STARTERS: dict[How, Starter] = {
+    "exec": Starter(
+        "one process",
+        "accel_launch.local.single:prepare",
+        # With a log, one process is chosen for TPUs alone.
+        unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
+    ),
+    "local": Starter(
+        "workers of this machine",
+        "accel_launch.local.run:prepare",
+        "accel_launch.local.run:run_local",
+        unused=("monitor_interval", "mpirun_hostfile", "mpirun_ccl"),
+    ),
+    "torchrun": Starter(
+        "torchrun",
+        "accel_launch.outside.torchrun:prepare",
+        unused=("grace_period", "quiet", "mpirun_hostfile", "mpirun_ccl"),
+    ),
+    "mpirun": Starter(
+        "mpirun",
+        "accel_launch.outside.mpi:prepare",
+        unused=("grace_period", "quiet", "monitor_interval", "tee", "log_dir", "role"),
+    ),
+    "task": Starter(
+        "a task of Slurm",
+        "accel_launch.outside.slurm:prepare_task",
+        unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
+    ),
+    "srun": Starter("srun", "accel_launch.outside.slurm:prepare_srun"),
+    "deepspeed": Starter(
+        "DeepSpeed's launcher",
+        "accel_launch.outside.deepspeed:prepare",
+        unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
+    ),
+    "ray": Starter(
+        "Ray",
+        "accel_launch.ray.cluster:prepare",
+        "accel_launch.ray.cluster:run",
+        unused=(
+            *("gpu_ids", "main_process_ip", "machine_rank", "monitor_interval"),
+            *("mpirun_hostfile", "mpirun_ccl", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
+            *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
+        ),
+    ),
+    "pod": Starter("a TPU pod", "accel_launch.tpu.pod:prepare"),
+}
+"""Every starter by its name."""
+
+
+def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | None:
+    """Choose a starter for which this machine's devices do not count.
+
+    Args:
+        settings: The effective settings.
+        environ: This process's environment.
+
+    Returns:
+        The starter; None if the workers are this machine's.
+    """
+    if settings.value("launcher") == "ray":
+        wanted = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
+        _refuse(
+            "Ray, which places the workers itself,",
+            [*wanted, *(["tpu"] if settings.value("tpu") else [])],
+            settings,
+        )
+        return "ray"
+    if settings.value("tpu") and settings.value("tpu_cluster"):
+        return "pod"
+    if settings.value("use_deepspeed"):
+        from accel_launch.outside.deepspeed import is_needed
+
+        if is_needed(settings):
+            return "deepspeed"
+    role = _slurm_role(settings, environ)
+    if settings.value("launcher") == "srun" or role == "batch":
+        return "srun"
+    return "task" if role == "worker" else None
+
+
+def choose_here(settings: Settings) -> How:
+    """Choose what starts this machine's workers.
+
+    Args:
+        settings: The effective settings, the number of processes included.
+
+    Raises:
+        LaunchError: If what was asked for cannot serve the settings.
+    """
+    launcher = settings.value("launcher")
+    reasons = _reasons_for_torchrun(settings)
+    if launcher == "mpirun" or (launcher == "auto" and settings.value("mpirun_hostfile") is not None):
+        # The hostfile says how many machines there are.
+        _refuse("mpirun", [name for name in reasons if name != "num_machines"], settings)
+        return "mpirun"
+    if settings.value("tpu"):  # torch_xla starts this machine's processes
+        wanted = [*reasons, *(["launcher"] if launcher != "auto" else [])]
+        _refuse("--tpu", wanted, settings)
+        return "exec"
+    if launcher == "local":
+        _refuse("--launcher local", reasons, settings)
+        return "local"
+    if launcher == "torchrun" or reasons:
+        return "torchrun"
+    logs = settings.value("tee") != "0" or settings.value("log_dir") is not None
+    return "local" if settings.value("num_processes") > 1 or logs else "exec"
+
+
+def _slurm_role(settings: Settings, environ: Mapping[str, str]) -> str | None:
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    from accel_launch.outside.slurm import step_to_follow
+
+    step = step_to_follow(environ, flag_values(settings))
+    return step.role if step is not None else None
+
+
+def _reasons_for_torchrun(settings: Settings) -> list[str]:
+    """Return the settings that this launcher cannot serve by itself."""
+    wanted = {
+        "num_machines": settings.value("num_machines") != 1,
+        "max_restarts": settings.value("max_restarts") > 0,
+        # One that was detected has a reason that is here too.
+        "rdzv_backend": settings.given("rdzv_backend") and settings.value("rdzv_backend") != "static",
+        "rdzv_conf": bool(settings.value("rdzv_conf")),
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _refuse(what: str, names: list[str], settings: Settings) -> None:
+    if names:
+        given = ", ".join(f"{name}={settings.value(name)}" for name in names)
+        remedy = "leave that out" if settings.value("tpu") else "leave that out, or give --launcher torchrun"
+        raise LaunchError(f"{what} cannot serve {given}; {remedy}.")
+
+
+def warn_unused(settings: Settings, how: How) -> None:
+    """Warn of flags that the starter has no use for.
+
+    Args:
+        settings: The effective settings.
+        how: The starter.
+    """
+    starter = STARTERS[how]
+    names = [SETTINGS[name].flag for name in starter.unused if settings[name].source == Source.FLAG]
+    if names:
+        warnings.warn(f"Ignored for {starter.what}: {', '.join(names)}.", UserWarning, stacklevel=4)

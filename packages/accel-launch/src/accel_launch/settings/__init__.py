@@ -1,0 +1,1 @@
+"""The settings of a launch: what they are, and where each value comes from."""

@@ -1,0 +1,190 @@
+"""The argument parser of `accel launch`, built from the schema.
+
+It differs from a plain argparse parser in three ways: underscores and hyphens are the same, nothing behind
+the script is read, and an unknown flag names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from accel_launch.settings.schema import GROUPS, SETTINGS, Setting, nearest
+
+__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "command_parser", "launch_command_parser"]
+
+_RENAMED = {
+    "--fp16": "--mixed_precision=fp16",
+    "--fsdp_backward_prefetch_policy": "--fsdp_backward_prefetch",
+}
+_WITHOUT_EFFECT = ("--use_xpu", "--ipex", "--use_mps_device")
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """Parses flags up to the script; what follows the script is the script's own."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse flags, the script and its arguments.
+
+        Args:
+            args: The tokens; those of the command line by default.
+            namespace: The object that gets the attributes.
+
+        Returns:
+            The namespace and an empty list: an unknown flag is an error.
+        """
+        flags, script = self._split(list(sys.argv[1:] if args is None else args))
+        parsed, rest = super().parse_known_args(flags, namespace)
+        parsed.training_script = script[0] if script else None
+        parsed.training_script_args = script[1:]
+        return parsed, rest
+
+    def _split(self, tokens: list[str]) -> tuple[list[str], list[str]]:
+        """Return the flags, each with its value in one token, and the script with its arguments."""
+        flags: list[str] = []
+        while tokens and tokens[0].startswith("-") and tokens[0] not in ("-", "--"):
+            name, equals, value = self._known(tokens.pop(0)).partition("=")
+            if name in _WITHOUT_EFFECT:
+                continue
+            if not equals and self._option_string_actions[name].nargs is None:
+                if not tokens:
+                    self.error(f"{name} needs a value")
+                equals, value = "=", tokens.pop(0)
+            flags.append(name + equals + value)
+        return flags, tokens[1:] if tokens[:1] == ["--"] else tokens
+
+    def _known(self, token: str) -> str:
+        """Return a flag in its present spelling, or stop with the nearest known one."""
+        name, equals, value = token.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+        if name in _RENAMED:
+            _deprecated(f"{name} is an old spelling; use {_RENAMED[name].replace('=', ' ')}.")
+            return _RENAMED[name] + equals + value
+        if name in _WITHOUT_EFFECT:
+            _deprecated(f"{name} has no effect any more: the device is found by itself. Leave it out.")
+        elif name not in self._option_string_actions:
+            self.error(
+                f"unknown flag {name}.{nearest(name, self._option_string_actions)} The script's own flags go "
+                "behind the script; `accel launch --help` lists the launcher's."
+            )
+        return name + equals + value
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message without the long usage, and exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _deprecated(message: str) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=6)
+
+
+def _reader(setting: Setting) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return setting.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add every setting's flag to a parser, by group; a flag that is not given leaves None.
+
+    Args:
+        parser: The parser to extend.
+    """
+    for key, group in GROUPS.items():
+        target = parser.add_argument_group(group.title)
+        for setting in SETTINGS.values():
+            if setting.group == key:
+                _add(target, setting)
+
+
+def _add(target: Any, setting: Setting) -> None:
+    names = [setting.short, setting.flag] if setting.short else [setting.flag]
+    note = "" if setting.default in (None, False, "", ()) else f" Default: {setting.default}."
+    keywords: dict[str, Any] = {"default": None, "help": (setting.help + note).replace("%", "%%")}
+    if setting.repeated:
+        keywords |= {"action": "append", "metavar": "TEXT"}
+    elif setting.switch:
+        keywords |= {"nargs": "?", "const": True, "type": _reader(setting)}
+    else:
+        choices = "{" + ",".join(map(str, setting.spec.choices)) + "}"
+        keywords |= {
+            "type": _reader(setting),
+            "metavar": choices if setting.spec.choices else setting.spec.kind.upper(),
+        }
+    target.add_argument(*names, **keywords)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows a switch without a value, which it need not have."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.nargs == "?":
+            return ", ".join(action.option_strings)
+        return super()._format_action_invocation(action)
+
+
+def command_parser(
+    name: str,
+    subparsers: Any = None,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+    **keywords: Any,
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, without arguments yet.
+
+    Args:
+        name: The command's name behind `accel`.
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add the command there; a parser of its
+            own by default.
+        kind: The parser's class.
+        **keywords: As for the class.
+
+    Returns:
+        The parser.
+    """
+    if subparsers is None:
+        return kind(f"accel {name}", **keywords)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, **keywords)
+    parser.__class__ = kind  # add_parser has no argument for the class
+    return parser
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel launch`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `launch` there; a parser of its
+            own by default.
+
+    Returns:
+        The parser. Its namespace has an attribute per setting, None where no flag was given, and
+        `training_script` and `training_script_args`.
+    """
+    parser = command_parser(
+        "launch",
+        subparsers,
+        LaunchParser,
+        usage="accel launch [flags] SCRIPT [arguments of the script]",
+        description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
+        "--cpu=false, where the environment or the config file turns it on.",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    add_settings(parser)
+    parser.set_defaults(func=_launch)
+    return parser
+
+
+def _launch(args: argparse.Namespace) -> None:
+    from accel_launch.command import launch_command
+
+    launch_command(args)

@@ -1,0 +1,233 @@
+"""Effective settings: flag > environment > config file > default, each with its source."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from accel_launch.errors import LaunchError
+from accel_launch.settings.schema import GROUPS, SETTINGS, Setting
+
+if TYPE_CHECKING:
+    from accel_launch.config import LaunchConfig
+
+__all__ = ["Effective", "Settings", "Source", "flag_values", "resolve"]
+
+
+class Source(IntEnum):
+    """Where a value came from; a higher one wins."""
+
+    DEFAULT = 0
+    DETECTED = 1
+    CONFIG = 2
+    ENVIRONMENT = 3
+    FLAG = 4
+
+
+@dataclass(frozen=True)
+class Effective:
+    """A value and where it came from.
+
+    Args:
+        value: The value.
+        source: What kind of place gave it.
+        detail: The very place: a flag, a variable, a file.
+    """
+
+    value: Any
+    source: Source = Source.DEFAULT
+    detail: str = "default"
+
+    @property
+    def given(self) -> bool:
+        """Whether a user gave it, rather than detection or the default."""
+        return self.source >= Source.CONFIG
+
+
+class Settings(Mapping[str, Effective]):
+    """Every launch setting's effective value, by name."""
+
+    def __init__(self, effective: Mapping[str, Effective]) -> None:
+        self._effective = dict(effective)
+
+    def __getitem__(self, name: str) -> Effective:
+        return self._effective[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._effective)
+
+    def __len__(self) -> int:
+        return len(self._effective)
+
+    def value(self, name: str) -> Any:
+        """Return a setting's value.
+
+        Args:
+            name: The setting's name.
+        """
+        return self[name].value
+
+    def given(self, name: str) -> bool:
+        """Tell whether a user gave the setting.
+
+        Args:
+            name: The setting's name.
+        """
+        return self[name].given
+
+    def active(self, setting: Setting) -> bool:
+        """Tell whether a setting counts: whether its group is switched on.
+
+        Args:
+            setting: The setting.
+        """
+        group = GROUPS[setting.group]
+        if not group.enabled_by or setting.name == group.enabled_by:
+            return True
+        return group.enabled(self.value(group.enabled_by))
+
+    def replace(self, **changes: Effective) -> Settings:
+        """Return a copy with some settings replaced.
+
+        Args:
+            **changes: The new effective values, by name.
+        """
+        return Settings({**self._effective, **changes})
+
+
+def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapping[str, str]) -> Settings:
+    """Give every setting its effective value.
+
+    Args:
+        args: The parsed flags; None, or no attribute, where a flag was not given.
+        config: The config file's content, if there is a file.
+        environ: The environment.
+
+    Returns:
+        The settings; what detection decides is still at its default.
+
+    Raises:
+        LaunchError: If a variable's text is not allowed, or settings exclude each other.
+    """
+    cluster = _cluster_values(args, environ)
+    settings = Settings({s.name: _effective(s, args, config, environ, cluster) for s in SETTINGS.values()})
+    if config is not None:
+        settings = _apply_kind(settings, config)
+    settings = _settle_exclusive(settings)
+    _warn_ignored(settings)
+    return settings
+
+
+# Inside a worker of another run these describe that run, not the one to be started.
+_WORLD = ("ACCELERATE_NUM_PROCESSES", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _cluster_values(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, tuple[Any, str]]:
+    """Return what a scheduler's environment says, each value with its variable."""
+    if "SLURM_JOB_ID" not in environ:
+        return {}
+    from accel_launch.outside.slurm import step_to_follow
+
+    step = step_to_follow(environ, lambda name: getattr(args, name, None))
+    return step.values() if step is not None else {}
+
+
+def flag_values(settings: Settings) -> Callable[[str], Any]:
+    """Return a function from a setting's name to the value that its flag gave, None where it was not given.
+
+    Args:
+        settings: The effective settings.
+    """
+
+    def value(name: str) -> Any:
+        found = settings[name]
+        return found.value if found.source == Source.FLAG else None
+
+    return value
+
+
+def _effective(
+    setting: Setting,
+    args: argparse.Namespace,
+    config: LaunchConfig | None,
+    environ: Mapping[str, str],
+    cluster: Mapping[str, tuple[Any, str]],
+) -> Effective:
+    flag = getattr(args, setting.name, None)
+    if flag is not None:
+        return Effective(flag, Source.FLAG, setting.flag)
+    variable = setting.spec.name
+    if setting.from_environment and not (variable in _WORLD and "LOCAL_RANK" in environ):
+        text = environ.get(variable)
+        # An empty CUDA_VISIBLE_DEVICES hides every GPU; any other empty variable counts as unset.
+        if text or (text is not None and variable == "CUDA_VISIBLE_DEVICES"):
+            try:
+                return Effective(setting.parse(text), Source.ENVIRONMENT, variable)
+            except ValueError as error:
+                raise LaunchError(f"Environment variable {variable}: {error}") from None
+    if setting.name in cluster:
+        value, source = cluster[setting.name]
+        return Effective(value, Source.ENVIRONMENT, source)
+    if config is not None and setting.name in config.settings:
+        return Effective(config.settings[setting.name], Source.CONFIG, str(config.path))
+    return Effective(setting.default)
+
+
+_KINDS = {
+    "MULTI_CPU": "cpu",
+    "MULTI_GPU": "multi_gpu",
+    "FSDP": "use_fsdp",
+    "DEEPSPEED": "use_deepspeed",
+    "MEGATRON_LM": "use_megatron_lm",
+    "XLA": "tpu",
+}
+
+
+def _apply_kind(settings: Settings, config: LaunchConfig) -> Settings:
+    """Let the config's distributed_type and sections switch on what they stand for."""
+    changes: dict[str, Effective] = {}
+    kind = _KINDS.get(config.distributed_type)
+    chosen = any(settings.value(name) and settings.given(name) for name in _KINDS.values() if name != "cpu")
+    if kind is not None and not settings.given(kind) and not chosen:
+        changes[kind] = Effective(True, Source.CONFIG, f"{config.path} (distributed_type)")
+    if config.values.get("parallelism_config") and not settings.given("use_parallelism_config"):
+        changes["use_parallelism_config"] = Effective(
+            True, Source.CONFIG, f"{config.path} (parallelism_config)"
+        )
+    return settings.replace(**changes)
+
+
+_EXCLUSIVE = (
+    ("module", "no_python"),
+    ("multi_gpu", "cpu", "tpu"),
+    ("use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu"),
+    ("tpu_cluster", "no_tpu_cluster"),
+)
+
+
+def _settle_exclusive(settings: Settings) -> Settings:
+    """Where two settings exclude each other the nearer source wins; from one source they are an error."""
+    for names in _EXCLUSIVE:
+        on = sorted((n for n in names if settings.value(n)), key=lambda n: -settings[n].source)
+        if len(on) > 1 and settings[on[0]].source == settings[on[1]].source:
+            places = " and ".join(f"{SETTINGS[n].flag} ({settings[n].detail})" for n in on[:2])
+            raise LaunchError(f"{places} exclude each other; choose one.")
+        winner = settings[on[0]] if on else None
+        if winner is not None:
+            settings = settings.replace(**{n: Effective(False, winner.source, winner.detail) for n in on[1:]})
+    return settings
+
+
+def _warn_ignored(settings: Settings) -> None:
+    ignored: dict[str, list[str]] = {}
+    for setting in SETTINGS.values():
+        found = settings[setting.name]
+        counts = found.source in (Source.FLAG, Source.CONFIG) and found.value != setting.default
+        if counts and not settings.active(setting):
+            ignored.setdefault(GROUPS[setting.group].remedy, []).append(f"{setting.name} ({found.detail})")
+    for remedy, names in ignored.items():
+        warnings.warn(f"Ignored without {remedy}: {', '.join(names)}.", UserWarning, stacklevel=4)

@@ -1,0 +1,302 @@
+"""Settings of the launcher itself: what to start, how often, where, and with what output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from accel_launch.settings.schema.setting import Group, Setting
+from accel_state.env import VARIABLES, Variable
+
+__all__ = ["GENERAL", "GENERAL_GROUPS", "machine_range"]
+
+GENERAL_GROUPS = {
+    "launch": Group("What to start"),
+    "resources": Group("Processes and devices"),
+    "machines": Group("Several machines and restarts"),
+    "output": Group("Output"),
+    "training": Group("Training"),
+    "tpu": Group("TPU", "tpu", bool, "--tpu"),
+    "sagemaker": Group("Amazon SageMaker"),
+    "mpirun": Group("MPI"),
+}
+
+
+def machine_range(text: str) -> int | str:
+    """Read the number of machines.
+
+    Args:
+        text: N, or MIN:MAX for an elastic run.
+
+    Returns:
+        N, or the normalised MIN:MAX.
+
+    Raises:
+        ValueError: If it is neither, below 1, or MIN is above MAX.
+    """
+    parts = [int(part) for part in text.split(":")]
+    if len(parts) > 2 or min(parts) < 1 or parts != sorted(parts):
+        raise ValueError(text)
+    return parts[0] if parts[0] == parts[-1] else f"{parts[0]}:{parts[1]}"
+
+
+def _limited(read: Callable[[str], Any], low: float, high: float, allowed: str) -> dict[str, Any]:
+    """Return the keyword arguments of a setting whose number has limits."""
+
+    def convert(text: str) -> Any:
+        if not low <= read(text) <= high:
+            raise ValueError(text)
+        return read(text)
+
+    return {"convert": convert, "allowed": allowed}
+
+
+_MACHINE_RANGE: dict[str, Any] = {"convert": machine_range, "allowed": "N or MIN:MAX, at least 1"}
+_COUNT = _limited(int, 1, inf, "an integer, at least 1")
+# OpenMP takes a list too, one number per level of nesting; the first is that of a process.
+_THREADS = _limited(lambda text: int(text.partition(",")[0]), 1, inf, "an integer, at least 1")
+_INDEX = _limited(int, 0, inf, "an integer, at least 0")
+_PORT = _limited(int, 0, 65535, "an integer from 0 (any free port) to 65535")
+_SECONDS = _limited(float, 0, inf, "seconds, at least 0")
+
+
+def _own(
+    group: str, name: str, kind: Any, default: Any, help: str, *, choices: tuple[Any, ...] = (), **rest: Any
+) -> Setting:
+    """Make a setting that has no environment variable."""
+    return Setting(Variable(name, kind, default, help, choices), name, group, **rest)
+
+
+def _environment(group: str, name: str, variable: str, **rest: Any) -> Setting:
+    """Make a setting that is read from, and written to, an environment variable of the table."""
+    return Setting(VARIABLES[variable], name, group, from_environment=True, **rest)
+
+
+_LAUNCH = [
+    _own("launch", "config_file", "str", None, "The config file to use instead of the default one."),
+    _own(
+        "launch",
+        "module",
+        "flag",
+        False,
+        "Treat the script as the name of a Python module, as in `python -m`.",
+        switch=True,
+        short="-m",
+    ),
+    _own("launch", "no_python", "flag", False, "Run the script as a program, without python.", switch=True),
+    _own(
+        "launch",
+        "launcher",
+        "str",
+        "auto",
+        "How workers are started: by this process, torch.distributed.run, mpirun, Ray, or a launcher on each "
+        "machine by Slurm's srun. auto takes torchrun for several machines and for restarts, mpirun with a "
+        "hostfile for it, and in a Slurm job what fits the step.",
+        choices=("auto", "local", "torchrun", "mpirun", "srun", "ray"),
+    ),
+    _own(
+        "launch",
+        "explain",
+        "flag",
+        False,
+        "Print each effective setting and where it came from; start nothing.",
+        switch=True,
+    ),
+    _own(
+        "launch",
+        "dry_run",
+        "flag",
+        False,
+        "Print the command and the environment; start nothing.",
+        switch=True,
+    ),
+]
+
+_RESOURCES = [
+    _environment("resources", "cpu", "ACCELERATE_USE_CPU", switch=True, key="use_cpu"),
+    _own("resources", "multi_gpu", "flag", False, "Run on several GPUs.", switch=True),
+    _environment(
+        "resources",
+        "num_processes",
+        "ACCELERATE_NUM_PROCESSES",
+        key="num_processes",
+        **_COUNT,
+        note="Number of processes, over all machines; by default one per visible GPU, else one.",
+    ),
+    _environment(
+        "resources",
+        "gpu_ids",
+        "CUDA_VISIBLE_DEVICES",
+        key="gpu_ids",
+        note="GPUs to use on this machine, e.g. 0,1; all for every visible one.",
+    ),
+    _environment(
+        "resources",
+        "num_cpu_threads_per_process",
+        "OMP_NUM_THREADS",
+        **_THREADS,
+        note="CPU threads of each process (OMP_NUM_THREADS); by default the cores over the processes.",
+    ),
+    _environment(
+        "resources",
+        "enable_cpu_affinity",
+        "ACCELERATE_CPU_AFFINITY",
+        switch=True,
+        key="enable_cpu_affinity",
+    ),
+]
+
+_MACHINES = [
+    _own(
+        "machines",
+        "num_machines",
+        "str",
+        1,
+        "Number of machines; MIN:MAX for an elastic run.",
+        key="num_machines",
+        **_MACHINE_RANGE,
+    ),
+    _own(
+        "machines",
+        "machine_rank",
+        "int",
+        0,
+        "Rank of this machine, from 0.",
+        key="machine_rank",
+        **_INDEX,
+    ),
+    _environment(
+        "machines",
+        "main_process_ip",
+        "MASTER_ADDR",
+        key="main_process_ip",
+        note="Host name or address of machine 0.",
+    ),
+    _environment(
+        "machines",
+        "main_process_port",
+        "MASTER_PORT",
+        key="main_process_port",
+        **_PORT,
+        note="Port of rank 0; by default, or when 0, a free one on one machine and 29500 on several.",
+    ),
+    _own(
+        "machines",
+        "same_network",
+        "flag",
+        False,
+        "Accepted for old commands; the launcher needs no such hint.",
+        switch=True,
+        key="same_network",
+    ),
+    _own("machines", "rdzv_backend", "str", "static", "Rendezvous: static, c10d, etcd.", key="rdzv_backend"),
+    _own("machines", "rdzv_conf", "str", "", "More rendezvous settings: key=value,key=value."),
+    _own(
+        "machines",
+        "max_restarts",
+        "int",
+        0,
+        "How often the workers are started again when one fails.",
+        **_INDEX,
+    ),
+    _own(
+        "machines",
+        "monitor_interval",
+        "float",
+        0.1,
+        "Seconds between torchrun's looks at its workers.",
+        **_SECONDS,
+    ),
+]
+
+_OUTPUT = [
+    _own("output", "quiet", "flag", False, "Say nothing about a failed script.", switch=True, short="-q"),
+    _own(
+        "output",
+        "tee",
+        "str",
+        "0",
+        "Show each worker's streams with its rank before every line, and copy them to --log_dir: "
+        "0 none, 1 stdout, 2 stderr, 3 both.",
+        choices=("0", "1", "2", "3"),
+    ),
+    _own("output", "log_dir", "str", None, "Folder for one log file per worker and stream."),
+    _own("output", "role", "str", "default", "Name of the workers, shown before their lines."),
+    _own(
+        "output",
+        "grace_period",
+        "float",
+        None,
+        "Seconds between asking workers to end and killing them; unset: 5 when one failed, 30 when the "
+        "launcher was asked to end.",
+        **_SECONDS,
+    ),
+]
+
+_TRAINING = [
+    _environment(
+        "training", "mixed_precision", "ACCELERATE_MIXED_PRECISION", key="mixed_precision", always=True
+    ),
+    _environment(
+        "training",
+        "gradient_accumulation_steps",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        section="deepspeed_config",
+        key="gradient_accumulation_steps",
+        **_COUNT,
+    ),
+    _environment("training", "debug", "ACCELERATE_DEBUG_MODE", switch=True, key="debug"),
+    _environment("training", "downcast_bf16", "ACCELERATE_DOWNCAST_BF16", switch=True, key="downcast_bf16"),
+]
+
+_ELSEWHERE = [
+    _own("tpu", "tpu", "flag", False, "Run on TPU.", switch=True),
+    _own("tpu", "tpu_cluster", "flag", False, "Run on a TPU pod.", switch=True, key="tpu_use_cluster"),
+    _own("tpu", "no_tpu_cluster", "flag", False, "Do not run on a TPU pod.", switch=True),
+    _own("tpu", "tpu_name", "str", None, "The pod's name.", key="tpu_name"),
+    _own("tpu", "tpu_zone", "str", None, "The pod's zone.", key="tpu_zone"),
+    _own("tpu", "tpu_use_sudo", "flag", False, "Use sudo on the pod.", switch=True, key="tpu_use_sudo"),
+    _own(
+        "tpu", "vm", "list", (), "Without effect: a pod is reached by its name.", repeated=True, key="tpu_vm"
+    ),
+    _own(
+        "tpu",
+        "env",
+        "list",
+        (),
+        "A variable for the pod's machines, NAME=VALUE.",
+        repeated=True,
+        key="tpu_env",
+    ),
+    _own(
+        "tpu",
+        "main_training_function",
+        "str",
+        "main",
+        "Function of the script that TPU workers run.",
+        key="main_training_function",
+    ),
+    _own("sagemaker", "aws_access_key_id", "str", None, "AWS access key."),
+    _own("sagemaker", "aws_secret_access_key", "str", None, "AWS secret key."),
+    _own(
+        "mpirun",
+        "mpirun_hostfile",
+        "str",
+        None,
+        "Hostfile for mpirun.",
+        section="mpirun_config",
+        key="mpirun_hostfile",
+    ),
+    _own(
+        "mpirun",
+        "mpirun_ccl",
+        "int",
+        1,
+        "oneCCL worker threads per process.",
+        section="mpirun_config",
+        key="mpirun_ccl",
+    ),
+]
+
+GENERAL: list[Setting] = _LAUNCH + _RESOURCES + _MACHINES + _OUTPUT + _TRAINING + _ELSEWHERE

@@ -1,0 +1,162 @@
+"""What Slurm's environment says; a real Slurm is in tests-integration/test_slurm.py."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_launch.errors import LaunchError
+from accel_launch.local.machine import Machine
+from accel_launch.outside.slurm import find_step, first_host
+from accel_launch.plan.make import Plan, make_plan
+from accel_launch.plan.starters import STARTERS, Prepared
+from accel_launch.settings.parser import launch_command_parser
+from accel_launch.settings.resolve import resolve
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[03-04]"}
+# The second of three tasks on the second of two machines.
+TASKS = {
+    **BATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "1,3",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_CPUS_ON_NODE": "6",
+}
+MACHINE = {**TASKS, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+MACHINE["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)"
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Any:
+    script = tmp_path / "script.py"
+    script.touch()
+
+    def make(environ: dict[str, str], *flags: str) -> Plan:
+        args = launch_command_parser().parse_args([*flags, str(script)])
+        return make_plan(resolve(args, None, environ), str(script), [], environ, Machine(gpus=0, cores=6))
+
+    return make
+
+
+def prepared(plan: Plan, environ: dict[str, str]) -> Prepared:
+    found: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node[003-007,9],login1", "node003"),
+        ("rack1-[2,4]-ib,x", "rack1-2-ib"),
+        ("a,b[1-2]", "a"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+    ],
+)
+def test_the_first_machine_of_a_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_runs_that_may_share_a_machine_have_ports_of_their_own() -> None:
+    places = [
+        find_step({**TASKS, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step})
+        for job, step in (("7", "0"), ("7", "1"), ("9", "0"), ("20007", "0"))
+    ]
+
+    assert [place.port for place in places if place] == [10007, 10008, 10009, 10007]
+
+
+def test_a_task_is_a_worker(plan: Any) -> None:
+    made = plan(TASKS)
+    environ = prepared(made, TASKS).environ
+
+    assert made.how == "task"
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    assert [environ[name] for name in names] == ["2", "4", "1", "3", "1", "node03", "10007"]
+    assert environ["OMP_NUM_THREADS"] == "2"
+
+
+def test_a_task_per_machine_starts_its_machines_workers(plan: Any) -> None:
+    made = plan(MACHINE)
+    command = prepared(made, MACHINE).command
+
+    assert made.how == "torchrun"
+    assert {"--nnodes=2", "--node_rank=1", "--master_addr=node03", "--master_port=10007"} <= set(command)
+    assert made.settings["machine_rank"].detail == "SLURM_NODEID"
+
+
+def test_a_batch_script_starts_a_launcher_on_each_machine(plan: Any) -> None:
+    made = plan(BATCH, "--cpu", "--mixed_precision", "bf16")
+    command = shlex.join(prepared(made, BATCH).command)
+
+    assert made.how == "srun"
+    assert command.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert "-m accel_launch launch --cpu=true --mixed_precision=bf16 " in command
+
+
+def test_outside_of_a_job_srun_asks_for_machines(plan: Any) -> None:
+    made = plan({}, "--launcher", "srun", "--num_machines", "3")
+
+    assert prepared(made, {}).command[:2] == ["srun", "--nodes=3"]
+    assert "--launcher=srun" not in prepared(made, {}).command
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "how"),
+    [
+        ({**TASKS, "SLURM_STEP_NUM_TASKS": "1"}, (), "exec"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, (), "exec"),
+        ({**BATCH, "SLURM_STEP_ID": "4294967291"}, (), "srun"),  # Slurm's number for the batch script
+        ({**TASKS, "LOCAL_RANK": "0"}, (), "exec"),  # inside of a worker
+        (TASKS, ("--num_processes", "1"), "exec"),
+        (TASKS, ("--num_processes", "4"), "task"),
+        (TASKS, ("--launcher", "local", "--num_processes", "2"), "local"),
+        (BATCH, ("--num_machines", "1", "--num_processes", "2"), "local"),
+        (MACHINE, ("--launcher", "torchrun"), "torchrun"),
+    ],
+)
+def test_what_is_started_where(plan: Any, environ: dict[str, str], flags: tuple[str, ...], how: str) -> None:
+    assert plan(environ, *flags).how == how
+
+
+def test_flags_and_variables_of_the_user_come_first(plan: Any) -> None:
+    made = plan({**MACHINE, "MASTER_ADDR": "other"}, "--main_process_port", "5")
+
+    assert (made.settings.value("main_process_ip"), made.settings.value("main_process_port")) == ("other", 5)
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "message"),
+    [
+        (TASKS, ("--num_processes", "2"), "--num_processes 2, but srun started 4 tasks on 2 machine"),
+        ({**TASKS, "SLURM_PROCID": "x"}, (), "SLURM_PROCID=x is not the number"),
+        ({**TASKS, "SLURM_NODEID": ""}, (), r"SLURM_NODEID=\(not set\)"),
+        ({**TASKS, "SLURM_STEP_TASKS_PER_NODE": "two"}, (), "SLURM_STEP_TASKS_PER_NODE=two"),
+        ({**BATCH, "SLURM_JOB_NODELIST": ""}, (), "Give --main_process_ip"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    plan: Any, environ: dict[str, str], flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        plan(environ, *flags)
+
+
+def test_outside_of_slurm_there_is_no_step() -> None:
+    assert find_step({}) is None
