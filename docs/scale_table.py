@@ -1,6 +1,6 @@
 """Which models fit on which devices over which mesh: the table of scale.md."""
 
-from accel.estimate_mesh import MeshSizes, language_model, mesh_bytes
+from accel.estimate.mesh import MeshSizes, language_model, mesh_bytes
 
 # The published sizes of Llama 2 7B, Llama 3.1 70B and Llama 3.1 405B.
 MODELS = {

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.ds.dummies import DummyOptim, DummyScheduler
-from accel.ds.runtime import GatheredParameters
-from accel.ds.wrappers import DeepSpeedSchedulerWrapper
-from accel.plugins.deepspeed import DeepSpeedPlugin
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.deepspeed.runtime import GatheredParameters
+from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper
 from accel_ckpt.errors import CheckpointError
 from accel_ops.modules import has_compiled_regions
 from accel_state.handlers import TorchDynamoPlugin

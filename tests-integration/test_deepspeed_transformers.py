@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from accel.accelerator import Accelerator
-from accel.ds.config import HfDeepSpeedConfig
-from accel.ds.runtime import GatheredParameters
-from accel.ds.ulysses import SequenceParallelLoader
-from accel.plugins.deepspeed import DeepSpeedPlugin
+from accel.engines.deepspeed.config import HfDeepSpeedConfig
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.deepspeed.runtime import GatheredParameters
+from accel.engines.deepspeed.ulysses import SequenceParallelLoader
 from accel_state.parallelism.config import ParallelismConfig
 from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig
 

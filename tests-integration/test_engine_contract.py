@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.plugins.deepspeed import DeepSpeedPlugin
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
 
 VOCAB, WIDTH, HEADS, LENGTH = 13, 8, 2, 8

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from accel.big_modeling import init_empty_weights
-from accel.configuration import resolve_accumulation, resolve_fsdp, resolve_megatron, resolve_parallelism
-from accel.ds.settings import resolve_deepspeed
-from accel.engines.refusals import refuse_spread_training
-from accel.engines.replicas import ReplicaCheck
-from accel.fp8.choice import resolve_fp8
-from accel.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accel.plugins.deepspeed import DeepSpeedPlugin
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel.plugins.megatron import MegatronLMPlugin
+from accel.engines.common.checks import refuse_spread_training
+from accel.engines.common.replica_check import ReplicaCheck
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.deepspeed.settings import resolve_deepspeed
+from accel.engines.megatron.plugin import MegatronLMPlugin
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.models.fp8.choice import resolve_fp8
+from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.training.arguments import resolve_accumulation, resolve_fsdp, resolve_megatron, resolve_parallelism
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
 from accel_launch.outside.slurm import find_step

@@ -17,7 +17,7 @@ TRACEBACK = """Traceback (most recent call last):
            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   File "/lib/torch/nn/modules/module.py", line 2, in _call_impl
     return forward_call(*args, **kwargs)
-  File "/lib/accel/prepare.py", line 3, in forward
+  File "/lib/accel/training/prepare.py", line 3, in forward
     return inner(x)
   File "/home/a/model.py", line 4, in forward
     return self.linear(x)

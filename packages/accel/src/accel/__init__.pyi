@@ -16,8 +16,8 @@ from accel.__about__ import __version__ as __version__
 from accel.accelerator import Accelerator as Accelerator
 from accel.big_models.empty import init_empty_weights as init_empty_weights
 from accel.big_models.empty import init_on_device as init_on_device
-from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_ckpt.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data.prepare import skip_first_batches as skip_first_batches

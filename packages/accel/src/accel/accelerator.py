@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel import configuration, metrics, tracking
-from accel.agreement import Agreement
-from accel.checkpoints import CheckpointControl
-from accel.configuration import UNSET
-from accel.ds.settings import active_plugin, precision_under, resolve_deepspeed, steps_under
 from accel.engines import EngineContext, choose_engine, start_engine
-from accel.engines.refusals import mapped_devices
-from accel.fp8.choice import resolve_fp8
-from accel.gradients import GradientControl, drop_gradients, has_gradients
-from accel.mesh import MeshCoordinates
-from accel.misuse import Watch
-from accel.precision import Precision
-from accel.prepare import (
+from accel.engines.common.checks import mapped_devices
+from accel.engines.deepspeed.settings import active_plugin, precision_under, resolve_deepspeed, steps_under
+from accel.models.fp8.choice import resolve_fp8
+from accel.models.precision import Precision
+from accel.saving.methods import CheckpointControl
+from accel.trackers import registry, session
+from accel.training import arguments, metrics
+from accel.training.agreement import Agreement
+from accel.training.arguments import UNSET
+from accel.training.coordinates import MeshCoordinates
+from accel.training.gradients import GradientControl, drop_gradients, has_gradients
+from accel.training.misuse import Watch
+from accel.training.prepare import (
     check_kind,
     prepare,
     prepare_loader,
     prepare_models_and_optimizers,
     prepare_scheduler,
 )
-from accel.profile import profile
-from accel.trackers import session
-from accel.uneven import join_uneven_inputs
+from accel.training.profiling import profile
+from accel.training.uneven import join_uneven_inputs
 from accel_data.config import DataLoaderConfiguration
 from accel_data.prepare import skip_first_batches
 from accel_ops.collectives import operations, padding
@@ -50,7 +50,7 @@ from accel_state.process.control import ProcessControl
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from accel.tracking import GeneralTracker
+    from accel.trackers.base import GeneralTracker
     from accel_ckpt.config import ProjectConfiguration
     from accel_optim.handlers import AutocastKwargs
     from accel_optim.scheduler import AcceleratedScheduler
@@ -126,29 +126,29 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
     ) -> None:
         if deprecated:
             known = inspect.signature(Accelerator).parameters
-            old = configuration.resolve_old_spellings(
+            old = arguments.resolve_old_spellings(
                 deprecated, mixed_precision, dataloader_config, project_config, known=[*known]
             )
             mixed_precision, dataloader_config, project_config = old
-        self.project_configuration = configuration.resolve_project(project_dir, project_config)
-        self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
-        self.rng_types = configuration.resolve_rng_types(rng_types)
-        self.handlers = configuration.sort_handlers(kwargs_handlers)
+        self.project_configuration = arguments.resolve_project(project_dir, project_config)
+        self.dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
+        self.rng_types = arguments.resolve_rng_types(rng_types)
+        self.handlers = arguments.sort_handlers(kwargs_handlers)
         deepspeed = resolve_deepspeed(deepspeed_plugin, deepspeed_plugins)
-        megatron = configuration.resolve_megatron(megatron_lm_plugin)
+        megatron = arguments.resolve_megatron(megatron_lm_plugin)
         steps = steps_under(deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
-        accumulation = configuration.resolve_accumulation(steps, gradient_accumulation_plugin)
+        accumulation = arguments.resolve_accumulation(steps, gradient_accumulation_plugin)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.state = AcceleratorState(
             mixed_precision=precision_under(deepspeed, mixed_precision),
             cpu=cpu,
-            dynamo_plugin=configuration.resolve_dynamo(dynamo_backend, dynamo_plugin),
+            dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
             deepspeed_plugin=deepspeed,
-            fsdp_plugin=configuration.resolve_fsdp(fsdp_plugin, parallelism_config, deepspeed, megatron),
+            fsdp_plugin=arguments.resolve_fsdp(fsdp_plugin, parallelism_config, deepspeed, megatron),
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron,
-            parallelism_config=configuration.resolve_parallelism(parallelism_config, torch_tp_plugin),
+            parallelism_config=arguments.resolve_parallelism(parallelism_config, torch_tp_plugin),
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
@@ -164,8 +164,8 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             "parallelism_config": parallelism_config,
         }
         self.engine = start_engine(self.state, self._engine_context(), asked)
-        configuration.tell_unread(self.handlers, self.engine)
-        self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
+        arguments.tell_unread(self.handlers, self.engine)
+        self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[GeneralTracker] = []
         self.flag_tensor: torch.Tensor | None = None
         self._triggers = Agreement(self.process)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from accel.estimate import ENGINES, ModelSize, training_bytes
-from accel.estimate_mesh import BYTES, OPTIMIZER_STATES, MeshSizes, mesh_bytes
+from accel.estimate.formulas import ENGINES, ModelSize, training_bytes
+from accel.estimate.mesh import BYTES, OPTIMIZER_STATES, MeshSizes, mesh_bytes
 from accel_launch.settings.parser import command_parser
 
 __all__ = ["estimate_command", "estimate_command_parser", "estimate_rows", "main", "mesh_rows", "register"]

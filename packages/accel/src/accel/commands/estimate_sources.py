@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel.estimate import ModelSize
+from accel.estimate.formulas import ModelSize
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.weights.files import find_weight_files
 from accel_launch.errors import LaunchError
@@ -62,7 +62,7 @@ class Tensors:
                 f"--tp_size {processes} splits weights by the plan of a model, which files have not. Put "
                 "its config.json into the folder, or name module:callable."
             )
-        from accel.parallel.tensor import split_dims
+        from accel.engines.mesh.tensor.split import split_dims
 
         return split_dims(self.module, processes)
 

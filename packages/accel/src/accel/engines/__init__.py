@@ -51,12 +51,17 @@ class EngineRow:
     needs: tuple[str, ...] = ()
 
 
+_TORCH = "torch 2.6 or newer, built with torch.distributed"
 _SINGLE = EngineRow("accel.engines.single:SingleEngine", "pip install torch")
-_DDP = EngineRow("accel.engines.ddp:DDPEngine", "pip install torch, built with torch.distributed")
-_MESH = EngineRow("accel.engines.mesh:MeshEngine", "torch 2.6 or newer, built with torch.distributed")
-_FSDP1 = EngineRow("accel.engines.fsdp1:FSDP1Engine", "torch 2.6 or newer, built with torch.distributed")
-_DEEPSPEED = EngineRow("accel.engines.deepspeed:DeepSpeedEngine", install_hint("deepspeed"), ("deepspeed",))
-_MEGATRON = EngineRow("accel.engines.megatron:MegatronLMEngine", install_hint("megatron"), ("megatron.core",))
+_DDP = EngineRow("accel.engines.ddp.engine:DDPEngine", _TORCH)
+_MESH = EngineRow("accel.engines.mesh.engine:MeshEngine", _TORCH)
+_FSDP1 = EngineRow("accel.engines.fsdp1.engine:FSDP1Engine", _TORCH)
+_DEEPSPEED = EngineRow(
+    "accel.engines.deepspeed.engine:DeepSpeedEngine", install_hint("deepspeed"), ("deepspeed",)
+)
+_MEGATRON = EngineRow(
+    "accel.engines.megatron.engine:MegatronLMEngine", install_hint("megatron"), ("megatron.core",)
+)
 _XLA = EngineRow(
     "accel.engines.xla:XLAEngine",
     f"{install_hint('xla')}, in the version that belongs to the installed torch",

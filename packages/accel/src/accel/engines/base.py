@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 
-from accel.compilation import compile_regions
-from accel.engines.context import EngineContext, Prepared
-from accel.engines.refusals import (
+from accel.engines.common.checks import (
     mapped_devices,
     refuse_foreign,
     refuse_fp16_parameters,
@@ -27,7 +25,9 @@ from accel.engines.refusals import (
     refuse_spread_training,
     refuse_whole_tensor_steps,
 )
-from accel.precision import wrap_forward
+from accel.engines.context import EngineContext, Prepared
+from accel.models.precision import wrap_forward
+from accel.models.regions import compile_regions
 from accel_ops.collectives import operations
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.precision import Precision
+from accel.models.precision import Precision
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.fp8.choice import Fp8
-    from accel.plugins.deepspeed import DeepSpeedPlugin
-    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel.plugins.megatron import MegatronLMPlugin
+    from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+    from accel.engines.megatron.plugin import MegatronLMPlugin
+    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+    from accel.models.fp8.choice import Fp8
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 
 from accel.engines.base import Engine
+from accel.engines.common.loader import EngineLoader
+from accel.engines.common.whole_state import WholeOptimizer
 from accel.engines.context import EngineContext
-from accel.engines.loader import EngineLoader
-from accel.parallel.full_state import WholeOptimizer
 from accel_ops.trees.send import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.trackers.base import GeneralTracker
-from accel.tracking import tracker_class
+from accel.trackers.registry import tracker_class
 from accel_state.process.state import Process
 
 __all__ = ["find", "log", "start"]

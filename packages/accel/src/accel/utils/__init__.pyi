@@ -1,54 +1,58 @@
-from accel.adapters import is_peft_model as is_peft_model
-from accel.compilation import compile_regions as compile_regions
-from accel.compilation import compile_regions_deepspeed as compile_regions_deepspeed
-from accel.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
-from accel.ds.dummies import DummyOptim as DummyOptim
-from accel.ds.dummies import DummyScheduler as DummyScheduler
-from accel.ds.runtime import GatheredParameters as GatheredParameters
-from accel.ds.runtime import deepspeed_required as deepspeed_required
-from accel.ds.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from accel.ds.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from accel.ds.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accel.estimate import convert_bytes as convert_bytes
-from accel.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
-from accel.fp8.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
-from accel.fp8.ao import has_ao_layers as has_ao_layers
-from accel.fp8.ao import torchao_required as torchao_required
-from accel.fp8.recipes import AORecipeKwargs as AORecipeKwargs
-from accel.fp8.recipes import FP8RecipeKwargs as FP8RecipeKwargs
-from accel.fp8.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from accel.fp8.recipes import TERecipeKwargs as TERecipeKwargs
-from accel.fp8.te import apply_fp8_autowrap as apply_fp8_autowrap
-from accel.fp8.te import contextual_fp8_autocast as contextual_fp8_autocast
-from accel.fp8.te import convert_model as convert_model
-from accel.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
-from accel.fsdp_files import load_fsdp_model as load_fsdp_model
-from accel.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
-from accel.fsdp_files import save_fsdp_model as save_fsdp_model
-from accel.fsdp_files import save_fsdp_optimizer as save_fsdp_optimizer
-from accel.fsdp_steps import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
-from accel.fsdp_steps import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from accel.fsdp_steps import fsdp2_apply_ac as fsdp2_apply_ac
-from accel.fsdp_steps import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from accel.fsdp_steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from accel.fsdp_steps import fsdp2_prepare_model as fsdp2_prepare_model
-from accel.fsdp_steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
-from accel.megatron.bert import BertTrainStep as BertTrainStep
-from accel.megatron.data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from accel.megatron.dummies import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accel.megatron.gpt import GPTTrainStep as GPTTrainStep
-from accel.megatron.parsers import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
-from accel.megatron.steps import AbstractTrainStep as AbstractTrainStep
-from accel.megatron.steps import (
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accel.engines.deepspeed.runtime import GatheredParameters as GatheredParameters
+from accel.engines.deepspeed.runtime import deepspeed_required as deepspeed_required
+from accel.engines.deepspeed.stand_ins import DummyOptim as DummyOptim
+from accel.engines.deepspeed.stand_ins import DummyScheduler as DummyScheduler
+from accel.engines.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accel.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accel.engines.megatron.data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accel.engines.megatron.models.bert import BertTrainStep as BertTrainStep
+from accel.engines.megatron.models.gpt import GPTTrainStep as GPTTrainStep
+from accel.engines.megatron.models.t5 import T5TrainStep as T5TrainStep
+from accel.engines.megatron.parsers import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
+from accel.engines.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
+from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accel.engines.megatron.steps import AbstractTrainStep as AbstractTrainStep
+from accel.engines.megatron.steps import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
 )
-from accel.megatron.t5 import T5TrainStep as T5TrainStep
-from accel.parallel.filling import ensure_weights_retied as ensure_weights_retied
-from accel.parallel.tensor import get_model_tp_size as get_model_tp_size
-from accel.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
-from accel.plugins.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accel.engines.mesh.tensor.split import get_model_tp_size as get_model_tp_size
+from accel.engines.sharded.initial_weights import ensure_weights_retied as ensure_weights_retied
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accel.engines.sharded.steps import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+)
+from accel.engines.sharded.steps import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from accel.engines.sharded.steps import fsdp2_apply_ac as fsdp2_apply_ac
+from accel.engines.sharded.steps import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accel.engines.sharded.steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accel.engines.sharded.steps import fsdp2_prepare_model as fsdp2_prepare_model
+from accel.engines.sharded.steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from accel.estimate.formulas import convert_bytes as convert_bytes
+from accel.models.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from accel.models.fp8.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
+from accel.models.fp8.ao import has_ao_layers as has_ao_layers
+from accel.models.fp8.ao import torchao_required as torchao_required
+from accel.models.fp8.recipes import AORecipeKwargs as AORecipeKwargs
+from accel.models.fp8.recipes import FP8RecipeKwargs as FP8RecipeKwargs
+from accel.models.fp8.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accel.models.fp8.recipes import TERecipeKwargs as TERecipeKwargs
+from accel.models.fp8.te import apply_fp8_autowrap as apply_fp8_autowrap
+from accel.models.fp8.te import contextual_fp8_autocast as contextual_fp8_autocast
+from accel.models.fp8.te import convert_model as convert_model
+from accel.models.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
+from accel.models.regions import compile_regions as compile_regions
+from accel.models.regions import compile_regions_deepspeed as compile_regions_deepspeed
+from accel.models.regions import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel.saving.adapters import is_peft_model as is_peft_model
+from accel.saving.fsdp_functions import load_fsdp_model as load_fsdp_model
+from accel.saving.fsdp_functions import load_fsdp_optimizer as load_fsdp_optimizer
+from accel.saving.fsdp_functions import save_fsdp_model as save_fsdp_model
+from accel.saving.fsdp_functions import save_fsdp_optimizer as save_fsdp_optimizer
 from accel.utils import constants as constants
 from accel.utils import dataclasses as dataclasses
 from accel.utils import deepspeed as deepspeed

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from accel.plugins.deepspeed import DeepSpeedPlugin
-from accel.plugins.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
-from accel.plugins.tensor_parallel import TorchTensorParallelPlugin
+from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_ops.trees.tensors import TensorInformation

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from accel.ds.config import HfDeepSpeedConfig
-from accel.ds.dummies import DummyOptim, DummyScheduler
-from accel.ds.runtime import GatheredParameters, deepspeed_required
-from accel.ds.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accel.engines.deepspeed.config import HfDeepSpeedConfig
+from accel.engines.deepspeed.runtime import GatheredParameters, deepspeed_required
+from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel.engines.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
 
 __all__ = [
     "DeepSpeedEngineWrapper",

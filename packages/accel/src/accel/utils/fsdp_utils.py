@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accel.fsdp_files import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
-from accel.fsdp_steps import (
+from accel.engines.sharded.initial_weights import ensure_weights_retied
+from accel.engines.sharded.steps import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
     fsdp2_apply_ac,
@@ -13,7 +13,12 @@ from accel.fsdp_steps import (
     fsdp2_switch_optimizer_parameters,
     get_parameters_from_modules,
 )
-from accel.parallel.filling import ensure_weights_retied
+from accel.saving.fsdp_functions import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from accel_ckpt.sharded.merge import merge_fsdp_weights
 from accel_optim.scaler import get_fsdp2_grad_scaler
 

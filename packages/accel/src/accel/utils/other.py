@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.adapters import is_peft_model
+from accel.saving.adapters import is_peft_model
 from accel_ckpt.files.tensors import clean_state_dict_for_safetensors, load, save
 from accel_ops.modules import (
     extract_model_from_parallel,

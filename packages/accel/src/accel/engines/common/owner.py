@@ -1,0 +1,131 @@
+"""What the owners have in common whose processes train one model together."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.engines.common.loose import LooseTensors, average_gradients
+from accel.engines.common.replica_check import ReplicaCheck
+from accel_optim.owner import ParameterOwner
+
+if TYPE_CHECKING:
+    from accel_state.process.state import Process
+
+__all__ = ["ShardOwner", "TrainingOwner"]
+
+
+class TrainingOwner(ParameterOwner):
+    """Parameters of models that several processes train, and of tensors beside them.
+
+    Args:
+        process: This process.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        # In order: all processes go through them alike.
+        self._models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._loose = LooseTensors(process)
+        self._check = ReplicaCheck(process)
+        self._has_new = False
+        self._num_holding = 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether backward passes leave gradients on their process now."""
+        return self._num_holding > 0
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether replicas are apart for now, or processes do not step together."""
+        return self.is_holding
+
+    @contextlib.contextmanager
+    def holding(self, no_sync: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """A context whose backward passes leave gradients on their process.
+
+        Args:
+            no_sync: The context that makes them so.
+        """
+        self._num_holding += 1
+        try:
+            with no_sync:
+                yield
+        finally:
+            self._num_holding -= 1
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor stands for a parameter of a model, though the model does not show it now."""
+        return False
+
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Find what optimizers step and no model has; nothing as long as there is no model."""
+        if self._models:
+            shown = {id(item) for model in self._models for item in model.parameters()}
+            self._loose.take(parameters, lambda item: id(item) in shown or self.owns(item))
+
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """Whether a tensor belongs to no model and is stepped by a prepared optimizer."""
+        return any(item is parameter for item in self._loose.trained())
+
+    def after_backward(self, retains_graph: bool) -> None:
+        """Note that there are new gradients."""
+        self._has_new = True
+
+    def finish_window(self) -> None:
+        """Reduce what is left: the gradients of tensors that no model has."""
+        if self._has_new:
+            self._has_new = False
+            average_gradients(self._loose.trained(), self._process)
+
+    def before_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Reduce what is left, and have no forward pass compute with what was gathered before."""
+        self.finish_window()
+        self.show_present()
+        if not self.may_differ:
+            self._check.before_step(parameters, self._models)
+
+
+class ShardOwner(TrainingOwner):
+    """Parameters in parts, whose gradients are kept whole outside of `.grad` until the window ends."""
+
+    @contextlib.contextmanager
+    def holding(self, no_sync: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """A context whose backward passes keep whole gradients until the window ends."""
+        self.holds_back = True
+        with super().holding(no_sync):
+            yield
+
+    def after_backward(self, retains_graph: bool) -> None:
+        """Note that there are new gradients, and whether they are held back."""
+        super().after_backward(retains_graph)
+        self.holds_back |= self.is_holding
+
+    def finish_window(self) -> None:
+        """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
+        if self.holds_back:
+            self.holds_back = False
+            self.reduce_held()
+        super().finish_window()
+
+    def forget_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Drop whole gradients that are held back."""
+        if self.holds_back:
+            self.forget_held(None if parameters is None else {id(item) for item in parameters})
+
+    def reduce_held(self) -> None:
+        """Reduce the gradients that are held back."""
+        raise NotImplementedError
+
+    def forget_held(self, wanted: set[int] | None) -> None:
+        """Drop the gradients that are held back.
+
+        Args:
+            wanted: The `id` of each stepped tensor whose gradient is dropped; None for all.
+        """
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Data parallelism with replicated models."""

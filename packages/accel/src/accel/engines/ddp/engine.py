@@ -1,0 +1,207 @@
+"""Data parallelism with replicated models: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.engines.base import Engine, Joining
+from accel.engines.common.loose import parameters_of
+from accel.engines.common.missing_weights import refusing_together
+from accel.engines.context import EngineContext, Prepared
+from accel.engines.ddp.owner import ReplicaOwner
+from accel_optim.optimizer import AcceleratedOptimizer
+
+__all__ = ["DDPEngine", "sync_in_backward"]
+
+# Fields of DistributedDataParallelKwargs that configure the communication hook and not the constructor.
+_HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
+
+
+class DDPEngine(Engine):
+    """Every process holds the whole model; gradients are averaged in backward."""
+
+    name = "ddp"
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.joining: Joining = self.owner.joining  # torch has a Join for DDP
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
+
+    owner: ReplicaOwner
+
+    def make_owner(self) -> ReplicaOwner:
+        """Who has parameters and gradients."""
+        return ReplicaOwner(self.context.process)
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Wrap models and optimizers, and find what the ones step and the others do not have."""
+        done = super().prepare(objects)
+        self._known.update(dict.fromkeys(done.optimizers))
+        self.owner.take(parameters_of(self._known))
+        return done
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data."""
+        return self.context.process.rank, self.context.process.world_size
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse also models whose weights are split: they are no replicas."""
+        super().check(objects)
+        if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
+            from accel.engines.mesh.tensor.split import is_split
+
+            for model in objects.models:
+                is_split(model, 1)
+
+    def check_together(self, objects: Prepared) -> None:
+        """Refuse what one process refuses on all, and models without weights on any of them."""
+        models = () if objects.evaluation_mode else objects.models
+        # A frozen model may be prepared on some processes alone: there is nothing that they would share.
+        fresh = [(model, True) for model in models if _ddp(model) is None and _is_trained(model)]
+        with refusing_together(fresh, "all", self.context.process):
+            self.check(objects)
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""
+        if _ddp(model) is not None:
+            return model
+        if not _is_trained(model):
+            return model
+        options = self.context.ddp.to_kwargs() if self.context.ddp is not None else {}
+        device = self.context.process.device
+        device_ids = None if device.type == "cpu" or not _is_on(model, device) else [device.index]
+        with warnings.catch_warnings():
+            # torch 2.13 advises another spelling of our documented option, which its older versions lack.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=device_ids,
+                output_device=device_ids[0] if device_ids else None,
+                **{name: value for name, value in options.items() if name not in _HOOK_FIELDS},
+            )
+        if self.context.ddp is not None:
+            self.context.ddp.register_comm_hook(wrapped)
+        self.owner.add(wrapped)
+        return wrapped
+
+    @property
+    def holds_gradients_back(self) -> bool:
+        """DDP reduces in backward, unless it is told not to."""
+        return True
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """DDP's own no_sync; a model that is not wrapped has nothing to hold back.
+
+        A static graph is learned in the first backward, which has to synchronise: it is not held back. The
+        gradients after the window's last backward are the same.
+        """
+        ddp = _ddp(model)
+        return (
+            contextlib.nullcontext()
+            if ddp is None or _learns_graph(ddp)
+            else self.owner.holding(ddp.no_sync())
+        )
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes, in one small collective.
+
+        Raises:
+            RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
+        """
+        if self.joining.active:
+            raise RuntimeError(
+                "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
+                "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
+                "(the default) or give each process as many batches, the missing ones with a loss and a "
+                "weight of 0."
+            )
+        total = self.sum_weight(weight, dtype)
+        return total if total.device.type != "cpu" else float(total)
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Torch's Join: a process out of data shadows the collectives of the others.
+
+        Raises:
+            TypeError: If an object can take no part in it.
+        """
+        members = [member for item in joinables if (member := _joinable(item)) is not None]
+        return self._joined(members) if members else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _joined(self, members: list[Joinable]) -> Iterator[None]:
+        self.joining.active = True
+        try:
+            with Join(members):
+                yield
+        finally:
+            self.joining.active = False
+
+
+def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a prepared model, below torch.compile's."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _is_trained(model: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _joinable(item: Any) -> Joinable | None:
+    """What takes part in a Join; None for a model without collectives (frozen, or only evaluated)."""
+    member = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
+    if isinstance(member, torch.nn.Module):
+        return _ddp(member)
+    if not isinstance(member, Joinable):
+        raise TypeError(
+            f"join_uneven_inputs got a {type(member).__name__}; it takes prepared models and torch's "
+            "Joinable objects (such as a ZeroRedundancyOptimizer). Leave it out."
+        )
+    return member
+
+
+def _learns_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether a static graph is still to be learned: torch 2.13 fails by an internal assertion without it."""
+    return ddp.static_graph and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
+
+
+def _is_on(model: torch.nn.Module, device: torch.device) -> bool:
+    return all(parameter.device == device for parameter in model.parameters())
+
+
+def sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A context whose backward synchronises gradients although its forward ran under `no_sync`.
+
+    Raises:
+        ValueError: If DDP searches for unused parameters, which it does in forward and so cannot do here.
+    """
+    ddp = _ddp(model)
+    return contextlib.nullcontext() if ddp is None else _arm_reducer(ddp)
+
+
+@contextlib.contextmanager
+def _arm_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
+    if ddp.find_unused_parameters:
+        raise ValueError(
+            "trigger_sync_in_backward cannot work with find_unused_parameters=True: DDP looks for unused "
+            "parameters "
+            "in forward, and that forward ran under no_sync. Run the last forward outside of no_sync instead."
+        )
+    before = ddp.require_backward_grad_sync
+    ddp.require_backward_grad_sync = True
+    # forward under no_sync did not arm the reducer; an empty list means: every parameter takes part.
+    ddp.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        ddp.require_backward_grad_sync = before

@@ -1,0 +1,116 @@
+"""DeepSpeed's own checkpoints inside those of `save_state`.
+
+pytorch_model/     weights, optimizer states and counters, each process its part
+latest             the name of that folder
+zero_to_fp32.py    DeepSpeed's script that makes whole fp32 weights of the parts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.engines.deepspeed.runtime import part
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files.tensors import torch_load
+
+__all__ = ["check", "load", "save"]
+
+_TAG = "pytorch_model"
+
+
+def save(engine: Any, folder: Path, options: dict[str, Any]) -> None:
+    """Write an engine's state; every process calls it.
+
+    Args:
+        engine: The engine.
+        folder: The checkpoint's folder.
+        options: Those of DeepSpeed's `save_checkpoint`.
+    """
+    engine.save_checkpoint(str(folder), tag=_TAG, **options)
+
+
+def check(engine: Any, names: Collection[str]) -> None:
+    """Refuse a checkpoint that DeepSpeed cannot go on from with this engine.
+
+    Args:
+        engine: The engine.
+        names: The checkpoint's files.
+
+    Raises:
+        CheckpointError: If another engine wrote it, or it is that of another stage or number of processes.
+    """
+    own = {name.removeprefix(f"{_TAG}/") for name in names if name.startswith(f"{_TAG}/")}
+    if not own:
+        raise CheckpointError(
+            "The checkpoint was not written under DeepSpeed, which cannot go on from another engine's "
+            "optimizer states. Load its weights with load_checkpoint_in_model before prepare()."
+        )
+    stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
+    saved = sum(bool(re.fullmatch(r".*zero_pp_rank_\d+_.*optim_states\.pt", name)) for name in own)
+    had_parts = any(re.fullmatch(r"zero_pp_rank_\d+_.*model_states\.pt", name) for name in own)
+    kind = "3" if had_parts else "1 or 2" if saved else "0"
+    if kind != ("3" if stage == 3 else "1 or 2" if stage else "0"):
+        raise CheckpointError(
+            f"The checkpoint is of ZeRO stage {kind}, and zero_stage={stage} here: DeepSpeed keeps other "
+            "parts at each. Set the stage it was saved with, or take the weights out of it with its "
+            "zero_to_fp32.py."
+        )
+    if saved and saved != here:
+        raise CheckpointError(
+            f"The checkpoint is of {saved} processes, and there are {here}: DeepSpeed does not share ZeRO's "
+            "optimizer states out again. Start as many processes, or take the weights out of it with its "
+            "zero_to_fp32.py."
+        )
+
+
+def load(engine: Any, folder: Path, options: dict[str, Any]) -> None:
+    """Restore an engine's state; every process calls it.
+
+    Args:
+        engine: The engine.
+        folder: The checkpoint's folder.
+        options: Those of DeepSpeed's `load_checkpoint`.
+
+    Raises:
+        CheckpointError: If a file holds anything else than tensors and plain values.
+    """
+    with _no_code_runs(engine.checkpoint_engine):
+        engine.load_checkpoint(str(folder), tag=_TAG, **options)
+
+
+@contextlib.contextmanager
+def _no_code_runs(reader: Any) -> Iterator[None]:
+    """Have DeepSpeed read its files without running what they name; its own reader does."""
+    reader.load = functools.partial(_read, _allowed())
+    try:
+        yield
+    finally:
+        del reader.load
+
+
+def _read(allowed: list[Any], path: str, map_location: Any = None) -> Any:
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch_load(path, map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than tensors and plain values, or is damaged.") from error
+
+
+def _allowed() -> list[Any]:
+    """The classes of DeepSpeed's that its files name; they hold values alone."""
+    scalers = part("runtime.fp16.loss_scaler")
+    stages, fragments = part("runtime.zero.config"), part("utils.tensor_fragment")
+    return [
+        scalers.DynamicLossScaler,
+        scalers.LossScaler,
+        stages.ZeroStageEnum,
+        fragments.fragment_address,
+    ]

@@ -1,0 +1,382 @@
+"""DeepSpeed: ZeRO's stages 0 to 3 behind the same five lines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext, Prepared
+from accel.engines.deepspeed import checkpoint, gradients, ulysses
+from accel.engines.deepspeed.auto_values import Facts, complete
+from accel.engines.deepspeed.checks import refuse_axes, refuse_precision
+from accel.engines.deepspeed.runtime import load, started
+from accel.engines.deepspeed.settings import tell_replicas
+from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel.engines.deepspeed.whole_state import SharedOutModel, gather_whole, is_shared_out
+from accel.engines.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
+from accel.engines.mesh.shard import check_layout, check_sparse
+from accel.models.precision import wrap_forward
+from accel.models.regions import compile_regions_deepspeed
+
+if TYPE_CHECKING:
+    from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+
+__all__ = ["DeepSpeedEngine"]
+
+
+class DeepSpeedEngine(Engine):
+    """One model is trained by an engine of DeepSpeed's; others beside it are evaluated.
+
+    A model that comes without an optimizer is evaluated: under stage 3 by an engine that shards its
+    parameters, under others as it is.
+    """
+
+    keeps_open_window = False
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        refuse_axes(context)
+        plugin = self.plugin
+        plugin.forget_filled()
+        plugin.set_mixed_precision(context.precision.name)
+        self.name = f"deepspeed zero {plugin.zero_stage}"
+        tell_replicas(context.parallelism, plugin.zero_stage)
+        load(context.process.device, msamp=bool(plugin.enable_msamp))
+        refuse_precision(context, plugin.zero_stage)
+        plugin.selected = True  # one that was given alone is active too
+        self._driver: DeepSpeedEngineWrapper | None = None
+        self._schedules: list[tuple[Any, Any]] = []
+        self._groups: Any = None
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The plugin that is active now."""
+        assert self.context.deepspeed is not None, "it chose this engine"
+        return self.context.deepspeed()
+
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
+        "scaler": "DeepSpeed scales losses by itself. Set the section 'fp16' of its configuration",
+    }
+
+    @property
+    def refused_optimizers(self) -> tuple[str, ...]:
+        """From stage 1 on the optimizer steps vectors, in which parameters lie one after the other."""
+        return ("LBFGS", "Adafactor", "Muon") if self.plugin.zero_stage else ()
+
+    @property
+    def _sequence_parallel_size(self) -> int:
+        config = self.context.parallelism
+        return (config.sp_size or 1) if config is not None else 1
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data; sequence-parallel groups exchange theirs."""
+        return self.context.process.rank, self.context.process.world_size
+
+    # Preparing
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what DeepSpeed cannot train, and a configuration that does not fit what is prepared."""
+        super().check(objects)
+        pair = self._find_pair(objects)
+        stage = self.plugin.zero_stage
+        for model in objects.models:
+            if stage == 3 or (pair is not None and model is pair[0]):
+                check_layout(model, self.name)
+        if pair is not None and stage:
+            check_sparse(pair[0], self.name)
+        if pair is not None:
+            complete(self.plugin, self._facts(objects, *pair))
+
+    def _find_pair(self, objects: Prepared) -> tuple[torch.nn.Module, Any] | None:
+        """The model that is to be trained, and its optimizer; None if all models are evaluated.
+
+        Raises:
+            ValueError: If optimizers and models do not go together one by one.
+        """
+        if not objects.optimizers:
+            return None
+        if len(objects.optimizers) > 1 or self._driver is not None:
+            raise ValueError(
+                f"{type(objects.optimizers[-1]).__name__}: one Accelerator trains one model with one "
+                "optimizer under DeepSpeed, whose backward pass is that of one engine. Make an Accelerator "
+                "with the same plugin(s) for each pair."
+            )
+        (optimizer,) = objects.optimizers
+        if getattr(optimizer, "state", None):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a state already, which DeepSpeed would drop: it steps "
+                "parameters of its own. Prepare it before its first step; load_state restores what "
+                "save_state wrote."
+            )
+        held = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        owners = [model for model in objects.models if held & {id(item) for item in model.parameters()}]
+        if len(owners) != 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of {len(owners)} of the models that are prepared "
+                "with it: DeepSpeed makes one engine of one model and its optimizer. Prepare both in one "
+                "call of prepare(), the model not before; several models can be parts of one module."
+            )
+        return owners[0], optimizer
+
+    def _facts(self, objects: Prepared, model: torch.nn.Module, optimizer: Any) -> Facts:
+        own = [item for item in objects.schedulers if _schedules(item, optimizer)]
+        return Facts(
+            model=model,
+            optimizer=optimizer,
+            scheduler=own[0] if own else None,
+            batch_sizes=objects.batch_sizes,
+            known_batch_size=objects.earlier_batch_size,
+            num_steps=self.context.gradient_state.num_steps,
+            num_processes=self.data_shard[1] // self._sequence_parallel_size,
+            sequence_parallel_size=self._sequence_parallel_size,
+            moves=objects.schedule_moves,
+            device_type=self.context.process.device.type,
+            mixed_precision=self.context.precision.name,
+        )
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Make an engine of the model and its optimizer; place the others, or shard them (stage 3)."""
+        pair = self._find_pair(objects)
+        place = objects.place_models or (True,) * len(objects.models)
+        models, optimizers = [], []
+        for model, put in zip(objects.models, place, strict=True):
+            if pair is not None and model is pair[0]:
+                engine, wrapper = self._start_training(objects, *pair)
+                models.append(engine)
+                optimizers.append(wrapper)
+            else:
+                models.append(self._prepare_evaluated(model, put, objects))
+        return replace(objects, models=tuple(models), optimizers=tuple(optimizers))
+
+    def _start_training(self, objects: Prepared, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
+        facts = self._facts(objects, model, optimizer)
+        config = complete(self.plugin, facts)
+        given: dict[str, Any] = {"optimizer": optimizer}
+        if isinstance(optimizer, DummyOptim):
+            given = {"model_parameters": optimizer.params}
+        if isinstance(facts.scheduler, DummyScheduler) and facts.scheduler.lr_scheduler_callable is not None:
+            given["lr_scheduler"] = facts.scheduler.lr_scheduler_callable
+        engine = self._start(model, config, **given)
+        gradients.forget_trial_step(engine)
+        if self._groups is not None:
+            gradients.count_parts_once(engine)
+        self._driver = DeepSpeedEngineWrapper(engine)
+        wrapper = DeepSpeedOptimizerWrapper(
+            engine.basic_optimizer, self._driver, gradient_state=self.context.gradient_state
+        )
+        if isinstance(facts.scheduler, DummyScheduler):
+            own = DeepSpeedSchedulerWrapper(
+                engine.lr_scheduler, wrapper, gradient_state=self.context.gradient_state
+            )
+            self._schedules.append((facts.scheduler, own))
+        return engine, wrapper
+
+    def _start(self, model: torch.nn.Module, config: dict[str, Any], **given: Any) -> Any:
+        """Have DeepSpeed make an engine of a model."""
+        self.plugin.set_moe_leaf_modules(model)
+        if not self.plugin.hf_ds_config.is_true("torch_autocast.enabled"):
+            # Parameters are in lower precision, and operations like norms still compute in fp32.
+            wrap_forward(model, self.context.precision, self.context.process.device.type)
+        with started(self.context.process, msamp=bool(self.plugin.enable_msamp)) as deepspeed:
+            if self._sequence_parallel_size > 1 and given:
+                assert self.context.parallelism is not None, "it has the size"
+                given["mpu"] = self._groups = ulysses.register(
+                    model, self.context.parallelism, config["train_micro_batch_size_per_gpu"]
+                )
+            engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+        for buffer in model.buffers():  # DeepSpeed takes parameters alone from the first process
+            dist.broadcast(buffer, 0)
+        self._compile(engine)
+        return engine
+
+    def _compile(self, engine: Any) -> None:
+        dynamo = self.context.dynamo
+        if dynamo is None or dynamo.backend == "NO":
+            return
+        options = dynamo.to_kwargs()
+        if dynamo.use_regional_compilation:
+            compile_regions_deepspeed(engine.module, **options)
+            return
+        engine.compile(backend=options.pop("backend"), compile_kwargs=options)
+
+    def _prepare_evaluated(self, model: torch.nn.Module, put: bool, objects: Prepared) -> torch.nn.Module:
+        if self.plugin.zero_stage != 3:
+            return super().prepare_model(model, put, evaluation_mode=True)
+        engine: torch.nn.Module = self._start(model, complete(self.plugin, self._facts(objects, model, None)))
+        return engine
+
+    def share_loader(self, loader: Any) -> Any:
+        """Under sequence parallelism, the loader with the processes of a group working on each batch."""
+        if self._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
+            return loader
+        return ulysses.SequenceParallelLoader(loader, self._groups, self.context.process.device)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any | None:
+        """The schedule that a stand-in stands for.
+
+        Raises:
+            ValueError: If its optimizer was prepared without it.
+        """
+        for stand_in, own in self._schedules:
+            if scheduler is stand_in:
+                return own
+        if isinstance(scheduler, DummyScheduler):
+            raise ValueError(
+                "DummyScheduler stands for a schedule that DeepSpeed makes together with its engine. Pass it "
+                "to the same call of prepare() as the model and the optimizer."
+            )
+        return None
+
+    # Gradients
+
+    @property
+    def _training(self) -> DeepSpeedEngineWrapper:
+        if self._driver is None:
+            raise ValueError(
+                "DeepSpeed has nothing to train: pass the model and its optimizer to one call of prepare() "
+                "first."
+            )
+        return self._driver
+
+    @property
+    def holds_gradients_back(self) -> bool:
+        """The window says where gradients are reduced for a step; nobody has to enter `no_sync` for it."""
+        return False
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward passes are not the window's last; stages 2 and 3 reduce in each."""
+        if self._driver is None or model is not self._driver.engine:
+            return contextlib.nullcontext()
+        return self._driver.no_sync()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Have the engine run the backward pass; the window says whether a step follows."""
+        self._training.backward(loss, self.context.gradient_state.sync_gradients, **kwargs)
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes."""
+        total = self.sum_weight(weight, dtype)
+        return total if total.device.type != "cpu" else float(total)
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients gathered in this window; those in parts are multiplied by the step."""
+        if gradients.in_parameters(self._training.engine):
+            super().scale_gradients(parameters, factor)
+        else:
+            self._training.scale(factor)
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The norm so far, at stage 0; None where gradients are in parts that are not complete yet."""
+        if gradients.in_parameters(self._training.engine):
+            return super().grad_norm(parameters, norm_type)
+        return None
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Have the next step clip by the norm; returns the norm before clipping.
+
+        A `gradient_clipping` of the configuration counts too: the smaller one does.
+
+        Raises:
+            ValueError: If gradients are in parts, and the norm is not the 2-norm of all of them.
+        """
+        driver = self._training
+        if gradients.in_parameters(driver.engine):
+            scale = gradients.loss_scale(driver.engine)
+            scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
+            own: torch.Tensor = scaled / scale
+            return own
+        self._check_clipping(parameters, max_norm, norm_type)
+        norm = driver.norm()
+        gradients.set_clipping(driver.engine, float(max_norm))
+        return norm
+
+    def _check_clipping(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
+    ) -> None:
+        if norm_type != 2 or max_norm <= 0:
+            raise ValueError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.name} clips by the "
+                "2-norm, to a positive one."
+            )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        held = {id(item) for item in given}
+        named = self._training.engine.module.named_parameters()
+        own = {name: id(item) for name, item in named if item.requires_grad}
+        missing = [name for name in own if own[name] not in held]
+        if missing:
+            raise ValueError(
+                f"clip_grad_norm_ got {len(own) - len(missing)} of the {len(own)} parameters that are "
+                f"trained (not {missing[0]}): {self.name} clips all gradients by one norm. Pass "
+                "model.parameters()."
+            )
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, at stage 0.
+
+        Raises:
+            ValueError: If gradients are in parts.
+        """
+        if not gradients.in_parameters(self._training.engine):
+            raise ValueError(
+                f"clip_grad_value_: {self.name} keeps gradients in parts of its own, and clips them by their "
+                "norm alone. Use clip_grad_norm_, or zero_stage=0."
+            )
+        super().clip_grad_value(parameters, clip_value)
+
+    # States
+
+    def is_own(self, item: Any) -> bool:
+        """Whether it is in DeepSpeed's own checkpoint: the model that is trained, and its optimizer."""
+        driver = self._driver
+        return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write DeepSpeed's own checkpoint; the options are those of its `save_checkpoint`."""
+        if self._driver is None:
+            super().save_own(folder, **options)
+        else:
+            checkpoint.save(self._driver.engine, folder, options)
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
+        if self._driver is None:
+            super().check_own(names)
+        else:
+            checkpoint.check(self._driver.engine, names)
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load DeepSpeed's own checkpoint; the options are those of its `load_checkpoint`."""
+        if self._driver is not None:
+            checkpoint.load(self._driver.engine, folder, options)
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state; under stage 3 on the main process, and others get an empty dict."""
+        return gather_whole(model) if is_shared_out(model) else super().state_dict(model, unwrap)
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        return SharedOutModel(model) if is_shared_out(model) else model
+
+
+def _schedules(scheduler: Any, optimizer: Any) -> bool:
+    """Whether a schedule (or a stand-in, or a prepared one) is that of an optimizer."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    own = getattr(scheduler, "optimizer", None)
+    return own is optimizer or getattr(own, "optimizer", own) is optimizer

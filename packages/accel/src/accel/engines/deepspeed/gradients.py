@@ -1,0 +1,132 @@
+"""The gradients of one DeepSpeed engine between backward and step: their norm, clipping and scaling.
+
+Where they are depends on the stage. Stage 0 has them in `parameter.grad`; the others in parts of their own,
+of which only the optimizer that DeepSpeed made knows. What is used of it below is no documented interface;
+the engine contract's tests compare every result with plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from accel.engines.deepspeed.runtime import part
+
+__all__ = [
+    "count_parts_once",
+    "discard",
+    "forget_trial_step",
+    "in_parameters",
+    "loss_scale",
+    "norm",
+    "scale_now",
+    "scaled",
+    "set_clipping",
+]
+
+
+def in_parameters(engine: Any) -> bool:
+    """Whether the gradients are in `parameter.grad`, as they are at stage 0."""
+    return not engine.zero_optimization() and not _accumulates_apart(engine)
+
+
+def count_parts_once(engine: Any) -> None:
+    """Average gradients over all processes where groups share sequences, and count each once in norms.
+
+    DeepSpeed (0.19) averages so at stage 3 with `reduce_scatter` alone. Elsewhere it divides by the number of
+    groups, and gradients are as many times too large as a group has processes.
+    """
+    for reducer in (engine, engine.optimizer):
+        if hasattr(reducer, "sequence_parallel_size"):  # read for that divisor alone
+            reducer.sequence_parallel_size = 1
+    if _accumulates_apart(engine):
+        engine.optimizer.mpu = None  # it takes the groups for ones that split parameters, and finds no norm
+
+
+def norm(engine: Any) -> torch.Tensor:
+    """The 2-norm of the reduced gradients, over all processes, where they are not in the parameters."""
+    optimizer = engine.optimizer
+    if _accumulates_apart(engine):
+        apart: torch.Tensor = part("runtime.utils").get_global_norm_of_tensors(
+            optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu
+        )
+        return apart
+    if engine.zero_optimization_stage() == 3:
+        groups = optimizer._get_norm_groups()
+        scaled_norm = part("runtime.utils").combine_grad_norm_groups(groups)
+    else:
+        scaled_norm = optimizer.scaled_global_norm()
+    total: torch.Tensor = scaled_norm / loss_scale(engine)
+    return total
+
+
+def set_clipping(engine: Any, max_norm: float) -> None:
+    """Have the next step clip gradients to a norm, or to that of the configuration where it is smaller."""
+    own = engine.gradient_clipping()
+    smaller = min(max_norm, own) if own > 0.0 else max_norm
+    # What DeepSpeed takes for "no clipping" is 0.
+    engine.optimizer.clip_grad = 0.0 if smaller == float("inf") else smaller
+
+
+def loss_scale(engine: Any) -> Any:
+    """What the loss was multiplied by (fp16); 1 in other precisions."""
+    return getattr(engine.optimizer, "loss_scale", 1.0)
+
+
+def scale_now(engine: Any, factor: float | torch.Tensor) -> bool:
+    """Multiply the gradients gathered so far where they can be reached; returns whether they can."""
+    if not _accumulates_apart(engine):
+        return False
+    for gradients in engine.optimizer.fp32_groups_gradients_flat:
+        gradients.mul_(factor)
+    return True
+
+
+@contextlib.contextmanager
+def scaled(engine: Any, factor: float | torch.Tensor | None) -> Iterator[None]:
+    """A context in which a step takes the gradients, and their norm, times a factor.
+
+    The optimizers of the stages 1 to 3 divide gradients by the loss scale, which may be set from outside.
+    """
+    if factor is None:
+        yield
+        return
+    optimizer = engine.optimizer
+    before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+    # A window without any weight has the factor 0, and the gradient 0.
+    optimizer.override_loss_scale(loss_scale(engine) * torch.as_tensor(factor).reciprocal())
+    try:
+        yield
+    finally:
+        optimizer.custom_loss_scaler, optimizer.external_loss_scale = before
+
+
+def discard(engine: Any) -> None:
+    """Forget gradients that no step has used."""
+    optimizer = engine.optimizer
+    optimizer.zero_grad()
+    if engine.zero_optimization_stage() in (1, 2):
+        optimizer.micro_step_id = -1  # offloaded gradients of a first micro-batch are copied, not added
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        gathered: dict[int, Any] = getattr(optimizer, name, {})
+        for group in gathered:
+            gathered[group] = None
+
+
+def forget_trial_step(engine: Any) -> None:
+    """Undo the step that stage 0 takes in half precision, with gradients of 0, to make optimizer states.
+
+    It counts as a step, and decays the fp32 copies of the weights.
+    """
+    if engine.zero_optimization() or not hasattr(engine.optimizer, "initialize_optimizer_states"):
+        return
+    engine.basic_optimizer.state.clear()
+    engine.optimizer.refresh_fp32_params()
+
+
+def _accumulates_apart(engine: Any) -> bool:
+    """Whether gradients are in a buffer of another precision than parameters (stage 1, bf16 and fp32)."""
+    return hasattr(engine.optimizer, "fp32_groups_gradients_flat")

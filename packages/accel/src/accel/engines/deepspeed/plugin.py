@@ -1,0 +1,399 @@
+"""Settings of training under DeepSpeed: its configuration, from a file, a dict, arguments or variables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from functools import partialmethod
+from typing import Any, Literal
+
+import torch
+
+from accel.engines.deepspeed.config import AUTO, HfDeepSpeedConfig, find, put
+from accel.engines.deepspeed.settings import tell_unused
+from accel.engines.deepspeed.transformers import show_to_transformers
+from accel_state import env
+from accel_state.imports.packages import require
+from accel_state.logging.warning import warn
+
+__all__ = ["DeepSpeedPlugin"]
+
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+_VARIABLES = {
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero_stage": f"{_PREFIX}ZERO_STAGE",
+    "offload_optimizer_device": f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": f"{_PREFIX}OFFLOAD_PARAM_DEVICE",
+    "offload_optimizer_nvme_path": f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param_nvme_path": f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH",
+    "zero3_save_16bit_model": f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL",
+}
+_ZERO = "zero_optimization"
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": f"{_ZERO}.stage",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+}
+_DEVICES = ("none", "cpu", "nvme")
+
+
+@dataclasses.dataclass
+class DeepSpeedPlugin:
+    """Train under DeepSpeed.
+
+    What is left at None is read from its variable, which the launcher's flags set, and then from DeepSpeed's
+    configuration. What is given twice has to agree; an error lists everything that does not.
+
+    Args:
+        hf_ds_config: DeepSpeed's configuration: path of a JSON file, dict, or HfDeepSpeedConfig. Settings
+            that are "auto" are filled in from what is prepared. Without one
+            (ACCELERATE_DEEPSPEED_CONFIG_FILE), it is made from the other arguments.
+        gradient_accumulation_steps: Micro-batches per step; "auto" by default: those of the Accelerator.
+        gradient_clipping: Largest gradient norm, clipped by DeepSpeed in each step. By default none:
+            `clip_grad_norm_` clips too.
+        zero_stage: What is sharded: 0 nothing, 1 optimizer states, 2 (the default) gradients too, 3
+            parameters too.
+        is_train_batch_min: Whether "auto" batch sizes are those of the loader with the smallest batches, of
+            several that are prepared together (or with the largest).
+        offload_optimizer_device: Where optimizer states rest: "none", "cpu" or "nvme" (stage 3).
+        offload_param_device: The same for parameters (stage 3).
+        offload_optimizer_nvme_path: The folder for "nvme".
+        offload_param_nvme_path: The same for parameters.
+        zero3_init_flag: Stage 3: whether transformers shards a model while it builds it. By default whether a
+            configuration is given.
+        zero3_save_16bit_model: Stage 3: whether `get_state_dict` gathers all weights.
+        transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, that stage 3
+            gathers as a whole.
+        enable_msamp: Use MS-AMP's DeepSpeed for fp8.
+        msamp_opt_level: MS-AMP's optimization level: "O1" (the default) or "O2".
+
+    Attributes:
+        deepspeed_config: The configuration, as a dict; what was "auto" is filled in by `prepare`.
+
+    Raises:
+        ValueError: If a value is not known, two of them contradict each other, or a path is missing.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        self._filled: dict[str, Any] = {}
+        self._selected = False
+        self.dschf: HfDeepSpeedConfig | None = None
+        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
+        launched = {
+            name: env.get(variable)
+            for name, variable in _VARIABLES.items()
+            if name not in given and env.is_set(variable)
+        }
+        config = env.get(f"{_PREFIX}CONFIG_FILE") if self.hf_ds_config is None else self.hf_ds_config
+        is_given = config is not None
+        # An object of another class has the same methods: transformers has its own.
+        self.hf_ds_config = config if hasattr(config, "get_value") else HfDeepSpeedConfig(config or {})
+        self._merge(given | launched, is_given, launched.keys() & {*env.get("ACCELERATE_CONFIG_DS_FIELDS")})
+        self._read_back()
+        self._set_init(is_given)
+        self._set_experts_and_msamp()
+        tell_unused(self)
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration; what was "auto" is filled in by `prepare`."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        self.hf_ds_config.config = config
+
+    def _merge(self, given: dict[str, Any], has_config: bool, from_file: set[str]) -> None:
+        """Put what was given, some of it in the launcher's file, into the configuration, or compare it."""
+        stage = given.get("zero_stage", env.VARIABLES[_VARIABLES["zero_stage"]].default)
+        if not has_config:
+            put(self.deepspeed_config, _KEYS["zero_stage"], stage)
+        mismatches: list[str] = []
+        for name, value in given.items():
+            key = _KEYS[name]
+            present = self.hf_ds_config.get_value(key)
+            if present in (None, AUTO):
+                if value != "none":
+                    put(self.deepspeed_config, key, value)
+            elif present != value and value != AUTO:
+                place = "in the config file of accel launch" if name in from_file else "here"
+                mismatches.append(
+                    f"- {key}={present!r} in DeepSpeed's configuration, {name}={value!r} {place}"
+                )
+        _raise(mismatches)
+        defaults = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        for key in defaults:
+            if not has_config:
+                self.deepspeed_config.setdefault(key, AUTO)
+
+    def _read_back(self) -> None:
+        """Let the fields say what the configuration says."""
+        get = self.hf_ds_config.get_value
+        for name, key in _KEYS.items():
+            value = get(key)
+            setattr(self, name, None if value == AUTO else value)
+        self.zero_stage = get(_KEYS["zero_stage"], 0)
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage!r}; DeepSpeed has the stages 0, 1, 2 and 3.")
+        for what, least in (("optimizer", 1), ("param", 3)):
+            self._check_offload(what, least)
+        self.zero3_save_16bit_model = bool(self.zero3_save_16bit_model)
+
+    def _check_offload(self, what: str, least: int) -> None:
+        device = getattr(self, f"offload_{what}_device") or "none"
+        setattr(self, f"offload_{what}_device", device)
+        if device not in _DEVICES:
+            raise ValueError(f"offload_{what}_device={device!r}; it takes {', '.join(map(repr, _DEVICES))}.")
+        needed = 3 if device == "nvme" else least
+        if device != "none" and (self.zero_stage or 0) < needed:
+            raise ValueError(
+                f"offload_{what}_device={device!r} needs zero_stage={needed}"
+                f"{'' if needed == 3 else ' or more'}, and it is {self.zero_stage}."
+            )
+        if device == "nvme" and getattr(self, f"offload_{what}_nvme_path") is None:
+            raise ValueError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path, a folder there.")
+
+    def _set_init(self, has_config: bool) -> None:
+        wanted = self.zero3_init_flag
+        if wanted is None:
+            wanted = env.get(f"{_PREFIX}ZERO3_INIT")
+        if wanted and self.zero_stage != 3:
+            warn(
+                f"zero3_init_flag=True is ignored: with zero_stage={self.zero_stage} parameters are not "
+                "sharded. Leave it out, or set zero_stage=3.",
+            )
+        default = has_config if wanted is None else bool(wanted)
+        self.zero3_init_flag = default and self.zero_stage == 3
+
+    def _set_experts_and_msamp(self) -> None:
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = ",".join(env.get(f"{_PREFIX}MOE_LAYER_CLS_NAMES")) or None
+        if self.msamp_opt_level not in (None, "O1", "O2"):
+            raise ValueError(
+                f"msamp_opt_level={self.msamp_opt_level!r}; MS-AMP under DeepSpeed has O1 and O2."
+            )
+        if self.enable_msamp:
+            self.msamp_opt_level = self.msamp_opt_level or "O1"
+            put(self.deepspeed_config, "msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
+
+    # Asking and filling
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """A setting of the configuration by its dotted name, or `default` where it is not given."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a setting is "auto", to be filled in."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill a setting in if it is "auto"; else compare it.
+
+        Args:
+            ds_key_long: Its dotted name.
+            mismatches: Where a difference is noted.
+            must_match: Whether to compare.
+            **kwargs: Values by dotted names.
+
+        Raises:
+            ValueError: If it is "auto" and has no value in `kwargs`.
+        """
+        section, name = find(self.deepspeed_config, ds_key_long)
+        if section is None or name not in section:
+            return
+        if section[name] == AUTO:
+            if ds_key_long not in kwargs:
+                raise ValueError(
+                    f"{ds_key_long} is 'auto' in DeepSpeed's configuration, and nothing that is prepared "
+                    "says what it is. Set it to a value."
+                )
+            section[name] = self._filled[ds_key_long] = kwargs[ds_key_long]
+            return
+        differs = ds_key_long in kwargs and section[name] != kwargs[ds_key_long]
+        if must_match and differs and mismatches is not None:
+            mismatches.append(f"- {ds_key_long}={section[name]!r}, and here it is {kwargs[ds_key_long]!r}")
+
+    fill_only = partialmethod(fill_match, must_match=False)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in what is "auto" in the configuration, and compare the rest.
+
+        Args:
+            prefix: Dotted name of the section to go through, with a dot at its end; "" for all.
+            mismatches: Where differences are noted; by default they are raised.
+            config: The section; by default all.
+            must_match: Whether to compare.
+            **kwargs: Values by dotted names.
+
+        Raises:
+            ValueError: If settings differ, or are "auto" and have no value; it lists all of them.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for name, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{name}.", found, value, must_match, **kwargs)
+            elif value == AUTO and prefix + name not in kwargs:
+                found.append(f"- {prefix}{name} is 'auto', and nothing that is prepared says what it is")
+            else:
+                self.fill_match(prefix + name, found, must_match, **kwargs)
+        if mismatches is None:
+            _raise(found)
+
+    def forget_filled(self) -> None:
+        """Make what was filled in "auto" again, unless somebody has changed it since."""
+        for name, value in self._filled.items():
+            section, last = find(self.deepspeed_config, name)
+            if section is not None and section.get(last) == value:
+                section[last] = AUTO
+        self._filled.clear()
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Switch DeepSpeed's precision on, or see that the configuration says the same.
+
+        Parameters are kept in it, and a copy of them in fp32 in the optimizer. A configuration with
+        `torch_autocast` keeps fp32 parameters and computes in lower precision.
+
+        Args:
+            mixed_precision: "bf16", "fp16" or "no".
+
+        Raises:
+            ValueError: If the configuration asks for another one.
+        """
+        casts = self.hf_ds_config.is_true("torch_autocast.enabled")
+        mismatches: list[str] = []
+        for kind in ("fp16", "bf16"):
+            wanted = mixed_precision == kind and not casts
+            key = f"{kind}.enabled"
+            present = self.get_value(key)
+            if present in (None, AUTO):
+                put(self.deepspeed_config, key, wanted)
+                self._filled[key] = wanted
+            elif present != wanted:
+                mismatches.append(
+                    f"- {key}={present!r} in DeepSpeed's configuration, mixed_precision={mixed_precision!r} "
+                    "here"
+                )
+        _raise(mismatches)
+
+    # ZeRO-3 while building, experts
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether transformers shards a model while it builds it."""
+        return bool(self.zero3_init_flag)
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """A context in which transformers shards models while it builds them, or does not.
+
+        Args:
+            enable: Whether it does.
+        """
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable and self.zero_stage == 3
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers find the configuration, which makes it shard models while it builds them.
+
+        It keeps a weak reference to `dschf`, so that the configuration lives as long as this plugin. With
+        `zero3_init_flag=False` it finds none.
+        """
+        self.dschf = show_to_transformers(self.deepspeed_config) if self.zero3_init_flag else None
+        if self.dschf is None:
+            show_to_transformers(None)
+
+    def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
+        """Have stage 3 gather each of the model's mixture-of-experts layers as a whole.
+
+        Which experts a batch takes changes, and with it the order in which parameters are needed.
+
+        Args:
+            model: The model.
+
+        Raises:
+            ValueError: If it has no module of a class that `transformer_moe_cls_names` names.
+        """
+        if not self.transformer_moe_cls_names:
+            return
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        classes = {type(module).__name__: type(module) for module in model.modules()}
+        missing = [name for name in names if name not in classes]
+        if missing:
+            raise ValueError(
+                f"transformer_moe_cls_names names {', '.join(missing)}, of which {type(model).__name__} has "
+                f"no module. Its classes: {', '.join(sorted(classes))}."
+            )
+        deepspeed = require("deepspeed", "deepspeed")
+        deepspeed.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
+
+    # One of several
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this plugin the active one; `AcceleratorState.select_deepspeed_plugin` calls it.
+
+        Raises:
+            RuntimeError: If anybody else does: the state would not know.
+        """
+        if not _from_accelerator_state:
+            raise RuntimeError(
+                "A DeepSpeedPlugin is selected by the name it has: call "
+                "accelerator.state.select_deepspeed_plugin(name)."
+            )
+        self.selected = True
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the active plugin."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, selected: bool) -> None:
+        self._selected = selected
+        if selected:
+            self.set_deepspeed_weakref()
+
+
+def _raise(mismatches: list[str]) -> None:
+    if mismatches:
+        raise ValueError(
+            "DeepSpeed's configuration and what is given here differ:\n"
+            + "\n".join(mismatches)
+            + "\nMake them say the same, or set them to 'auto' in the configuration."
+        )

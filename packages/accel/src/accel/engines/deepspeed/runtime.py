@@ -1,0 +1,170 @@
+"""DeepSpeed itself: imported on first use and for one kind of device, and started with the process group."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from accel.engines.common.lone_group import ensure_group
+from accel.models.fp8.msamp import library
+from accel_state import env
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.enums import DistributedType
+from accel_state.imports.packages import require
+from accel_state.process import rendezvous
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from accel_state.process.state import Process
+
+__all__ = ["GatheredParameters", "deepspeed_required", "forget_groups", "load", "part", "started"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_group: weakref.ref[Any] | None = None  # the default group that DeepSpeed's own groups belong to
+
+
+def load(device: torch.device, msamp: bool = False) -> ModuleType:
+    """Import DeepSpeed for a device.
+
+    Args:
+        device: This process's device.
+        msamp: Whether to import MS-AMP's, which computes in fp8.
+
+    Raises:
+        ImportError: If it is not installed; the message says how to install it.
+        RuntimeError: If it was imported before, for another kind of device.
+    """
+    # It chooses the device by itself, on import and for good; CPU processes may have others to choose from.
+    chosen = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
+    with env.patch_environment(**chosen), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that it imports
+        deepspeed = require("deepspeed", "deepspeed")
+        found = part("accelerator").get_accelerator().device_name()
+    if found != device.type:
+        raise RuntimeError(
+            f"DeepSpeed was imported before, and works on {found}; this process's device is {device}. Set "
+            f"DS_ACCELERATOR={device.type}, or import DeepSpeed after the Accelerator was made."
+        )
+    if device.type == "cpu":
+        _leave_shared_memory_out()
+    if msamp:
+        library()
+        return import_module("msamp.deepspeed")
+    return deepspeed
+
+
+def part(name: str) -> Any:
+    """A module of DeepSpeed.
+
+    Args:
+        name: Its name, without "deepspeed." before it.
+    """
+    return import_module(f"deepspeed.{name}")
+
+
+def _leave_shared_memory_out() -> None:
+    """Let CPU processes speak over gloo alone.
+
+    DeepSpeed would compile an extension (shared memory between them) at the start of the first run, which
+    takes minutes, needs a compiler, and hangs every later run if it is interrupted. One that was installed
+    with DeepSpeed is used.
+    """
+    if not part("git_version_info").installed_ops.get("deepspeed_shm_comm"):
+        part("ops").__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextlib.contextmanager
+def started(process: Process, msamp: bool = False) -> Iterator[ModuleType]:
+    """DeepSpeed, with a process group, and with what it reads from the environment where no launcher set it.
+
+    Args:
+        process: This process.
+        msamp: Whether it is MS-AMP's.
+    """
+    deepspeed = load(process.device, msamp)
+    ensure_group(process)
+    _follow_group()
+    if not env.is_set("LOCAL_RANK"):
+        env.put_here("LOCAL_RANK", process.local_rank)  # it stays: ZeRO-3 reads it in the first steps too
+    with warnings.catch_warnings():
+        for kind in (DeprecationWarning, FutureWarning):  # of torch functions that it uses
+            warnings.simplefilter("ignore", kind)
+        yield deepspeed
+
+
+def _follow_group() -> None:
+    """Have DeepSpeed forget the groups of a process group that is gone."""
+    global _group
+    now = dist.group.WORLD
+    if _group is not None and _group() is not now:
+        forget_groups()
+    _group = weakref.ref(now)
+    rendezvous.before_destroy(forget_groups)
+
+
+def forget_groups() -> None:
+    """Have DeepSpeed forget all groups; what it is asked next makes them anew."""
+    groups, comm = (
+        cast("Any", sys.modules.get(f"deepspeed.{name}")) for name in ("utils.groups", "comm.comm")
+    )
+    if groups is None or comm is None:
+        return
+    # Its own way, deepspeed.comm.destroy_process_group, would destroy the process group as well.
+    groups._release_process_group_references()
+    comm.cdb = None
+
+
+def deepspeed_required(func: _Function) -> _Function:
+    """Let a function be called only where DeepSpeed is the engine.
+
+    Args:
+        func: The function.
+
+    Returns:
+        The same function, which raises a ValueError anywhere else.
+    """
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if AcceleratorState._shared_state:
+            kind = AcceleratorState().distributed_type
+            if kind != DistributedType.DEEPSPEED:
+                raise ValueError(
+                    f"{func.__name__} needs DeepSpeed, and the engine here is that of {kind.value}. Pass a "
+                    "DeepSpeedPlugin to the Accelerator (accel launch --use_deepspeed)."
+                )
+        return func(*args, **kwargs)
+
+    return cast("_Function", checked)
+
+
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> contextlib.AbstractContextManager[Any]:
+    """A context in which parameters that ZeRO-3 shards are whole; anywhere else it does nothing.
+
+    Args:
+        params: A parameter, several, or a module.
+        modifier_rank: The process whose changes to them count; None: they are only read.
+        fwd_module: The module in whose forward they are used, if it is not their own.
+        enabled: Whether to do anything.
+    """
+    plugin = AcceleratorState().deepspeed_plugin if AcceleratorState._shared_state else None
+    if plugin is None or plugin.zero_stage != 3:
+        return contextlib.nullcontext()
+    deepspeed = require("deepspeed", "deepspeed")
+    context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    )
+    return context

@@ -1,0 +1,128 @@
+"""Sequence parallelism (Ulysses): a group of processes works on one batch, each on its part of the sequence.
+
+The implementation is DeepSpeed's: its attention exchanges heads for positions, and its loader adapter cuts
+batches. Every process reads batches of its own; a group works on those of its members one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from accel.engines.common.loader import EngineLoader
+from accel.engines.deepspeed.runtime import part
+from accel_data.checks import check_skip
+from accel_data.prepare import skip_first_batches
+from accel_ops.trees.send import send_to_device
+from accel_ops.trees.walk import recursively_apply
+from accel_state.process import rendezvous
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_state.parallelism.config import ParallelismConfig
+
+__all__ = ["SequenceParallelLoader", "register"]
+
+_replaced: dict[str, Any] = {}
+"""Attention functions of transformers, by the names under which DeepSpeed's stand now."""
+
+
+def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int) -> Any:
+    """Have a model of transformers exchange heads for positions in its attention.
+
+    Args:
+        model: The model.
+        config: The sizes of the mesh's axes, and the settings of sequence parallelism.
+        batch_size: Samples per micro-batch.
+
+    Returns:
+        What tells DeepSpeed's engine its groups.
+
+    Raises:
+        ValueError: If it is no model of transformers, or its attention or its heads do not fit.
+    """
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"sp_size={config.sp_size}: DeepSpeed's sequence parallelism is for models of transformers, and "
+            f"{type(model).__name__} has no config."
+        )
+    part("comm").init_distributed(dist_backend=None)
+    # Those of a model before: it refuses to replace them.
+    part("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
+    handler = config.sp_handler
+    assert handler is not None, "it is made with sp_size"
+    _put_attention_back()
+    functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    name = handler.sp_attn_implementation
+    if name is not None and name in functions:
+        _replaced[name] = functions[name]
+        rendezvous.before_destroy(_put_attention_back)
+    attention = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    return attention.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation=handler.sp_attn_implementation,
+        sequence_parallel_size=config.sp_size,
+        micro_batch_size=batch_size,
+        seq_length=handler.sp_seq_length,
+        seq_length_is_variable=handler.sp_seq_length_is_variable,
+    )
+
+
+def _put_attention_back() -> None:
+    """Take DeepSpeed's attention out of transformers, before the groups that it speaks in are gone."""
+    while _replaced:
+        name, function = _replaced.popitem()
+        import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS[name] = function
+
+
+class SequenceParallelLoader(EngineLoader):
+    """A prepared loader whose batches the processes of a group share: each gets its part of the sequence.
+
+    Batches are dicts with "input_ids", "position_ids" and "labels", of shape (batch, sequence, ...). The
+    labels come back shifted, as "shift_labels".
+
+    Args:
+        loader: A prepared loader; each process reads its own batches.
+        groups: What `register` returned.
+        device: Where batches go.
+    """
+
+    def __init__(self, loader: Any, groups: Any, device: torch.device) -> None:
+        super().__init__(loader)
+        self.groups = groups
+        self.device = device
+        self.skips = 0  # of the batches that a group makes of its first ones
+
+    @property
+    def _group_size(self) -> int:
+        return int(self.groups.get_sequence_parallel_world_size())
+
+    def __len__(self) -> int:
+        return max(len(self.loader) * self._group_size - self.skips, 0)
+
+    def skip_first_batches(self, num_batches: int) -> SequenceParallelLoader:
+        """Return one like this without its first batches, which need not be whole rounds of a group."""
+        rounds, skips = divmod(self.skips + check_skip(num_batches), self._group_size)
+        other = self.around(skip_first_batches(self.loader, rounds))
+        other.skips = skips
+        return other
+
+    def __iter__(self) -> Iterator[Any]:
+        shared = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter(
+            self.loader,
+            sp_rank=self.groups.get_sequence_parallel_rank(),
+            sp_group=self.groups.get_sequence_parallel_group(),
+            sp_world_size=self._group_size,
+            device=self.device,
+        )
+        has_ended = False
+        for number, batch in enumerate(shared):
+            # The loader is at its end when it has been read; the window may end with the last of its batches.
+            has_ended = has_ended or self.loader.end_of_dataloader
+            self.loader.end_of_dataloader = has_ended and not shared.micro_batches
+            if number >= self.skips:
+                # Parts are views of whole sequences, which models of transformers cannot flatten.
+                whole = recursively_apply(lambda tensor: tensor.contiguous(), batch)
+                yield send_to_device(whole, self.device)

@@ -1,0 +1,207 @@
+"""DeepSpeed's engine, optimizer and schedule behind the five lines of a training loop.
+
+DeepSpeed's engine has a `backward` and a `step` of its own, and counts micro-batches. Here the accumulation
+window alone says where a step is due: it is told to the engine before each backward pass, and the engine
+steps when `optimizer.step()` is called there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from accel.engines.deepspeed import gradients
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.logging.warning import warn
+
+__all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
+
+
+class DeepSpeedEngineWrapper:
+    """Drives one DeepSpeed engine that trains.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._is_reduced = False
+        self._has_gathered = False
+        self._is_held_back = False
+        self._forwards = _Forwards()
+        self._factor: float | torch.Tensor | None = None
+        engine.register_forward_pre_hook(self._forwards)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradients of a whole window are there, for a step."""
+        return self._is_reduced
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._has_gathered
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Run the backward pass.
+
+        Args:
+            loss: The loss, divided for its window.
+            sync_gradients: Whether this is the window's last one, before a step.
+            **kwargs: `retain_graph`; and `scale_wrt_gas=False`, which changes nothing: the window divides.
+
+        Raises:
+            ValueError: If `scale_wrt_gas=True`.
+            RuntimeError: If DeepSpeed would lose gradients: it is the second backward pass at a window's end,
+                or the second one after a single forward pass under ZeRO-3.
+        """
+        if kwargs.pop("scale_wrt_gas", False):
+            raise ValueError(
+                "scale_wrt_gas=True would have DeepSpeed divide the loss by its gradient_accumulation_steps "
+                "as well. Leave it out: the Accelerator divides it."
+            )
+        self._refuse_loss()
+        is_boundary = sync_gradients and not self._is_held_back
+        if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
+            loss = loss / _or_one(self._factor)
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._is_reduced, self._has_gathered = is_boundary, True
+        self._forwards.count = 0
+
+    def _refuse_loss(self) -> None:
+        stage = self.engine.zero_optimization_stage()
+        if self._is_reduced and stage > 0:
+            raise RuntimeError(
+                f"A second backward pass at the end of an accumulation window: ZeRO-{stage} has reduced and "
+                "shared out the gradients of the first one, and would lose them. Add the losses up, or run "
+                "the other backward passes under accelerator.no_sync(model)."
+            )
+        if self._forwards.count == 0 and stage == 3:
+            raise RuntimeError(
+                "A second backward pass after one forward pass: ZeRO-3 would lose the gradients of the first "
+                "one. Add the losses up, or run the model once for each of them."
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose backward passes are not the window's last."""
+        before, self._is_held_back = self._is_held_back, True
+        try:
+            yield
+        finally:
+            self._is_held_back = before
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradients gathered so far, before the window's last backward pass."""
+        if not gradients.scale_now(self.engine, factor):
+            self._factor = factor
+
+    def norm(self) -> torch.Tensor:
+        """The norm of the gradients that the next step takes; 0 without any."""
+        if not self._is_reduced:
+            return torch.zeros((), device=self.engine.device)
+        with gradients.scaled(self.engine, self._factor):
+            return gradients.norm(self.engine)
+
+    def step(self) -> None:
+        """Step the optimizer, and clear the gradients."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        with gradients.scaled(self.engine, self._factor):
+            self.engine.step()
+        self._forget()
+
+    def discard(self) -> None:
+        """Forget gradients that no step has used; none are left after a step."""
+        gradients.discard(self.engine)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_reduced = self._has_gathered = False
+        self._factor = None
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            self.engine.optimizer.clip_grad = self.engine.gradient_clipping()
+
+    def get_global_grad_norm(self) -> Any:
+        """The norm that the last step found, before clipping."""
+        return self.engine.get_global_grad_norm()
+
+
+class _Forwards:
+    """A hook that counts forward passes: the engine keeps it, and so it does not know the engine's driver."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """The optimizer of a DeepSpeed engine: its step is the engine's, at the window's boundary.
+
+    Args:
+        optimizer: The torch optimizer that DeepSpeed steps. Its groups and options are the ones that count;
+            its parameters are DeepSpeed's own.
+        driver: Who drives the engine.
+        **options: Options of AcceleratedOptimizer.
+    """
+
+    def __init__(self, optimizer: Any, driver: DeepSpeedEngineWrapper, **options: Any) -> None:
+        super().__init__(optimizer, device_placement=False, **options)
+        self.driver = driver
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Have the engine step, at the window's boundary only.
+
+        Raises:
+            ValueError: If a closure is given.
+        """
+        if closure is not None:
+            raise ValueError(
+                f"step(closure) of {type(self.optimizer).__name__}: DeepSpeed's engine steps once per "
+                "backward pass. Use an optimizer that needs no closure."
+            )
+        if self.gradient_state.sync_gradients:
+            self.driver.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients that no step has used; each step clears its own."""
+        if not self.gradient_state.sync_gradients or not self.driver.has_gathered:
+            return
+        if not self.driver.is_reduced:
+            warn(
+                "zero_grad() before backward() in the last micro-batch of an accumulation window discards "
+                "the gradients of the micro-batches before it. Call zero_grad() after step().",
+            )
+        self.driver.discard()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out, because gradients were not finite."""
+        return bool(getattr(self.driver.engine.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A schedule that DeepSpeed's engine moves, once per step.
+
+    Args:
+        scheduler: The schedule, of the configuration or of the stand-in's callable.
+        optimizers: The wrapped optimizer.
+        **options: Options of AcceleratedScheduler.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine has moved it in its step."""
+
+
+def _or_one(factor: float | torch.Tensor) -> float | torch.Tensor:
+    """The factor, or 1 where it is 0: what it multiplies is 0 then."""
+    if isinstance(factor, torch.Tensor):
+        return torch.where(factor > 0, factor, 1.0)
+    return factor or 1.0

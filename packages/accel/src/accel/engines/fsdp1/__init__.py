@@ -1,0 +1,1 @@
+"""FSDP version 1."""

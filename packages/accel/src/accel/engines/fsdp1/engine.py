@@ -1,0 +1,352 @@
+"""Fully sharded data parallelism with torch's FullyShardedDataParallel: FSDP version 1."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
+
+from accel.engines.common import norms
+from accel.engines.context import EngineContext, Prepared
+from accel.engines.fsdp1 import flat
+from accel.engines.fsdp1.flattened import (
+    Flattened,
+    check_apart,
+    check_saved_whole,
+    check_stateless,
+    check_whole_units,
+)
+from accel.engines.fsdp1.optimizer_parts import cut_states
+from accel.engines.fsdp1.owner import FlatOwner
+from accel.engines.fsdp1.state import (
+    FlatRecord,
+    WholeFlatModel,
+    WholeFlatOptimizer,
+    names_in_groups,
+    whole_weights,
+)
+from accel.engines.mesh.shard import check_ignored
+from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
+from accel.engines.sharded.engine import ShardedEngine, tell_upcast
+from accel.engines.sharded.groups import aliases, choose_groups
+from accel.engines.sharded.initial_weights import Filling
+from accel_ckpt import file_names
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import tensors
+from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.staging import staged
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffload
+
+    from accel_state.process.state import Process
+
+__all__ = ["FSDP1Engine"]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FSDP1Engine(ShardedEngine):
+    """Modules in wrappers that gather their parameters, which lie in one vector each, while they compute."""
+
+    name = "fsdp1"
+
+    version = 1
+
+    def __init__(self, context: EngineContext) -> None:
+        if context.fsdp is not None:
+            _check_offload(context.fsdp.cpu_offload, context.process)
+        super().__init__(context)
+        self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
+        self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
+
+    owner: FlatOwner
+
+    def make_owner(self) -> FlatOwner:
+        """Who has parameters and gradients."""
+        self._flattened = Flattened()
+        return FlatOwner(self._flattened, self.context.process)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All processes in a row of shards; for hybrid strategies, machines x the processes of one."""
+        return self._mesh
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what cannot be sharded, before anything is changed."""
+        super().check(objects)
+        fresh = [model for model in objects.models if not objects.evaluation_mode and not self.is_done(model)]
+        taken = flat.flattened_modules(self._models)
+        for model in fresh:
+            check_apart(model, taken)
+        units = [
+            set(members)
+            for model in fresh
+            for members in flat.members_of(model, choose_groups(model, self.plugin))
+        ]
+        for optimizer in (*objects.optimizers, *self._known):
+            if not self.plugin.use_orig_params:
+                check_stateless(optimizer, fresh)
+                check_whole_units(optimizer, units)
+            self._flattened.check(optimizer)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that does not fit the settings; nothing is changed."""
+        groups = choose_groups(model, self.plugin)
+        check_ignored(model, groups.ignored, self._mesh.size())
+        upcasts = self.context.precision.is_mixed
+        flat.check_flat_groups(model, groups, upcasts, bool(self.plugin.use_orig_params))
+
+    @property
+    def sends_weights(self) -> bool:
+        """As the plugin's sync_module_states says."""
+        return bool(self.plugin.sync_module_states)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Where weights come from, unless param_init_fn makes them."""
+        return self.plugin.param_init_fn is None and (self.context.process.is_main or not self.sends_weights)
+
+    def is_done(self, model: torch.nn.Module) -> bool:
+        """Whether the model is sharded already."""
+        return _root(model) is not None
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap the model; twice is once."""
+        if self.is_done(model):
+            return model
+        groups = choose_groups(model, self.plugin)
+        if self.context.precision.is_mixed:
+            tell_upcast(model, *flat.upcast_groups(model, groups))
+        record, before = FlatRecord.of(model), aliases(model)
+        # Checkpointing changes the forward that the wrappers go around: parameters are gathered for the
+        # second computation too.
+        apply_activation_checkpointing(
+            groups.checkpointed, bool(self.plugin.activation_checkpointing_offload)
+        )
+        root = flat.shard_flat(model, groups, self._sharding())
+        self._flattened.note(before, root)
+        self._records[root] = record
+        self._models.add(root)
+        self.owner.add(root)
+        return root
+
+    def _sharding(self) -> flat.FlatSharding:
+        plugin, device = self.plugin, self.context.process.device
+        policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
+        if self.context.precision.is_mixed:
+            policy.set_mixed_precision(self.context.precision.name)
+        options = {
+            "sharding_strategy": plugin.sharding_strategy,
+            "cpu_offload": plugin.cpu_offload,
+            "backward_prefetch": plugin.backward_prefetch,
+            "mixed_precision": policy.mixed_precision_policy,
+            "forward_prefetch": bool(plugin.forward_prefetch),
+            "limit_all_gathers": plugin.limit_all_gathers,
+            "use_orig_params": bool(plugin.use_orig_params),
+        }
+        filling = Filling(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
+        return flat.FlatSharding(filling, options)
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a model that is sharded already."""
+        return flat.is_flattened(parameter)
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the parameters that models have now, and its state their parts."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._flattened.repoint(inner)
+        cut_states(inner, self._models)
+
+    # Gradients
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward keeps whole gradients instead of reducing them."""
+        root = _root(model)
+        return contextlib.nullcontext() if root is None else self.owner.holding(root.no_sync())
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass, also where parameters were frozen or unfrozen inside a window."""
+        self.owner.before_backward()
+        super().backward(loss, **kwargs)
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of this window, reduced ones and those that are held back."""
+        managed = flat.managed(self._models)
+        others = [item for item in parameters if id(item) not in managed]
+        norms.scale([*norms.gradients_of(others), *flat.gradients(self._models)], factor)
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the reduced gradients, over all shards."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return norms.norm_of_sets(
+            flat.gradient_sets(tensors, self._models), norm_type, self.context.process.device
+        )
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        flat.free_gathered(self._models)
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.grad_norm(tensors, norm_type)
+        assert norm is not None
+        norms.scale(norms.gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, in shards."""
+        flat.free_gathered(self._models)
+        super().clip_grad_value(parameters, clip_value)
+
+    # States
+
+    def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The wrapper, which knows the parts of all parameters."""
+        return _root(model) or super().state_root(model)
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the first process of each machine; others take part and get an empty dict."""
+        root = _root(model)
+        if root is None:
+            return super().state_dict(model, unwrap)
+        keep = self.context.process.is_local_main
+        whole = whole_weights(root, self._records[root], keep)
+        return whole if keep else {}
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        root = _root(model)
+        return model if root is None else WholeFlatModel(root, self._records[root])
+
+    def check_save(self, optimizers: Iterable[Any]) -> None:
+        """Refuse optimizers of which torch cannot save the state; every process calls it."""
+        for optimizer in optimizers:
+            check_saved_whole(optimizer, self._models, self.context.process)
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its whole state, which is gathered now, by all processes."""
+        inner, root, names = self._placed(optimizer)
+        if root is None:
+            return optimizer
+        return WholeFlatOptimizer.gathered(inner, root, names, self.context.process.is_local_main)
+
+    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as a whole state is loaded into it."""
+        inner, root, names = self._placed(optimizer)
+        return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
+
+    # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
+
+    @property
+    def _is_local(self) -> bool:
+        return self.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
+
+    def is_own(self, item: Any) -> bool:
+        """Whether an object goes into this process's own file: with LOCAL_STATE_DICT all that is in parts."""
+        if not self._is_local:
+            return False
+        return self.is_done(item) if isinstance(item, torch.nn.Module) else self._root_of(item) is not None
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write this process's own file, with LOCAL_STATE_DICT; there are no options."""
+        super().save_own(folder, **options)
+        if self._is_local:
+            state = {
+                "models": [flat.local_state(root) for root in self._records],
+                "optimizers": [item.state_dict() for item in self._known if self.is_own(item)],
+            }
+            with staged(folder, process=self.context.process) as staging:
+                staging.write(state, file_names.local_state_file(self.context.process.rank))
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that is not this engine's, or one of other parts.
+
+        Raises:
+            CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
+                another number of processes.
+        """
+        if not self._is_local:
+            super().check_own(names)
+            return
+        saved, size = (
+            sum(file_names.role_of(name) == "local" for name in names),
+            self.context.process.world_size,
+        )
+        if saved != size:
+            raise CheckpointError(
+                f"The checkpoint has files of {saved} processes of their own, and "
+                f"state_dict_type='LOCAL_STATE_DICT' needs one for each of the {size} here. Load it on as "
+                "many, or with the type that it was saved with."
+            )
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load this process's own file, with LOCAL_STATE_DICT.
+
+        Raises:
+            Exception: If it does not fit; a CheckpointError where it does not for another process.
+        """
+        if self._is_local:
+            together(lambda: self._load_local(folder), self.context.process, "loading each process's part")
+
+    def _load_local(self, folder: Path) -> None:
+        state = tensors.load(
+            folder / file_names.local_state_file(self.context.process.rank), map_location="cpu"
+        )
+        optimizers = [item for item in self._known if self.is_own(item)]
+        for root, part in zip(self._records, state["models"], strict=True):
+            flat.load_local_state(root, part)
+        for optimizer, part in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+
+    def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
+        """The wrapped model whose parameters an optimizer has."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = (root for root in self._records if held & {id(item) for item in root.parameters()})
+        return next(own, None)
+
+    def _placed(self, optimizer: Any) -> tuple[Any, torch.nn.Module | None, list[list[str]]]:
+        """The optimizer itself, the model whose parameters it has, and their names in each group."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        root = self._root_of(inner)
+        if root is None:
+            return inner, None, []
+        names = names_in_groups(inner, root, self._records[root])
+        return inner, root, self._flattened.in_given_order(inner, names)
+
+
+def _root(model: torch.nn.Module) -> FullyShardedDataParallel | None:
+    """The wrapper of a prepared model, below torch.compile's."""
+    plain = getattr(model, "_orig_mod", model)
+    return plain if isinstance(plain, FullyShardedDataParallel) else None
+
+
+def _check_offload(offload: CPUOffload, process: Process) -> None:
+    if offload.offload_params and process.device.type == "cpu":
+        raise ValueError(
+            "cpu_offload=True with fsdp_version=1 copies shards between an accelerator and the CPU, and this "
+            "process computes on the CPU, where they rest anyway. Leave cpu_offload out."
+        )
+
+
+def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
+    kind, size, local = process.device.type, process.world_size, process.local_world_size
+    if strategy not in _HYBRID:
+        return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
+    if size % local:
+        raise ValueError(
+            f"sharding_strategy={strategy.name} makes a shard for each process of a machine and a replica "
+            f"for each machine, and {size} processes with {local} on this one are not that. Start as many on "
+            "each, or set FULL_SHARD."
+        )
+    return init_device_mesh(kind, (size // local, local), mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -1,0 +1,380 @@
+"""Models in torch's FullyShardedDataParallel (FSDP version 1): wrapping them, and reading flat parameters.
+
+The one place that reads torch's private state of version 1 (torch 2.6 to 2.13). Each wrapped module has a
+flat parameter, a vector that all its parameters lie in, of which each process of a group keeps a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_shard, _reshard
+
+from accel.engines.common.norms import Sets
+from accel.engines.sharded.groups import Groups
+from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
+
+__all__ = [
+    "FlatSharding",
+    "check_flat_groups",
+    "flattened_modules",
+    "forget",
+    "free_gathered",
+    "gradient_sets",
+    "gradients",
+    "is_flattened",
+    "is_held",
+    "load_local_state",
+    "local_state",
+    "managed",
+    "members_of",
+    "owners_by_name",
+    "parts",
+    "reduce",
+    "shard_flat",
+    "upcast_groups",
+]
+
+
+@dataclass(frozen=True)
+class FlatSharding:
+    """How a model is sharded.
+
+    Attributes:
+        filling: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
+        options: Those of FullyShardedDataParallel that all parts share.
+    """
+
+    filling: Filling
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> FullyShardedDataParallel:
+    """Wrap the groups, inner ones first, and then the model.
+
+    Each group is brought to the device and filled just before it is sharded: no process ever holds more than
+    its own copy of the model and one group.
+
+    Returns:
+        The wrapper that trains.
+    """
+    keep = fill_rest(model, groups.ignored, how.filling)
+    places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    for module in groups.modules:
+        wrapped = _wrap(model, module, keep, how)
+        for parent, name in places[module]:
+            setattr(parent, name, wrapped)
+    root = _wrap(model, model, keep, how)
+    if root.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
+        root.register_forward_hook(_free_frozen)
+    return root
+
+
+def _free_frozen(root: FullyShardedDataParallel, inputs: Any, output: Any) -> None:
+    """Free the outermost parameters after forward where nothing is trained: torch leaves them to backward.
+
+    What averages them (torch.optim.swa_utils.AveragedModel, say) would otherwise not reach the shards.
+    """
+    handle = root._handle
+    if handle is not None and not handle.flat_param.requires_grad and not handle.needs_unshard():
+        _reshard(root, handle, free_unsharded_flat_param=True)
+
+
+def _wrap(
+    model: torch.nn.Module, module: torch.nn.Module, keep: set[torch.nn.Parameter], how: FlatSharding
+) -> FullyShardedDataParallel:
+    inner = FullyShardedDataParallel.fsdp_modules(module)
+    fill_group(model, module, keep.union(*(part.parameters() for part in inner)), how.filling)
+    with warnings.catch_warnings():
+        # One process that asks for shards gets one shard, which torch calls NO_SHARD and advises against.
+        alone = how.filling.mesh.size() == 1
+        for message in (".*since the world size is 1", ".*NO_SHARD.* is deprecated") if alone else ():
+            warnings.filterwarnings("ignore", message)
+        return FullyShardedDataParallel(
+            module,
+            device_mesh=how.filling.mesh,
+            device_id=how.filling.device,
+            ignored_states=list(keep) or None,
+            **how.options,
+        )
+
+
+def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
+    """The wrapped modules that have a flat parameter, each with torch's handle of it."""
+    for model in models:
+        for module in FullyShardedDataParallel.fsdp_modules(model):
+            if module._handle is not None:
+                yield module, module._handle
+
+
+def free_gathered(models: Iterable[torch.nn.Module]) -> None:
+    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step.
+
+    A forward pass without a backward one leaves them gathered. What no optimizer steps may stay so.
+    """
+    for module, handle in parts(models):
+        flat = handle.flat_param
+        has_run = hasattr(flat, "_full_param_padded")  # made by the first forward pass
+        if has_run and flat.requires_grad and handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(module, handle, free_unsharded_flat_param=True)
+
+
+def reduce(models: Iterable[torch.nn.Module]) -> None:
+    """Reduce the gradients that are held back, as a backward pass outside of `no_sync` does."""
+    for module, handle in parts(models):
+        flat = handle.flat_param
+        if flat.grad is None or not (is_held(handle) or not handle.uses_sharded_strategy):
+            continue
+        flat.grad.data = flat.grad.to(handle._reduce_dtype)
+        states = module.training_state, handle._training_state
+        module.training_state = TrainingState.FORWARD_BACKWARD
+        handle._training_state = HandleTrainingState.BACKWARD_POST
+        try:
+            with _reducing(module):
+                (_reduce_grad if handle.uses_sharded_strategy else _reduce_grad_no_shard)(module, handle)
+        finally:
+            module.training_state, handle._training_state = states
+        flat._post_backward_called = True
+        handle.prepare_gradient_for_optim()
+        flat._post_backward_called = False
+
+
+@contextlib.contextmanager
+def _reducing(module: Any) -> Iterator[None]:
+    """The stream in which torch reduces; replicas of shards are reduced in another one after it."""
+    current, reducing = module._device_handle.current_stream(), module._post_backward_stream
+    reducing.wait_stream(current)
+    with module._device_handle.stream(reducing):
+        yield
+    current.wait_stream(reducing)
+    if module._all_reduce_stream is not current:
+        current.wait_stream(module._all_reduce_stream)
+
+
+def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = None) -> None:
+    """Drop gradients that are held back, and reduced ones that torch has put aside for the window's end.
+
+    Args:
+        models: The wrapped models.
+        wanted: The `id` of each parameter whose gradient is dropped; None for all.
+    """
+    for _, handle in parts(models):
+        flat = handle.flat_param
+        aside = getattr(flat, "_saved_grad_shard", None)
+        if not is_held(handle) and aside is None:
+            continue
+        members = [item for item in flat._params or (flat,) if item.requires_grad]
+        if wanted is None or wanted >= {id(item) for item in members}:
+            flat.grad = None
+            for item in members:
+                item.grad = None
+            if aside is not None:
+                del flat._saved_grad_shard
+            continue
+        if flat._params is None:  # stepped as a whole, by an optimizer that was not asked for
+            continue
+        views = handle._get_unflat_views(flat.grad) if is_held(handle) else [None] * len(flat._params)
+        for item, view, place in zip(flat._params, views, flat._shard_param_infos, strict=True):
+            if id(item) in wanted:
+                if view is not None:
+                    view.zero_()
+                if aside is not None and place.in_shard:
+                    aside[place.offset_in_shard :][: place.numel_in_shard].zero_()
+
+
+def is_held(handle: Any) -> bool:
+    """Whether the gradient is a whole one, where parameters are in parts."""
+    flat = handle.flat_param
+    return handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._sharded_size
+
+
+def flattened_modules(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """The modules whose parameters lie in flat ones."""
+    return {info.module for _, handle in parts(models) for info in handle.flat_param._param_infos}
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a flat one, or lies in one: also after its wrapper is gone."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))  # torch's own mark, against doing it twice
+
+
+def managed(models: Iterable[torch.nn.Module]) -> dict[int, dist.ProcessGroup | None]:
+    """The group over which each parameter is in parts, by its `id`; None where it is whole.
+
+    Of a flat parameter that is itself and (with use_orig_params) the parameters in it; parameters that were
+    ignored are not there.
+    """
+    found: dict[int, dist.ProcessGroup | None] = {}
+    for _, handle in parts(models):
+        group = handle.process_group if handle.uses_sharded_strategy else None
+        found |= {id(item): group for item in (handle.flat_param, *(handle.flat_param._params or ()))}
+    return found
+
+
+def owners_by_name(root: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """For every name of the plain model, the parameter that an optimizer has to hold now."""
+    found = {
+        clean_tensor_name(name): parameter
+        for name, parameter in root.named_parameters(remove_duplicate=False)
+        if not name.endswith("_flat_param")
+    }
+    paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
+    for module, handle in parts([root]):
+        if not handle._use_orig_params:
+            prefix = f"{paths[module]}." if paths[module] else ""
+            shared = (
+                f"{path}.{name}" if path else name
+                for name, _, path, *_ in handle.flat_param._shared_param_infos
+            )
+            for name in chain(handle.flat_param._fqns, shared):
+                found[f"{prefix}{clean_tensor_name(name)}"] = handle.flat_param
+    return found
+
+
+def gradients(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The gradients of flat parameters, reduced ones and those that are held back.
+
+    The gradients of the parameters in a flat parameter are views of its own.
+    """
+    found = []
+    for _, handle in parts(models):
+        flat = handle.flat_param
+        found += [item for item in (flat.grad, getattr(flat, "_saved_grad_shard", None)) if item is not None]
+    return found
+
+
+def gradient_sets(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module]) -> Sets:
+    """This process's parts of reduced gradients, each with the groups over which they are parts.
+
+    A set is there on all processes of a group, also where its parameters lie on other processes alone.
+    """
+    groups = managed(models)
+    sets: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        found = sets.setdefault(groups.get(id(parameter)), [parameter.detach().new_empty(0)])
+        # Inside a window the gradient is the whole one, while the parameter is a part again.
+        if parameter.grad is not None and parameter.grad.shape == parameter.shape:
+            found.append(parameter.grad)
+    return [(found, [] if group is None else [group]) for group, found in sets.items()]
+
+
+def local_state(root: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What this process has of a model: its parts of flat parameters, and what is whole."""
+    found: dict[str, torch.Tensor] = {}
+    paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
+    for module, handle in parts([root]):
+        flat = handle.flat_param
+        found[f"{paths[module]}.flat_param".lstrip(".")] = getattr(flat, "_local_shard", flat.data)
+    owned = managed([root])
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if id(tensor) not in owned:
+            found[clean_tensor_name(name)] = tensor.detach()
+    return found
+
+
+def load_local_state(root: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load what `local_state` returned, on a process that has as much.
+
+    Raises:
+        ValueError: If it has other parts.
+    """
+    present = local_state(root)
+    sizes = {name: tuple(tensor.shape) for name, tensor in present.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if sizes != given:
+        different = sorted(name for name in sizes.keys() | given.keys() if sizes.get(name) != given.get(name))
+        raise ValueError(
+            f"the saved part of {different[0]} has the shape {given.get(different[0])}, and the one here has "
+            f"{sizes.get(different[0])}. Load it on as many processes, with the same wrapping and strategy."
+        )
+    for _, handle in parts([root]):
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+            handle.reshard(free_unsharded_flat_param=True)  # what an evaluation left gathered is old now
+    with torch.no_grad():
+        for name, tensor in present.items():
+            tensor.copy_(state[name])
+
+
+def upcast_groups(model: torch.nn.Module, groups: Groups) -> tuple[list[str], list[str]]:
+    """Make parameters float32 that mixed precision casts for computing: trainable ones, and what they share
+    a flat parameter with, as that has one dtype.
+
+    Returns:
+        The names of the trainable ones that changed, and of the frozen ones.
+    """
+    changed: tuple[list[str], list[str]] = [], []
+    for members in members_of(model, groups):
+        if any(item.requires_grad and item.dtype.itemsize < 4 for item in members):
+            for parameter, name in members.items():
+                if parameter.dtype.itemsize < 4 and parameter.dtype.is_floating_point:
+                    parameter.data = parameter.data.float()
+                    changed[0 if parameter.requires_grad else 1].append(name)
+    return changed
+
+
+def check_flat_groups(model: torch.nn.Module, groups: Groups, upcasts: bool, use_orig_params: bool) -> None:
+    """Refuse parameters that cannot lie in one flat parameter.
+
+    Args:
+        model: The model.
+        groups: What becomes of its modules.
+        upcasts: Whether `upcast_groups` comes first.
+        use_orig_params: Whether the parameters stay visible.
+
+    Raises:
+        ValueError: If those of one group have several dtypes or a complex one, or some are frozen and may
+            not be.
+    """
+    for members in members_of(model, groups):
+        lifts = upcasts and any(item.requires_grad and item.dtype.itemsize < 4 for item in members)
+        dtypes = {
+            torch.float32 if lifts and item.dtype.itemsize < 4 else item.dtype: name
+            for item, name in members.items()
+        }
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{name} in {dtype}" for dtype, name in dtypes.items())
+            raise ValueError(
+                f"fsdp_version=1 lays the parameters of a group of {type(model).__name__} into one vector, "
+                f"and they have several dtypes: {listed}. Cast them to one, give them groups of their own "
+                "(auto_wrap_policy), or set fsdp_version=2, which needs this of the trainable ones alone."
+            )
+        for item, name in members.items():
+            if item.is_complex():
+                raise ValueError(
+                    f"{type(model).__name__}.{name} is complex, and fsdp_version=1 flattens real parameters "
+                    "alone. Set fsdp_version=2."
+                )
+        kinds = {item.requires_grad: name for item, name in members.items()}
+        if len(kinds) > 1 and not use_orig_params:
+            raise ValueError(
+                f"fsdp_version=1 lays the parameters of a group of {type(model).__name__} into one vector, "
+                f"and {kinds[True]} is trained while {kinds[False]} is frozen. Set use_orig_params=True, or "
+                "fsdp_version=2."
+            )
+
+
+def members_of(model: torch.nn.Module, groups: Groups) -> list[dict[torch.nn.Parameter, str]]:
+    """The parameters of each group, with a name; what is ignored is in none."""
+    owner: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    for module in groups.modules:  # inner ones first
+        for parameter in module.parameters():
+            owner.setdefault(parameter, module)
+    found: dict[torch.nn.Module, dict[torch.nn.Parameter, str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter not in groups.ignored:
+            found.setdefault(owner.get(parameter, model), {})[parameter] = name
+    return list(found.values())

@@ -1,0 +1,176 @@
+"""What FSDP version 1 lays into flat parameters: which took the place of which, and what does not fit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.engines.fsdp1 import flat
+
+if TYPE_CHECKING:
+    from accel_state.process.state import Process
+
+__all__ = ["Flattened", "check_apart", "check_saved_whole", "check_stateless", "check_whole_units"]
+
+
+class Flattened:
+    """Which parameter took the place of which, and what it was called.
+
+    Several parameters may have become one, a flat parameter. What nobody else holds is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._new: Any = WeakIdKeyDictionary()  # untyped in torch
+        self._names: Any = WeakIdKeyDictionary()
+        self._sizes: Any = WeakIdKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
+
+    def note(self, before: dict[torch.nn.Parameter, list[str]], root: torch.nn.Module) -> None:
+        """Note the present parameters of a model.
+
+        Args:
+            before: The names of each parameter that the model had.
+            root: The wrapped model.
+        """
+        now = flat.owners_by_name(root)
+        for old, names in before.items():
+            if now[names[0]] is not old:
+                self._new[old] = now[names[0]]
+                self._names[old] = names[0]
+                self._sizes[now[names[0]]] = self._sizes.get(now[names[0]], 0) + old.requires_grad
+
+    def check(self, optimizer: Any) -> None:
+        """Refuse an optimizer with some of the parameters in a flat parameter, which is stepped as a whole.
+
+        Raises:
+            ValueError: If it has some in a group.
+        """
+        for group in optimizer.param_groups:
+            self.check_group(type(optimizer).__name__, group["params"])
+
+    def check_group(self, whose: str, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse a group with some of the parameters in a flat one.
+
+        Args:
+            whose: For the message.
+            parameters: The group's.
+
+        Raises:
+            ValueError: If it has some.
+        """
+        trained = [item for item in parameters if item.requires_grad and item in self._new]
+        for flattened in {self._new[item] for item in trained}:
+            held = sum(self._new[item] is flattened for item in trained)
+            _check_whole(whose, held, self._sizes[flattened])
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the present parameters, in place: groups, options and schedules stay."""
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        if not any(parameter in self._new for group in groups for parameter in group):
+            return
+        if all(parameter in self._names for group in groups for parameter in group):
+            self._given[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
+        for group in optimizer.param_groups:
+            group["params"][:] = dict.fromkeys(self._new.get(item, item) for item in group["params"])
+
+    def present(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter that took the place of one."""
+        found: torch.Tensor = self._new.get(parameter, parameter)
+        return found
+
+    def in_given_order(self, optimizer: Any, names: list[list[str]]) -> list[list[str]]:
+        """The names of each group in the order in which the user gave the parameters, where it is known."""
+        given = self._given.get(optimizer)
+        if given is not None and [*map(sorted, given)] == [*map(sorted, names)]:
+            return given
+        return names
+
+
+def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
+    """Refuse a model with modules whose parameters another model's flat ones have.
+
+    Args:
+        model: The model.
+        taken: Those modules.
+
+    Raises:
+        ValueError: If it has some.
+    """
+    for name, module in model.named_modules():
+        if module in taken:
+            raise ValueError(
+                f"{type(model).__name__}.{name} belongs to a model that was prepared before, and fsdp1 "
+                "shards each parameter for one model. Use the model that prepare() returned instead of its "
+                "unwrapped one; or put models that share modules into one torch.nn.Module, and prepare that."
+            )
+
+
+def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process: Process) -> None:
+    """Refuse a state of some of the trained parameters in a flat one: torch saves that of all or none.
+
+    Every process must call it.
+
+    Args:
+        optimizer: The optimizer.
+        models: Wrapped models.
+        process: This process.
+
+    Raises:
+        ValueError: If it steps some of them, or has a state for some.
+    """
+    held = {id(item) for group in optimizer.param_groups for item in group["params"]}
+    for _, handle in flat.parts(models):
+        members = [item for item in handle.flat_param._params or () if item.requires_grad]
+        count = sum(id(item) in held for item in members)
+        if count not in (0, len(members)):
+            raise ValueError(
+                f"save_state: {type(optimizer).__name__} has {count} of {len(members)} trained parameters "
+                "that fsdp_version=1 lays into one vector, and torch saves the state of all of them or none. "
+                "Wrap them apart (auto_wrap_policy), give them to one optimizer, or set fsdp_version=2."
+            )
+        if not count:
+            continue
+        # A process has no state of what has no part in its shard.
+        has_state = torch.tensor([item in optimizer.state for item in members], dtype=torch.uint8)
+        has_state = has_state.to(process.device)
+        dist.all_reduce(has_state, dist.ReduceOp.MAX)
+        num_stepped = int(has_state.sum())
+        if num_stepped not in (0, len(members)):
+            raise ValueError(
+                f"save_state: {type(optimizer).__name__} has stepped {num_stepped} of {len(members)} trained "
+                "parameters that fsdp_version=1 lays into one vector, and torch saves the state of all of "
+                "them or none. Save after the first step with what was unfrozen, or set fsdp_version=2."
+            )
+
+
+def check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
+    """Refuse a state that would have to be cut as parameters are that torch has flattened."""
+    new = {parameter for model in fresh for parameter in model.parameters()}
+    if any(parameter in optimizer.state for parameter in new):
+        raise ValueError(
+            f"{type(optimizer).__name__} has a state for parameters that fsdp_version=1 is going to flatten. "
+            "Set use_orig_params=True, or fsdp_version=2; or prepare first, and then load its state "
+            "(load_state, load_state_dict)."
+        )
+
+
+def check_whole_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
+    """Refuse groups of an optimizer that cut through a flat parameter."""
+    for unit in units:
+        trained = {parameter for parameter in unit if parameter.requires_grad}
+        for group in optimizer.param_groups:
+            held = len(trained & set(group["params"]))
+            _check_whole(type(optimizer).__name__, held, len(trained))
+
+
+def _check_whole(whose: str, held: int, size: int) -> None:
+    if held not in (0, size):
+        raise ValueError(
+            f"{whose} has a group with {held} of {size} parameters that fsdp_version=1 "
+            "lays into one vector, which is stepped as a whole. Set use_orig_params=True, or fsdp_version=2."
+        )

@@ -1,0 +1,90 @@
+"""Parameters that are frozen or unfrozen while they train, where they lie in flat ones.
+
+With `use_orig_params` torch computes the gradient of a flat parameter as a whole, also of members that are
+frozen, and drops these members' part when the window ends (torch 2.6 to 2.13). So a member that is unfrozen
+inside a window would get gradients from before, and one that is frozen there would lose those it has.
+
+A forward pass whose loss is dropped leaves the hooks of its backward pass to the next one, which fails inside
+torch where a flat parameter was frozen or unfrozen between them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from accel.engines.fsdp1.flat import is_held, parts
+
+__all__ = ["Freezing", "drop_hooks_of_others"]
+
+
+class Freezing:
+    """Which members of flat parameters were trained in the open window's last backward pass."""
+
+    def __init__(self) -> None:
+        self._trained: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+
+    def follow(self, models: Iterable[torch.nn.Module]) -> None:
+        """Drop what a window gathered of members that were frozen until now; call it before each backward.
+
+        Raises:
+            ValueError: If a window has gradients of members that are frozen now, beside trained ones.
+        """
+        for module, handle in parts(models):
+            members = handle.flat_param._params
+            now = [item.requires_grad for item in members or ()]
+            if not any(now):  # a discriminator, say, while the generator trains
+                continue
+            before = self._trained.get(module)
+            if before is not None and before != now and is_held(handle):
+                _check(handle, [was and not is_ for was, is_ in zip(before, now, strict=True)])
+                views = handle._get_unflat_views(handle.flat_param.grad)
+                for view, was in zip(views, before, strict=True):
+                    if not was:
+                        view.zero_()
+            self._trained[module] = now
+
+    def finish(self, models: Iterable[torch.nn.Module]) -> None:
+        """End the window.
+
+        Raises:
+            ValueError: If it has gradients, not yet reduced, of members that are frozen now.
+        """
+        for module, handle in parts(models):
+            before = self._trained.get(module)
+            if before is not None and is_held(handle):
+                members = handle.flat_param._params
+                _check(
+                    handle,
+                    [was and not item.requires_grad for was, item in zip(before, members, strict=True)],
+                )
+        self._trained.clear()
+
+
+def drop_hooks_of_others(model: torch.nn.Module, args: Any = ()) -> None:
+    """Drop hooks for a backward pass of what was trained before, and is frozen now, or the reverse.
+
+    Args:
+        model: The wrapper that trains; it is a hook before its forward pass.
+        args: Of the forward pass.
+    """
+    for _, handle in parts([model]):
+        flat = handle.flat_param
+        waiting = getattr(flat, "_post_backward_hook_state", None)
+        is_trained = any(item.requires_grad for item in flat._params or (flat,))
+        if waiting is not None and len(waiting) != 1 + is_trained:  # as torch checks after backward
+            waiting[-1].remove()
+            del flat._post_backward_hook_state
+
+
+def _check(handle: Any, lost: list[bool]) -> None:
+    if any(lost):
+        name = handle.flat_param._fqns[lost.index(True)]
+        raise ValueError(
+            f"{name} was frozen inside an accumulation window that has gradients of it, which FSDP version 1 "
+            "would drop. Freeze it where the window has ended (accelerator.sync_gradients), call zero_grad() "
+            "first, or use fsdp_version=2."
+        )

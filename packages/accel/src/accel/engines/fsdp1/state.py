@@ -1,0 +1,200 @@
+"""Whole states of models in FullyShardedDataParallel (version 1), and of their optimizers.
+
+torch gathers and shares out by names; checkpoints of one process number the parameters of optimizers. What a
+model was called before it was wrapped says which is which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from accel.engines.common.whole_state import gather_whole, stand_ins
+from accel.engines.fsdp1.flat import owners_by_name
+from accel.engines.sharded.groups import aliases
+from accel_ckpt.sharded.optimizer import quiet, set_state, state_to_save
+
+__all__ = [
+    "FlatRecord",
+    "WholeFlatModel",
+    "WholeFlatOptimizer",
+    "names_in_groups",
+    "whole_weights",
+]
+
+
+@dataclass(frozen=True)
+class FlatRecord:
+    """What a model was before it was wrapped.
+
+    Attributes:
+        state: Names and shapes of its state dict, in order; tied weights are one tensor, and values mean
+            nothing.
+        names: Each parameter's first name, in order.
+    """
+
+    state: dict[str, Any]
+    names: list[str]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> FlatRecord:
+        """The record of a model that is not wrapped yet."""
+        return cls(
+            stand_ins(model.state_dict(keep_vars=True)), [names[0] for names in aliases(model).values()]
+        )
+
+
+def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict[str, Any]:
+    """Gather a model's whole state, as it was called before; every process calls it.
+
+    Args:
+        root: The wrapped model.
+        record: What it was before.
+        keep: Whether this process gets the tensors; others get None in their places.
+    """
+    with quiet():
+        state = get_model_state_dict(root)
+    first: dict[int, str] = {}
+    parts = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
+    whole: dict[str, Any] = gather_whole(parts, keep)
+    return whole
+
+
+def names_in_groups(optimizer: Any, root: torch.nn.Module, record: FlatRecord) -> list[list[str]]:
+    """The names of the parameters in each group of an optimizer.
+
+    Those in a flat parameter are in the order of the plain model: it is not known how they were given.
+
+    Raises:
+        ValueError: If a parameter is not the model's.
+    """
+    owners = owners_by_name(root)
+    found: dict[torch.nn.Parameter, list[str]] = {}
+    for name in record.names:
+        found.setdefault(owners[name], []).append(name)
+    order = {name: number for number, name in enumerate(record.names)}
+    groups = []
+    for group in optimizer.param_groups:
+        lists = [found.get(parameter, []) for parameter in group["params"]]
+        if not all(lists):
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of several models, or of none that is prepared. "
+                "fsdp_version=1 saves the state of optimizers of one model alone: make one for each, or set "
+                "fsdp_version=2."
+            )
+        names = [name for names in lists for name in names]
+        groups.append(sorted(names, key=order.__getitem__) if any(len(item) > 1 for item in lists) else names)
+    return groups
+
+
+def _own(value: Any) -> Any:
+    """A count of steps is one tensor for all parameters in a flat parameter: each gets its own."""
+    return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
+
+
+class WholeFlatModel:
+    """A wrapped model as checkpoints see it: with whole weights, as it was called before.
+
+    Args:
+        root: The wrapped model.
+        record: What it was before.
+    """
+
+    def __init__(self, root: torch.nn.Module, record: FlatRecord) -> None:
+        self.root = root
+        self.record = record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return names and shapes of the whole weights; values mean nothing."""
+        return dict(self.record.state)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
+        """Load whole weights, of which each process keeps its part.
+
+        Args:
+            state: Whole tensors by name.
+            strict: Whether names that are missing or too many are an error.
+        """
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        return set_model_state_dict(self.root, dict(state), options=options)
+
+
+class WholeFlatOptimizer:
+    """An optimizer of a wrapped model as checkpoints see it: with the state that one process would have.
+
+    Args:
+        optimizer: The optimizer.
+        root: The wrapped model.
+        names: The names of the parameters in each group, in the order in which one process numbers them.
+        state: The state by names, with whole tensors.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        root: torch.nn.Module,
+        names: list[list[str]],
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.root = root
+        self.names = names
+        self.state = state
+
+    @classmethod
+    def gathered(
+        cls, optimizer: Any, root: torch.nn.Module, names: list[list[str]], keep: bool
+    ) -> WholeFlatOptimizer:
+        """With the whole state, which all processes gather now; those that do not keep it have no tensors."""
+        return cls(optimizer, root, names, gather_whole(state_to_save(root, optimizer), keep))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gathered state, with numbers for names."""
+        assert self.state is not None, "it was gathered for saving"
+        numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
+        state = {
+            numbers[name]: {key: _own(value) for key, value in values.items()}
+            for name, values in self.state["state"].items()
+            if values
+        }
+        groups = [
+            {**group, "params": [numbers[name] for name in names]}
+            for group, names in zip(self.state["param_groups"], self.names, strict=True)
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a whole state, of which each process keeps its part.
+
+        Args:
+            state: As an optimizer over whole parameters has it, numbered in the order of the groups.
+
+        Raises:
+            ValueError: If its groups are others than the optimizer's, or some of the parameters in a flat
+                parameter have no state.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != [len(names) for names in self.names]:
+            raise ValueError(
+                f"the state has parameter groups of {sizes} parameters, and {type(self.optimizer).__name__} "
+                f"has {[len(names) for names in self.names]}. Make the groups as they were when it was saved."
+            )
+        names = {
+            number: name
+            for group, own in zip(state["param_groups"], self.names, strict=True)
+            for number, name in zip(group["params"], own, strict=True)
+        }
+        named: dict[str, Any] = {
+            "state": {names[number]: values for number, values in state["state"].items()},
+            "param_groups": [
+                {**group, "params": own} for group, own in zip(state["param_groups"], self.names, strict=True)
+            ],
+        }
+        set_state(self.root, self.optimizer, named, whole=True)

@@ -1,0 +1,114 @@
+"""megatron-core's distributed checkpoints inside those of save_state.
+
+megatron_lm/    weights, optimizer states and random generators, each process its part
+
+A checkpoint of one arrangement of processes loads in another, as megatron-core's do, but for its generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.engines.megatron.runtime import core, parallel_state
+from accel_ckpt.errors import CheckpointError
+from accel_state.imports.packages import require
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from accel.engines.megatron.plugin import MegatronLMPlugin
+    from accel.engines.megatron.schedule import MegatronEngine
+
+__all__ = ["check", "load", "save"]
+
+FOLDER = "megatron_lm"
+
+
+def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
+    """Write a model and its optimizer; every process calls it.
+
+    Args:
+        model: The model.
+        folder: The checkpoint's folder.
+        plugin: The plugin, which may leave optimizer states out.
+    """
+    target = folder / FOLDER
+    target.mkdir(exist_ok=True)
+    require(
+        "psutil", "megatron"
+    )  # where it is missing, a writer of megatron-core dies, and this waits for ever
+    state = _sharded(model, with_optimizer=not plugin.no_save_optim)
+    core("dist_checkpointing").save(state | {"arrangement": _arrangement()}, str(target))
+
+
+def check(names: Collection[str]) -> None:
+    """Refuse a checkpoint that Megatron-LM cannot go on from.
+
+    Args:
+        names: Its files.
+
+    Raises:
+        CheckpointError: If another engine wrote it.
+    """
+    if not any(name.startswith(f"{FOLDER}/") for name in names):
+        raise CheckpointError(
+            "The checkpoint was not written under Megatron-LM, whose weights have other names and "
+            "shapes. Load it "
+            "under the engine that wrote it."
+        )
+
+
+def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
+    """Restore a model and its optimizer; every process calls it.
+
+    Args:
+        model: The model.
+        folder: The checkpoint's folder.
+        plugin: The plugin, which may leave optimizer states out.
+    """
+    with_optimizer = not plugin.no_load_optim
+    wanted = _sharded(model, with_optimizer, is_loading=True)
+    checkpoints, source = core("dist_checkpointing"), str(folder / FOLDER)
+    saved = checkpoints.load_common_state_dict(source).get("arrangement")
+    if saved != _arrangement():
+        # Each process has generators of its own, which mean nothing to other parts of the model.
+        del wanted["random"]
+        warn(
+            f"The checkpoint was saved with (pp_degree, tp_degree) = {saved}, and they are {_arrangement()} "
+            "here: weights and optimizer states are restored, and dropout begins with new random numbers.",
+        )
+    found = checkpoints.load(wanted, source)
+    for index, part in enumerate(model.parts):
+        part.load_state_dict(found[f"model{index}"], strict=True)
+    if "optimizer" in found and model.optimizer is not None:
+        model.optimizer.optimizer.load_state_dict(found["optimizer"])
+    if "random" in wanted:
+        core("tensor_parallel").get_cuda_rng_tracker().set_states(found["random"])
+
+
+def _arrangement() -> tuple[int, int]:
+    places = parallel_state()
+    return (
+        places.get_pipeline_model_parallel_world_size(),
+        places.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
+    """What each process has of the model, as megatron-core's checkpoints take it."""
+    # Of the models themselves: their wrappers load what has these names.
+    models = core("utils").unwrap_model(model.parts)
+    state: dict[str, Any] = {f"model{index}": part.sharded_state_dict() for index, part in enumerate(models)}
+    if with_optimizer and model.optimizer is not None:
+        weights = state["model0"] if len(model.parts) == 1 else dict(state)
+        state["optimizer"] = model.optimizer.optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    places = parallel_state()
+    state["random"] = core("dist_checkpointing").ShardedObject(
+        "random",
+        core("tensor_parallel").get_cuda_rng_tracker().get_states(),
+        _arrangement(),
+        (places.get_pipeline_model_parallel_rank(), places.get_tensor_model_parallel_rank()),
+        replica_id=places.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return state

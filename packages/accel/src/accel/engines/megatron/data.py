@@ -1,0 +1,202 @@
+"""Megatron's indexed datasets as loaders, and loaders whose batches hold a step's micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from accel.engines.megatron.runtime import core, parallel_state
+from accel_data.loader.base import settings
+from accel_ops.trees.send import send_to_device
+
+if TYPE_CHECKING:
+    from accel.engines.megatron.plugin import MegatronLMPlugin
+
+__all__ = ["IndexedLoader", "MegatronLMDummyDataLoader", "with_micro_batches"]
+
+_KINDS = {
+    "gpt": ("gpt_dataset", "GPTDataset", "GPTDatasetConfig"),
+    "bert": ("bert_dataset", "BERTMaskedWordPieceDataset", "BERTMaskedWordPieceDatasetConfig"),
+    "t5": ("t5_dataset", "T5MaskedWordPieceDataset", "T5MaskedWordPieceDatasetConfig"),
+}
+
+
+def with_micro_batches(loader: DataLoader[Any], num_micro_batches: int) -> DataLoader[Any]:
+    """Return a loader with batches of as many micro-batches, each as large as the given loader's batches.
+
+    Args:
+        loader: A loader that is not prepared yet.
+        num_micro_batches: Micro-batches per step.
+
+    Raises:
+        ValueError: If the loader makes its batches by itself.
+    """
+    if num_micro_batches == 1:
+        return loader
+    if loader.batch_size is None:
+        raise ValueError(
+            f"num_micro_batches={num_micro_batches} with a DataLoader that has a batch_sampler (or no "
+            "batch size) "
+            "of its own: its batches cannot be made larger. Give it batch_size, that of one micro-batch."
+        )
+    size = loader.batch_size * num_micro_batches
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        sampling: dict[str, Any] = {"batch_size": size, "drop_last": loader.drop_last}
+    else:
+        sampling = {"batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
+    return DataLoader(loader.dataset, **sampling, **settings(loader))
+
+
+class MegatronLMDummyDataLoader:
+    """Stands for loaders of Megatron's indexed datasets.
+
+    `prepare` gives the training loader for its first mention, the validation loader for the second and the
+    test loader for the third.
+
+    Args:
+        **dataset_kwargs: "data_path" (prefixes of indexed files, or one), "splits_string" (such as
+            "949,50,1"), "seed", "seq_length" (default: the model's), "micro_batch_size", and further fields
+            of megatron-core's dataset configuration; "tokenizer" is that of megatron-core.
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = {"splits_string": "969,30,1", "seed": 1234} | dataset_kwargs
+
+    def set_megatron_data_args(self) -> dict[str, Any]:
+        """Return the arguments of megatron-core's dataset configuration, but for the sequence length.
+
+        Raises:
+            ValueError: If there is no data_path.
+        """
+        args = {name: value for name, value in self.dataset_args.items() if name != "micro_batch_size"}
+        if "data_path" not in args:
+            raise ValueError("MegatronLMDummyDataLoader needs data_path, the prefix of indexed files.")
+        paths = args.pop("data_path")
+        prefixes = [str(paths)] if not isinstance(paths, (list, tuple)) else [str(path) for path in paths]
+        return {
+            "blend": (prefixes, None),
+            "split": args.pop("splits_string"),
+            "random_seed": args.pop("seed"),
+            **args,
+        }
+
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
+        """Return the function that makes the three datasets, given their numbers of samples.
+
+        Args:
+            accelerator: The Accelerator, with its MegatronLMPlugin; that one's
+                `custom_megatron_datasets_provider_function` comes first.
+        """
+        plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_megatron_datasets_provider_function is not None:
+            return plugin.custom_megatron_datasets_provider_function
+        args = plugin.megatron_lm_default_args
+        module, dataset, config = _KINDS[args["model_type_name"]]
+
+        def provide(numbers: list[int]) -> Any:
+            found = core(f"datasets.{module}")
+            kind = getattr(found, config)
+            given = {"sequence_length": args["seq_length"], **_flags(kind, plugin), **self._renamed()}
+            builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
+            return builder(getattr(found, dataset), numbers, lambda: True, kind(**given)).build()
+
+        return provide
+
+    def _renamed(self) -> dict[str, Any]:
+        given = self.set_megatron_data_args()
+        if "seq_length" in given:
+            given["sequence_length"] = given.pop("seq_length")
+        return given
+
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
+        """Make the three loaders of this process; None for a set without samples.
+
+        Args:
+            accelerator: The Accelerator, with its MegatronLMPlugin.
+
+        Raises:
+            ValueError: If it is not known how long training is.
+        """
+        plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
+        args = plugin.megatron_lm_default_args
+        batch = args["global_batch_size"]
+        train = args["train_samples"] or (args["train_iters"] or 0) * batch
+        if not train:
+            raise ValueError(
+                "Megatron's datasets need the number of samples: give MegatronLMPlugin(train_iters=...) or "
+                "MegatronLMDummyScheduler(total_num_steps=...)."
+            )
+        evaluations = train // (plugin.eval_interval * batch) + 1
+        numbers = [train, evaluations * plugin.eval_iters * batch, plugin.eval_iters * batch]
+        sets = self.get_train_valid_test_datasets_provider(accelerator)(numbers)
+        consumed = plugin.consumed_samples or [0, 0, 0]
+        return tuple(  # type: ignore[return-value]
+            None if dataset is None else IndexedLoader(dataset, plugin, start, accelerator.device)
+            for dataset, start in zip(sets, consumed, strict=True)
+        )
+
+
+class IndexedLoader:
+    """This data-parallel process's batches of an indexed dataset, in its order, which is shuffled already.
+
+    Args:
+        dataset: The dataset.
+        plugin: The plugin, with the batch sizes.
+        consumed: Samples that earlier runs have used.
+        device: Where batches are put.
+    """
+
+    def __init__(self, dataset: Any, plugin: MegatronLMPlugin, consumed: int, device: torch.device) -> None:
+        self.dataset = dataset
+        self.size = plugin.global_batch_size
+        self.consumed = consumed
+        self.device = device
+
+    def __len__(self) -> int:
+        return (len(self.dataset) - self.consumed) // self.size
+
+    def skip_first_batches(self, num_batches: int) -> IndexedLoader:
+        """Return one that goes on after as many steps; `accel.skip_first_batches` calls it.
+
+        Args:
+            num_batches: Number of batches to leave out.
+        """
+        other = copy.copy(self)
+        other.consumed += num_batches * self.size
+        return other
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go on after the samples that were used; a batch is that of a whole step."""
+        state = parallel_state()
+        own = self.size // state.get_data_parallel_world_size()
+        first = state.get_data_parallel_rank() * own
+        while self.consumed + self.size <= len(self.dataset):
+            start = self.consumed + first
+            samples = [self.dataset[index] for index in range(start, start + own)]
+            self.consumed += self.size
+            yield send_to_device(torch.utils.data.default_collate(samples), self.device)
+
+
+def _flags(kind: Any, plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """Settings that a dataset's configuration needs and that are no matter of the data."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    values = {
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": bool(plugin.eod_mask_loss),
+        "masking_probability": 0.15,
+        "short_sequence_probability": 0.1,
+        "masking_max_ngram": 3,
+        "masking_do_full_word": True,
+        "masking_do_permutation": False,
+        "masking_use_longer_ngrams": False,
+        "masking_use_geometric_distribution": plugin.megatron_lm_default_args["model_type_name"] == "t5",
+        "classification_head": True,
+        "sequence_length_decoder": plugin.megatron_lm_default_args.get("decoder_seq_length"),
+    }
+    return {name: value for name, value in values.items() if name in known}

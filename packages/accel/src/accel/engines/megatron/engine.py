@@ -1,0 +1,325 @@
+"""Megatron-LM: tensor, pipeline, sequence, context and expert parallelism of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from accel.engines.base import Engine
+from accel.engines.context import EngineContext, Prepared
+from accel.engines.megatron import checkpoint, runtime
+from accel.engines.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
+from accel.engines.megatron.models.bert import BertTrainStep
+from accel.engines.megatron.models.build import build, check_other_arguments, wrap
+from accel.engines.megatron.models.gpt import GPTTrainStep
+from accel.engines.megatron.models.t5 import T5TrainStep
+from accel.engines.megatron.optimizers import (
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+    build_optimizer,
+    build_schedule,
+)
+from accel.engines.megatron.options import refuse_without_transformer_engine
+from accel.engines.megatron.schedule import MegatronEngine
+from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
+from accel_ops.collectives.objects import gather_object
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from accel.engines.megatron.plugin import MegatronLMPlugin
+    from accel.engines.megatron.steps import AbstractTrainStep
+
+__all__ = ["MegatronLMEngine"]
+
+_STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
+    "gpt": GPTTrainStep,
+    "bert": BertTrainStep,
+    "t5": T5TrainStep,
+}
+
+
+class MegatronLMEngine(Engine):
+    """One model of megatron-core, built from the configuration of the script's model, and its optimizer.
+
+    A call of the model runs the micro-batches of a step, forward and backward; `backward` has nothing left to
+    do, and `optimizer.step()` clips and steps.
+    """
+
+    name = "megatron_lm"
+
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
+        "scaler": "Megatron-LM scales losses by itself. Set other_megatron_args of MegatronLMPlugin",
+        "autocast": "Megatron-LM's layers compute in their own precision. Set mixed_precision",
+    }
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        assert context.megatron is not None, "it chose this engine"
+        self.plugin: MegatronLMPlugin = context.megatron
+        if context.dynamo is not None and context.dynamo.backend != "NO":
+            raise ValueError(
+                f"dynamo_backend={context.dynamo.backend} under Megatron-LM: its layers are not compiled "
+                "here. Leave it out."
+            )
+        runtime.check_device(context.process.device)
+        if context.gradient_state.num_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={context.gradient_state.num_steps} under Megatron-LM: it "
+                "divides a step by itself. Set MegatronLMPlugin(num_micro_batches=...)."
+            )
+        self.plugin.set_mixed_precision(context.precision.name)
+        check_other_arguments(self.plugin.other_megatron_args or {})
+        refuse_without_transformer_engine(self.plugin)
+        runtime.start(self.plugin.megatron_lm_default_args, context.process)
+        self._data_ranks: list[int] = gather_object([self.data_shard[0]], process=context.process)
+        self._model: MegatronEngine | None = None
+        self._optimizer: MegatronLMOptimizerWrapper | None = None
+        self._loaders: list[Any] | None = None
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
+        state = runtime.parallel_state()
+        return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """The data-parallel rank of each process."""
+        return self._data_ranks
+
+    # Preparing
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what Megatron-LM cannot train, before anything is built."""
+        super().check(objects)
+        if not objects.models and not objects.optimizers:
+            return
+        if len(objects.models) != 1 or len(objects.optimizers) > 1 or self._model is not None:
+            raise ValueError(
+                f"Megatron-LM trains one model with one optimizer; prepare got {len(objects.models)} "
+                f"model(s) and {len(objects.optimizers)} optimizer(s)"
+                f"{' more' if self._model is not None else ''}. Pass one of each to a single call."
+            )
+        for scheduler in objects.schedulers:
+            _check_stand_in(scheduler)
+        if not _sizes(objects) and "micro_batch_size" not in self.plugin.megatron_lm_default_args:
+            raise ValueError(
+                "Megatron-LM needs the batch size of a micro-batch: pass a DataLoader to the same call of "
+                "prepare(), or call MegatronLMPlugin.set_training_args(micro_batch_size, dp_degree) before."
+            )
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Build the model, its optimizer and its schedule."""
+        if not objects.models:
+            return objects
+        plugin = self.plugin
+        if sizes := _sizes(objects):
+            size = min(sizes) if plugin.is_train_batch_min else max(sizes)
+            plugin.set_training_args(size, self.data_shard[1])
+        if plugin.custom_model_provider_function is None:
+            plugin.set_network_size_args(objects.models[0])
+        warn(
+            "Megatron-LM builds a model of its own from the configuration of "
+            f"{type(objects.models[0]).__name__}, "
+            "whose weights are not used. load_state restores what save_state wrote under Megatron-LM.",
+        )
+        for optimizer in objects.optimizers:
+            plugin.set_optimizer_type(optimizer)
+        plugin.schedule_moves = objects.schedule_moves
+        for scheduler in objects.schedulers:
+            plugin.set_scheduler_args(scheduler)
+        args = plugin.megatron_lm_default_args
+        parts = wrap(build(plugin), args, self.context.process.device)
+        assert plugin.num_micro_batches is not None, "filled when the plugin was made"
+        self._model = MegatronEngine(parts, self._make_step(objects.accelerator), plugin.num_micro_batches)
+        if not objects.optimizers:
+            return replace(objects, models=(self._model.eval(),))
+        own = build_optimizer(self._model.parts, plugin)
+        self._optimizer = MegatronLMOptimizerWrapper(own, gradient_state=self.context.gradient_state)
+        self._model.attach(self._optimizer)
+        return replace(objects, models=(self._model,), optimizers=(self._optimizer,))
+
+    def _make_step(self, accelerator: Any) -> AbstractTrainStep:
+        args = SimpleNamespace(**self.plugin.megatron_lm_default_args)
+        if self.plugin.custom_train_step_class is not None:
+            options = self.plugin.custom_train_step_kwargs or {}
+            made: AbstractTrainStep = self.plugin.custom_train_step_class(accelerator, args, **options)
+            return made
+        kind = getattr(args, "model_type_name", None)
+        if kind not in _STEPS:
+            raise ValueError(
+                f"What a batch is, is not known for model_type_name={kind!r} (known: "
+                f"{', '.join(_STEPS)}). Give "
+                "MegatronLMPlugin(custom_train_step_class=...)."
+            )
+        plugin = self.plugin
+        if plugin.return_logits and kind != "gpt":
+            raise ValueError(
+                f"return_logits=True with a {kind} model: its train step returns losses alone. Leave it out, "
+                "or give MegatronLMPlugin(custom_train_step_class=...)."
+            )
+        ours = not plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None
+        if (plugin.context_parallel_size or 1) > 1 and ours:
+            raise ValueError(
+                f"context_parallel_size={plugin.context_parallel_size}: labels, positions and masks are "
+                "made of a whole batch, and each process has a part of it. Give custom_get_batch_function, "
+                "which makes them for the part, or use Megatron's datasets (megatron_dataset_flag=True)."
+            )
+        return _STEPS[kind](accelerator, args)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any | None:
+        """Megatron-LM's schedule, in the place of the stand-in.
+
+        Raises:
+            ValueError: If it is none, or there is no optimizer to schedule.
+        """
+        _check_stand_in(scheduler)
+        if self._optimizer is None:
+            raise ValueError("Pass MegatronLMDummyScheduler to the same call of prepare() as its optimizer.")
+        self.plugin.set_scheduler_args(scheduler)  # again, or for the first time in a call of its own
+        args = self.plugin.megatron_lm_default_args
+        schedule = build_schedule(self._optimizer.optimizer, args)
+        return MegatronLMSchedulerWrapper(
+            schedule,
+            self._optimizer,
+            args["global_batch_size"],
+            gradient_state=self.context.gradient_state,
+        )
+
+    def loader_to_prepare(self, loader: Any) -> Any:
+        """The loader with batches that hold all micro-batches of a step."""
+        assert self.plugin.num_micro_batches is not None, "filled when the plugin was made"
+        return with_micro_batches(loader, self.plugin.num_micro_batches)
+
+    own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
+
+    def prepare_own(self, item: Any, accelerator: Any) -> Any:
+        """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
+        if isinstance(item, IndexedLoader):
+            return item
+        if not self._loaders:
+            self._loaders = list(item.build_train_valid_test_data_iterators(accelerator))
+        return self._loaders.pop(0)
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """This process's part of the model, without wrappers; of several parts, the prepared model itself."""
+        if not isinstance(model, MegatronEngine) or len(model.parts) > 1:
+            return model
+        part: Any = runtime.core("utils").unwrap_model(model.parts[0])
+        return part  # type: ignore[no-any-return]
+
+    # Gradients
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Nothing is left to do: the model's call ran it.
+
+        Raises:
+            ValueError: If the loss is not the one that the model returned.
+        """
+        if self._model is None or loss is not self._model.last_loss:
+            raise ValueError(
+                "Megatron-LM runs backward inside model(**batch), of the loss that its train step "
+                "computes, and "
+                "backward takes the `loss` of that call's output alone. For another loss, give "
+                "MegatronLMPlugin(custom_loss_function=...)."
+            )
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Megatron-LM weighs by itself.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "backward(loss, weight=...) under Megatron-LM: set "
+            "MegatronLMPlugin(calculate_per_token_loss=True)."
+        )
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Not known before the step; afterwards it is `optimizer.grad_norm`."""
+        return None
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Have the next step clip by this norm, instead of the plugin's; it is known afterwards.
+
+        Raises:
+            ValueError: If it is not the 2-norm.
+        """
+        if norm_type != 2:
+            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): Megatron-LM clips by the 2-norm.")
+        if self._optimizer is not None:
+            self._optimizer.clip_by(float(max_norm))
+        return None
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Megatron-LM clips by the norm alone.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("clip_grad_value_ is not there under Megatron-LM: use clip_grad_norm_.")
+
+    # States
+
+    @property
+    def saves_model(self) -> bool:
+        """Every process writes its part."""
+        return True
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Not there: each process has a part, in Megatron's shapes.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "get_state_dict and save_model under Megatron-LM: the weights are in parts, in shapes of "
+            "Megatron's. "
+            "save_state writes them, and megatron-core's tools convert them."
+        )
+
+    def is_own(self, item: Any) -> bool:
+        """Whether it is in Megatron's checkpoint: the model and its optimizer."""
+        return item is self._model or item is self._optimizer
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write megatron-core's checkpoint."""
+        super().save_own(folder, **options)
+        if self._model is not None:
+            checkpoint.save(self._model, folder, self.plugin)
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
+        if self._model is not None:
+            checkpoint.check(names)
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load megatron-core's checkpoint."""
+        if self._model is not None:
+            checkpoint.load(self._model, folder, self.plugin)
+
+
+def _check_stand_in(scheduler: Any) -> None:
+    if not isinstance(scheduler, MegatronLMDummyScheduler):
+        raise ValueError(
+            f"{type(scheduler).__name__} cannot schedule Megatron-LM's optimizer, which has groups of its "
+            "own. Pass MegatronLMDummyScheduler(optimizer, total_num_steps, warmup_num_steps)."
+        )
+
+
+def _sizes(objects: Prepared) -> tuple[int, ...]:
+    """Samples of a micro-batch, as loaders and stand-ins for them say."""
+    stand_ins = (item.dataset_args.get("micro_batch_size") for item in objects.own)
+    return objects.batch_sizes + tuple(size for size in stand_ins if size is not None)

@@ -1,0 +1,1 @@
+"""GPT, BERT and T5 under Megatron-LM."""

@@ -1,0 +1,183 @@
+"""megatron-core's optimizer and schedule behind those of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel.engines.megatron.models.build import optimizer_config
+from accel.engines.megatron.runtime import core
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scheduler import AcceleratedScheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel.engines.megatron.plugin import MegatronLMPlugin
+
+__all__ = [
+    "MegatronLMOptimizerWrapper",
+    "MegatronLMSchedulerWrapper",
+    "build_optimizer",
+    "build_schedule",
+    "schedule_arguments",
+]
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """Megatron's optimizer: it steps with the gradients that the model's last call gathered.
+
+    Args:
+        optimizer: The optimizer, of megatron-core.
+        **options: Options of AcceleratedOptimizer.
+    """
+
+    optimizer: Any
+
+    def __init__(self, optimizer: Any, **options: Any) -> None:
+        super().__init__(optimizer, device_placement=False, **options)
+        self.has_gradients = False
+        self.grad_norm: float | None = None
+        self._was_skipped = False
+        self._clip_by_default = optimizer.config.clip_grad
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, and step with the gathered gradients; without any, do nothing.
+
+        Raises:
+            ValueError: If a closure is given.
+        """
+        if closure is not None:
+            raise ValueError("step(closure): Megatron-LM's optimizer steps once per call of the model.")
+        if not self.has_gradients:
+            return
+        succeeded, self.grad_norm, _ = self.optimizer.step()
+        self._was_skipped = not succeeded
+        self.has_gradients = False
+        self.clip_by(self._clip_by_default)
+
+    def clip_by(self, max_norm: float) -> None:
+        """Have the next step clip gradients by their norm."""
+        self.optimizer.config.clip_grad = max_norm
+        for part in getattr(self.optimizer, "chained_optimizers", ()):
+            part.config.clip_grad = max_norm
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: each call of the model starts with empty gradients."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out, because gradients were not finite."""
+        return self._was_skipped
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """Megatron's schedule of learning rate and weight decay: one move per step of its optimizer.
+
+    Args:
+        scheduler: The schedule, of megatron-core.
+        optimizers: The wrapped optimizer.
+        increment: What one step counts for, in samples.
+        **options: Options of AcceleratedScheduler.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Any, increment: int, **options: Any) -> None:
+        super().__init__(scheduler, optimizers, **options)
+        self._optimizer = optimizers
+        self._increment = increment
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move on by one step, unless the optimizer's was left out."""
+        if not self._optimizer.step_was_skipped:
+            self.scheduler.step(increment=self._increment)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the present learning rate of each parameter group."""
+        return [group["lr"] for group in self._optimizer.param_groups]
+
+
+def build_optimizer(parts: list[Any], plugin: MegatronLMPlugin) -> Any:
+    """Make megatron-core's optimizer of a model's wrapped parts.
+
+    Args:
+        parts: The parts.
+        plugin: The plugin, with the optimizer described.
+    """
+    args = plugin.megatron_lm_default_args
+    config = optimizer_config(args)
+    module = core("optimizer")
+    overrides = module.get_standard_config_overrides(config)
+    if plugin.no_wd_decay_cond is not None:
+        overrides = {_key("no_wd_decay_cond", plugin.no_wd_decay_cond): {"wd_mult": 0.0}}
+    if plugin.scale_lr_cond is not None:
+        scaled = {"max_lr": args["lr"] * plugin.lr_mult, "min_lr": plugin.min_lr * plugin.lr_mult}
+        overrides[_key("scale_lr_cond", plugin.scale_lr_cond)] = scaled
+    return module.get_megatron_optimizer(config, parts, config_overrides=overrides)
+
+
+def _key(name: str, condition: Callable[[str, torch.nn.Parameter], bool]) -> Any:
+    kinds = core("optimizer.optimizer_config")
+    matches = kinds.ParamWithNamePredicate(name=name, fn=lambda parameter, full: condition(full, parameter))
+    return kinds.ParamKey(with_name_predicate=matches)
+
+
+def build_schedule(optimizer: Any, args: Mapping[str, Any]) -> Any:
+    """Make megatron-core's schedule of an optimizer.
+
+    Args:
+        optimizer: The optimizer, of megatron-core.
+        args: Settings by Megatron-LM's names.
+
+    Raises:
+        ValueError: If the schedule has no length.
+    """
+    kind = core("optimizer_param_scheduler").OptimizerParamScheduler
+    return kind(optimizer, **schedule_arguments(args))
+
+
+def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of OptimizerParamScheduler, which counts samples.
+
+    Args:
+        args: Settings by Megatron-LM's names.
+
+    Raises:
+        ValueError: If the schedule has no length.
+    """
+    batch = args["global_batch_size"]
+
+    def samples(iters: str, given: str) -> int | None:
+        if args.get(given) is not None:
+            return int(args[given])
+        return None if args.get(iters) is None else args[iters] * batch
+
+    train = samples("train_iters", "train_samples")
+    decay = samples("lr_decay_iters", "lr_decay_samples") or train
+    if decay is None:
+        raise ValueError(
+            "Megatron-LM's schedule has no length: give MegatronLMDummyScheduler(total_num_steps=...), or "
+            "MegatronLMPlugin(train_iters=...)."
+        )
+    warmup = samples("lr_warmup_iters", "lr_warmup_samples") or 0
+    if args.get("lr_warmup_fraction") is not None:
+        warmup = int(args["lr_warmup_fraction"] * decay)
+    ending = samples("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    if args["lr_decay_style"] == "WSD" and ending is None:
+        raise ValueError(
+            "lr_decay_style='WSD' decays at the end alone: say over how many steps, with "
+            "other_megatron_args={'lr_wsd_decay_iters': ...} (or lr_wsd_decay_samples)."
+        )
+    return {
+        "wsd_decay_steps": ending,
+        "lr_wsd_decay_style": args.get("lr_wsd_decay_style", "exponential"),
+        "init_lr": 0.0,
+        "max_lr": args["lr"],
+        "min_lr": args["min_lr"],
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "lr_decay_style": args["lr_decay_style"],
+        "start_wd": args["start_weight_decay"],
+        "end_wd": args["end_weight_decay"],
+        "wd_incr_steps": train if train is not None else decay,
+        "wd_incr_style": args["weight_decay_incr_style"],
+    }

@@ -1,0 +1,347 @@
+"""The settings of Megatron-LM, and how a script's model, optimizer and schedule are described to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accel.engines.megatron.options import refuse_conflicts, tell_unused
+from accel.engines.megatron.parsers import parse_model_config
+from accel_state import env
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MegatronLMPlugin"]
+
+# Fields that have a variable, MEGATRON_LM_<FIELD>.
+_FROM_ENVIRONMENT = tuple(
+    name.removeprefix("MEGATRON_LM_").lower() for name in env.VARIABLES if name.startswith("MEGATRON_LM_")
+)
+# Megatron-LM's own names, where they differ from the field's.
+_RENAMED = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "gradient_clipping": "clip_grad",
+    "sequence_parallelism": "sequence_parallel",
+}
+# Fields that are no arguments of Megatron-LM.
+_OURS = frozenset(
+    {
+        "is_train_batch_min",
+        "return_logits",
+        "set_all_logging_options",
+        "recompute_activations",
+        "other_megatron_args",
+    }
+)
+_COUNTS = ("tp_degree", "pp_degree", "num_micro_batches")
+
+
+@dataclasses.dataclass
+class MegatronLMPlugin:
+    """Train under Megatron-LM: tensor, pipeline, sequence, context and expert parallelism.
+
+    What is left at None is read from its MEGATRON_LM_* variable, which the launcher's flags set.
+
+    Args:
+        tp_degree: Processes that split each layer's weights; default 1.
+        pp_degree: Pipeline stages; default 1.
+        use_custom_fsdp: Use Megatron's own FSDP.
+        overlap_cpu_optimizer_d2h_h2d: Overlap the offloaded optimizer's copies with its step.
+        no_load_optim: Leave optimizer states out in `load_state`.
+        eod_mask_loss: Leave the loss of end-of-document tokens out (Megatron's datasets).
+        no_save_optim: Leave optimizer states out in `save_state`.
+        optimizer_cpu_offload: Keep optimizer states on the CPU.
+        use_precision_aware_optimizer: Keep optimizer states in lower precision.
+        decoder_last_pipeline_num_layers: Decoder layers on the last pipeline stage.
+        recompute_granularity: What is recomputed in backward: "selective" or "full".
+        recompute_method: Which layers are, with "full": "uniform" or "block".
+        recompute_num_layers: Layers of each recomputed piece.
+        attention_backend: Attention kernel: "flash", "fused", "unfused", "local" or "auto"; True is "auto".
+        expert_model_parallel_size: Processes that share the experts out.
+        context_parallel_size: Processes that share sequences out.
+        attention_dropout: Dropout of attention weights; default: the model's.
+        hidden_dropout: Dropout of hidden states; default: the model's.
+        attention_softmax_in_fp32: Compute the attention's softmax in fp32.
+        expert_tensor_parallel_size: Processes that split each expert's weights.
+        calculate_per_token_loss: Average the loss over the tokens of all micro-batches, rather than over the
+            micro-batches.
+        use_rotary_position_embeddings: Use rotary position embeddings in place of learned ones.
+        num_micro_batches: Micro-batches of one step; default 1. A loader's batch size is that of one of them,
+            and one batch of the prepared loader holds them all.
+        gradient_clipping: Largest norm of the gradients; 0 clips nothing; default 1.0.
+        sequence_parallelism: Share activations along the sequence among the processes of `tp_degree`.
+        recompute_activations: The short form of recompute_granularity="selective".
+        use_distributed_optimizer: Share optimizer states among the data-parallel processes.
+        pipeline_model_parallel_split_rank: First pipeline stage of the decoder; megatron-core has no such
+            setting.
+        num_layers_per_virtual_pipeline_stage: Layers of each piece when a process has several.
+        is_train_batch_min: Take the smallest batch size of the loaders, rather than the largest.
+        train_iters: Steps to train; default: the schedule's.
+        train_samples: Samples to train; the schedule is counted in samples then.
+        weight_decay_incr_style: How the weight decay grows: "constant", "linear" or "cosine".
+        start_weight_decay: Weight decay at the start; default: the optimizer's.
+        end_weight_decay: Weight decay at the end; default: the optimizer's.
+        lr_decay_style: "constant", "linear", "cosine", "inverse-square-root" or "WSD".
+        lr_decay_iters: Steps over which the learning rate decays; default: train_iters.
+        lr_decay_samples: The same in samples.
+        lr_warmup_iters: Steps over which the learning rate grows; default: the schedule's.
+        lr_warmup_samples: The same in samples.
+        lr_warmup_fraction: The same as a share of the decay.
+        min_lr: Smallest learning rate.
+        consumed_samples: Samples of training, validation and test sets that earlier runs have used.
+        no_wd_decay_cond: Called with a parameter's name and the parameter; True: no weight decay. By default
+            biases and vectors have none.
+        scale_lr_cond: Called with the same; True: its learning rate is multiplied by `lr_mult`.
+        lr_mult: See there.
+        megatron_dataset_flag: Whether batches are those of Megatron's datasets.
+        seq_length: Tokens per sequence of Megatron's datasets; default: the model's longest.
+        encoder_seq_length: The same of an encoder.
+        decoder_seq_length: The same of a decoder.
+        tensorboard_dir: Where Megatron-LM's own training loop would log; ignored with a warning, see
+            `log_with`.
+        set_all_logging_options: The same.
+        eval_iters: Batches of each evaluation of Megatron's datasets.
+        eval_interval: Steps between evaluations of Megatron's datasets.
+        return_logits: Return logits beside losses.
+        custom_train_step_class: An `AbstractTrainStep` of your own; an instance is made as
+            `custom_train_step_class(accelerator, args, **custom_train_step_kwargs)`.
+        custom_train_step_kwargs: See there.
+        custom_model_provider_function: Called as `(pre_process, post_process)`; returns this process's part
+            of a megatron-core model, with a configuration of its own.
+        custom_prepare_model_function: Called with the list of this process's model parts before they are
+            wrapped; returns such a list.
+        custom_megatron_datasets_provider_function: Called with the numbers of training, validation and test
+            samples; returns the datasets.
+        custom_get_batch_function: In place of the train step's `get_batch`.
+        custom_loss_function: In place of the train step's loss function.
+        other_megatron_args: Further settings, by the names of megatron-core's configuration classes; they
+            come before what the model and the optimizer say.
+
+    Raises:
+        ValueError: If a value is not allowed, or two settings say the same.
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: bool | str | None = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[[str, torch.nn.Parameter], bool] | None = None
+    scale_lr_cond: Callable[[str, torch.nn.Parameter], bool] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[[bool, bool], torch.nn.Module] | None = None
+    custom_prepare_model_function: Callable[[list[Any]], list[Any]] | None = None
+    custom_megatron_datasets_provider_function: Callable[[list[int]], Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+    micro_batch_size: int = dataclasses.field(default=1, init=False)
+    data_parallel_size: int = dataclasses.field(default=1, init=False)
+    global_batch_size: int = dataclasses.field(default=1, init=False)
+    schedule_moves: int = dataclasses.field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        for name in _FROM_ENVIRONMENT:
+            if getattr(self, name) is None:
+                setattr(self, name, env.get(f"MEGATRON_LM_{name.upper()}"))
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it takes an integer of at least 1.")
+        if self.attention_backend is True or self.attention_backend is False:
+            self.attention_backend = "auto" if self.attention_backend else None
+        if self.recompute_activations and self.recompute_granularity is None:
+            self.recompute_granularity = "selective"
+        refuse_conflicts(self)
+        tell_unused(self)
+        self.consumed_samples = self.consumed_samples or [0, 0, 0]
+        self.megatron_lm_default_args: dict[str, Any] = {
+            _RENAMED.get(field.name, field.name): getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.init
+            and field.name not in _OURS
+            and not field.name.startswith(("custom_", "tensorboard"))
+        } | (self.other_megatron_args or {})
+
+    def _note(self, found: dict[str, Any]) -> None:
+        """Note what an object says of itself; what the user says comes first."""
+        self.megatron_lm_default_args.update(found | (self.other_megatron_args or {}))
+
+    def set_network_size_args(self, model: torch.nn.Module, batch_data: Any = None) -> None:
+        """Describe a model to Megatron-LM, from its `config`.
+
+        Args:
+            model: A model with a configuration of transformers' kind.
+            batch_data: A batch; `seq_length` is that of its "input_ids" where it is not set.
+
+        Raises:
+            ValueError: If its kind is not known; the message lists the known ones.
+        """
+        self._note(parse_model_config(self, model, batch_data))
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Note the precision.
+
+        Args:
+            mixed_precision: "no", "fp16" or "bf16".
+
+        Raises:
+            ValueError: If it is another one.
+        """
+        if mixed_precision not in ("no", "fp16", "bf16"):
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} is not there under Megatron-LM; allowed: no, fp16, "
+                "bf16."
+            )
+        self.megatron_lm_default_args.update(fp16=mixed_precision == "fp16", bf16=mixed_precision == "bf16")
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Note the batch sizes.
+
+        Args:
+            micro_batch_size: Samples of one micro-batch.
+            dp_degree: Data-parallel processes.
+        """
+        assert self.num_micro_batches is not None, "filled when the plugin was made"
+        self.data_parallel_size = self.schedule_moves = dp_degree
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        self.megatron_lm_default_args.update(
+            data_parallel_size=dp_degree,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=self.global_batch_size,
+        )
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Describe an optimizer to Megatron-LM, whose own takes its place.
+
+        Args:
+            optimizer: One of the Adam family or SGD, or a `DummyOptim`.
+
+        Raises:
+            ValueError: If it is of another kind, or its parameter groups differ in more than weight decay.
+        """
+        self._note(_describe_optimizer(optimizer))
+        decay = self.megatron_lm_default_args["weight_decay"]
+        for end, given in (("start", self.start_weight_decay), ("end", self.end_weight_decay)):
+            self.megatron_lm_default_args[f"{end}_weight_decay"] = decay if given is None else given
+
+    def set_scheduler_args(self, scheduler: Any) -> None:
+        """Describe a schedule to Megatron-LM, whose own takes its place.
+
+        Args:
+            scheduler: A `MegatronLMDummyScheduler`. Like the schedules of other engines, it counts the steps
+                that one process would need.
+
+        Raises:
+            ValueError: If its length is another than that of `train_iters` or `train_samples`.
+        """
+        args = self.megatron_lm_default_args
+        if scheduler.total_num_steps is not None:
+            steps = max(1, scheduler.total_num_steps // self.schedule_moves)
+            self._check_length(scheduler, steps)
+            if args["train_iters"] is None and args["train_samples"] is None:
+                args["train_iters"] = steps
+        unset = all(args[f"lr_warmup_{unit}"] is None for unit in ("iters", "samples", "fraction"))
+        if unset and scheduler.warmup_num_steps:
+            args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.schedule_moves
+
+    def _check_length(self, scheduler: Any, steps: int) -> None:
+        """Refuse a schedule of another length than the user's; `steps` are those of all processes."""
+        given = {name: getattr(self, name) for name in ("train_iters", "train_samples")}
+        given |= {name: (self.other_megatron_args or {}).get(name, value) for name, value in given.items()}
+        iters, samples = given["train_iters"], given["train_samples"]
+        batch = self.megatron_lm_default_args.get("global_batch_size")  # not known before set_training_args
+        if iters is not None and iters != steps:
+            plugin, schedule = f"train_iters={iters}", f"{steps} of these"
+        elif samples is not None and batch and steps not in (samples // batch, -(-samples // batch)):
+            plugin = f"train_samples={samples}"
+            schedule = f"{steps} steps of {batch} samples, {steps * batch}"
+        else:
+            return
+        raise ValueError(
+            f"MegatronLMPlugin({plugin}) and {type(scheduler).__name__}(total_num_steps="
+            f"{scheduler.total_num_steps}) say different lengths of training: total_num_steps counts the "
+            f"steps of one process, for {self.schedule_moves} of which all make one, so that it is "
+            f"{schedule}. Leave one of them out, or give the same."
+        )
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Do nothing: these are options of Megatron-LM's own training loop; log with `log_with`."""
+
+
+def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    kind = type(optimizer).__name__.lower()
+    if "adam" not in kind and "sgd" not in kind and "dummy" not in kind:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no counterpart in Megatron-LM; allowed: Adam, AdamW, SGD and "
+            "their variants, or DummyOptim."
+        )
+    rates = {group["lr"] for group in groups}
+    if len(rates) > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} has groups with different learning rates ({sorted(rates)}), and "
+            "Megatron-LM makes groups of its own. Give scale_lr_cond and lr_mult to MegatronLMPlugin."
+        )
+    first = groups[0]
+    found = {"lr": first["lr"], "weight_decay": max(group.get("weight_decay", 0.0) for group in groups)}
+    if "sgd" in kind:
+        return found | {"optimizer": "sgd", "sgd_momentum": first.get("momentum", 0.0)}
+    beta1, beta2 = first.get("betas", (0.9, 0.999))
+    # Adam's decay is that of L2 regularisation, AdamW's is not part of the gradient.
+    decoupled = first.get("decoupled_weight_decay", kind != "adam")
+    found |= {"optimizer": "adam", "decoupled_weight_decay": decoupled}
+    return found | {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": first.get("eps", 1e-8)}

@@ -1,0 +1,123 @@
+"""megatron-core's process groups and random generators."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel.engines.common.lone_group import ensure_group
+from accel.engines.megatron.arguments import parallel_arguments
+from accel_ops.collectives.objects import broadcast_object_list
+from accel_state.imports.packages import require
+from accel_state.process import rendezvous
+
+if TYPE_CHECKING:
+    from accel_state.process.state import Process
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+_group: weakref.ref[Any] | None = None  # the default group that megatron-core's own groups belong to
+
+__all__ = ["check_device", "core", "fields_of", "parallel_state", "start"]
+
+
+def core(module: str) -> Any:
+    """Import a module of megatron-core.
+
+    Args:
+        module: Its name below `megatron.core`.
+
+    Raises:
+        ImportError: If it is not there; the message names the command that installs it.
+    """
+    require("megatron.core", "megatron")
+    return require(f"megatron.core.{module}", "megatron")
+
+
+def parallel_state() -> Any:
+    """Import the module with megatron-core's process groups."""
+    return core("parallel_state")
+
+
+def fields_of(kind: Any) -> set[str]:
+    """Return the names of a configuration class's arguments."""
+    return {field.name for field in dataclasses.fields(kind) if field.init}
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse devices that megatron-core does not compute on.
+
+    Raises:
+        ValueError: If it is no CUDA device.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            "Megatron-LM trains on CUDA devices, where megatron-core allocates its tensors, and this "
+            "process "
+            f"runs on {device}. Train with ParallelismConfig(tp_size=...) and FSDP2 instead, which run here."
+        )
+
+
+def start(args: Mapping[str, Any], process: Process) -> None:
+    """Make the process groups, and seed the generators of tensor parallelism; twice is once.
+
+    Args:
+        args: Settings by Megatron-LM's names.
+        process: This process.
+
+    Raises:
+        ValueError: If the processes cannot be arranged as the settings say, or another Accelerator has
+            arranged them otherwise.
+    """
+    sizes = parallel_arguments({**args, "num_layers_per_virtual_pipeline_stage": None})
+    model = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        model *= sizes.get(name, 1)
+    if process.world_size % model:
+        raise ValueError(
+            f"tp_degree({sizes['tensor_model_parallel_size']}) * "
+            f"pp_degree({sizes['pipeline_model_parallel_size']}) * "
+            f"context_parallel_size({sizes.get('context_parallel_size', 1)}) = {model} does not divide the "
+            f"number of processes ({process.world_size})."
+        )
+    ensure_group(process)
+    state = parallel_state()
+    _follow_group(state)
+    if state.model_parallel_is_initialized():
+        _check_same(state, sizes)
+        return
+    state.initialize_model_parallel(**sizes)
+    seed = broadcast_object_list([torch.initial_seed() % 2**31], process=process)[0]
+    core("tensor_parallel").model_parallel_cuda_manual_seed(seed)
+
+
+def _follow_group(state: Any) -> None:
+    """Have megatron-core forget the groups of a process group that is gone, or about to be."""
+    global _group
+    now = dist.group.WORLD
+    if _group is not None and _group() is not now:
+        state.destroy_model_parallel()
+    _group = weakref.ref(now)
+    rendezvous.before_destroy(state.destroy_model_parallel)
+
+
+def _check_same(state: Any, sizes: Mapping[str, Any]) -> None:
+    present = {name: getattr(state, f"get_{name.removesuffix('_size')}_world_size")() for name in _SIZES}
+    tensor = sizes["tensor_model_parallel_size"]
+    wanted = {**dict.fromkeys(_SIZES, 1), "expert_tensor_parallel_size": tensor, **sizes}
+    if present != wanted:
+        raise ValueError(
+            f"megatron-core's processes are arranged with {present} already, and this MegatronLMPlugin asks "
+            f"for {wanted}. One program has one arrangement at a time: call end_training() before the next."
+        )

@@ -1,0 +1,145 @@
+"""What a batch is and what its loss is, for each kind of model that Megatron-LM trains."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from accel.engines.megatron.runtime import core, parallel_state
+
+__all__ = [
+    "AbstractTrainStep",
+    "StepOutput",
+    "averaged_loss",
+    "avg_losses_across_data_parallel_group",
+    "causal_mask",
+    "hidden_from",
+    "next_batch",
+]
+
+
+class StepOutput(NamedTuple):
+    """What a model returns under Megatron-LM.
+
+    Attributes:
+        loss: The mean over micro-batches and data-parallel processes, a tensor without dimensions, the same
+            on all processes.
+        logits: On the last pipeline stage with `return_logits`, else None.
+    """
+
+    loss: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
+class AbstractTrainStep(ABC):
+    """A kind of model's batch, forward pass and loss, as megatron-core's schedules call them.
+
+    Args:
+        name: The kind's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @abstractmethod
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+        """Return a function that takes an iterator of micro-batches and returns a model's inputs."""
+
+    @abstractmethod
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return a function `(data_iterator, model)` that returns outputs and a function of their loss.
+
+        That function takes the outputs and returns the loss and a dictionary with what is reported of it: its
+        "loss" becomes that of the step, and its "logits", if there are any, those of the output.
+        """
+
+    @abstractmethod
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the function that computes the loss from outputs."""
+
+
+def next_batch(data_iterator: Iterator[Mapping[str, Any]] | None) -> dict[str, torch.Tensor]:
+    """Take a micro-batch, of which each process of a context-parallel group keeps its part.
+
+    Args:
+        data_iterator: The micro-batches.
+    """
+    assert data_iterator is not None, "every process has the batch"
+    batch = dict(next(data_iterator))
+    if parallel_state().get_context_parallel_world_size() > 1:
+        batch = core("utils").get_batch_on_this_cp_rank(batch)
+    return batch
+
+
+def causal_mask(length: int, device: torch.device, keep: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the attention mask of a causal model.
+
+    Args:
+        length: Tokens per sequence.
+        device: Where it is used.
+        keep: 1 for tokens that are attended to, shape (batch, length).
+
+    Returns:
+        True where nothing is attended to, shape (1 or batch, 1, length, length).
+    """
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    return hidden if keep is None else hidden | hidden_from(keep, keep)[:, None]
+
+
+def hidden_from(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return which keys each query does not attend to.
+
+    Args:
+        queries: 1 for real tokens, shape (batch, queries).
+        keys: The same, shape (batch, keys).
+
+    Returns:
+        True where nothing is attended to, shape (batch, queries, keys).
+    """
+    return queries[:, :, None] * keys[:, None, :] < 0.5
+
+
+def averaged_loss(losses: torch.Tensor, loss_mask: torch.Tensor, per_token: bool) -> tuple[Any, ...]:
+    """The mean loss over the tokens that count, as megatron-core's schedules take it.
+
+    Args:
+        losses: Of each token, on this process of a context-parallel group.
+        loss_mask: 1 for tokens that count; the same shape.
+        per_token: Whether the schedule averages over the tokens of all micro-batches by itself.
+
+    Returns:
+        The loss; with `per_token` its sum and the number of tokens. Then a dictionary with what is reported.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(losses.float().reshape(-1) * mask)
+    count = mask.sum()
+    reported = torch.stack([total.detach(), count])
+    state = parallel_state()
+    if state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(reported, group=state.get_context_parallel_group())
+    mean = reported[0] / reported[1].clamp(min=1)
+    report = {"loss": avg_losses_across_data_parallel_group([mean])[0]}
+    if per_token:
+        return total, count.int(), report
+    return total / reported[1].clamp(min=1), report
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Average losses over the data-parallel processes, which all call it.
+
+    Args:
+        losses: Tensors of one element each.
+
+    Returns:
+        One tensor with the averages, without gradients.
+    """
+    group = parallel_state().get_data_parallel_group()
+    averaged = torch.stack([loss.detach().reshape(()).clone() for loss in losses])
+    dist.all_reduce(averaged, group=group)
+    averaged /= group.size()
+    return averaged

@@ -1,0 +1,1 @@
+"""FSDP2, HSDP, tensor and context parallelism over one device mesh."""

@@ -1,0 +1,227 @@
+"""Parallelism over one device mesh: FSDP2, HSDP, tensor and context parallelism, and their combinations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from accel.engines.common import norms
+from accel.engines.common.repoint import repoint
+from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_whole
+from accel.engines.context import EngineContext, Prepared
+from accel.engines.mesh import unsharded
+from accel.engines.mesh.context.context_parallel import ContextParallel
+from accel.engines.mesh.context.language_models import check_language_models, tell_part
+from accel.engines.mesh.owner import MeshOwner
+from accel.engines.mesh.plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
+from accel.engines.mesh.tensor.split import forget_meshes
+from accel.engines.sharded.engine import ShardedEngine
+from accel.engines.sharded.groups import aliases
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+__all__ = ["MeshEngine"]
+
+
+class MeshEngine(ShardedEngine):
+    """Parameters, gradients and optimizer states in shards over the axes of a mesh."""
+
+    name = "fsdp2"
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        forget_meshes()
+        self._meshes = find_meshes(context)
+        data = "ddp" if self._meshes.has_one_shard and context.fsdp is None else "fsdp2"
+        axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
+        self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
+        self._sequences = _share_sequences(context, self._meshes)
+
+    owner: MeshOwner
+
+    def make_owner(self) -> MeshOwner:
+        """Who has parameters and gradients."""
+        return MeshOwner(self.context.process)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the parallelism configuration; without one, all processes in a row of shards."""
+        return self.context.mesh if self.context.mesh is not None else self._meshes.fsdp
+
+    @property
+    def copies(self) -> int:
+        """The processes of a group that splits weights or sequences work on the same samples."""
+        return self._meshes.copies
+
+    @property
+    def gradient_shards(self) -> int:
+        """All processes but those of one tensor-parallel group have gradients of their own."""
+        return self.context.process.world_size // self._meshes.tensor_size
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what cannot be made parallel, before anything is changed."""
+        super().check(objects)
+        if self._sequences is not None:
+            for model in objects.models:
+                check_language_models(model)
+
+    @property
+    def sends_weights(self) -> bool:
+        """As the plugin's sync_module_states says."""
+        return sends_weights(self.plugin)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Where weights come from: on the first process of each group that gets them from one."""
+        sync = self.sends_weights
+        groups = filling_of(self._meshes, self.context.process.device, sync).groups
+        return not sync or all(dist.get_rank(group) == 0 for group in groups)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that does not fit the settings; nothing is changed."""
+        plan_for(model, self.plugin, self._meshes, self.context)
+
+    def is_done(self, model: torch.nn.Module) -> bool:
+        """Whether the model is sharded already."""
+        plain = getattr(model, "_orig_mod", model)
+        return isinstance(plain, FSDPModule) or plain in self._models
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a model that is sharded already."""
+        return self.owner.owns(parameter)
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the parameters that models have now, in shards."""
+        repoint(optimizer, self.owner.present)
+
+    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
+        """Replace layers by those of fp8, whose weights are gathered in fp8 where they are sharded."""
+        if self.context.fp8 is not None and not self.is_done(model):
+            before = aliases(model)
+            self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
+            self.owner.replaced.note(before, model)
+
+    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """As for all sharded engines; language models learn which part of each sequence they see."""
+        model = super().prepare_model(model, place, evaluation_mode)
+        if self._sequences is not None:
+            tell_part(model, self._sequences.present)
+        return model
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Shard the model in place; twice is once."""
+        plain = getattr(model, "_orig_mod", model)
+        if not self.is_done(model):
+            plan = plan_for(model, self.plugin, self._meshes, self.context)
+            before = aliases(model)
+            model = plain = parallelize(model, plan)
+            self.owner.add(plain, before)
+        self._models.add(plain)
+        return model
+
+    # Gradients
+
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which each process of a context-parallel group has its part of sequences."""
+        if self._sequences is None:
+            return super().context_parallel(buffers, dims, no_restore)
+        return self._sequences.sharing(buffers, dims, no_restore)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass, while sequences are shared that were shared in forward."""
+        if self._sequences is not None:
+            self._sequences.check_backward()
+        super().backward(loss, **kwargs)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward keeps whole gradients instead of reducing them."""
+        sharded = _sharded(model)
+        return contextlib.nullcontext() if sharded is None else self.owner.holding(unsharded.holding(sharded))
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of this window, reduced ones and those that are held back."""
+        # Parameters that are gathered right now show the gradient that is held back: each is scaled once.
+        every = [*norms.gradients_of(parameters), *self.owner.gradients()]
+        norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
+
+    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """The shards of parameters that have no gradients themselves."""
+        given = super().with_gradients(parameters)
+        if not any(item.requires_grad and item.grad is None for item in given):
+            return given
+        return [self.owner.present(item) if item.grad is None else item for item in given]
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the reduced gradients, over all shards."""
+        gradients = norms.gradients_of(self.with_gradients(parameters))
+        return norms.total_norm(gradients, norm_type, self.context.process.device)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        gradients = norms.gradients_of(self.with_gradients(parameters))
+        norm = norms.total_norm(gradients, norm_type, self.context.process.device)
+        norms.scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, in shards."""
+        super().clip_grad_value(self.with_gradients(parameters), clip_value)
+
+    # States
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the first process of each machine; others take part and get an empty dict."""
+        state = self.unwrap_model(model, keep_torch_compile=False).state_dict(keep_vars=True)
+        keep = self.context.process.is_local_main
+        whole = gather_whole(state, keep)
+        return {name: _detached(value) for name, value in whole.items()} if keep else {}
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        inner = self.unwrap_model(model, keep_torch_compile=False)
+        return WholeModel(inner) if self.is_done(inner) else model
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its whole state, which is gathered now, by all processes."""
+        return WholeOptimizer(
+            optimizer, gather_whole(optimizer.state_dict(), self.context.process.is_local_main)
+        )
+
+    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as a whole state is loaded into it."""
+        return WholeOptimizer(optimizer)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _sharded(model: torch.nn.Module) -> FSDPModule | None:
+    plain = getattr(model, "_orig_mod", model)
+    return plain if isinstance(plain, FSDPModule) else None
+
+
+def _share_sequences(context: EngineContext, meshes: Meshes) -> ContextParallel | None:
+    config = context.parallelism
+    if meshes.context is None or config is None or config.cp_handler is None:
+        return None
+    rotation = config.cp_handler.cp_comm_strategy
+    assert rotation is not None, "the environment has a default"
+    return ContextParallel(meshes.context, rotation)

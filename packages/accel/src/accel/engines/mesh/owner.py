@@ -1,0 +1,80 @@
+"""The owner of sharded parameters: a map from any tensor that a user can hold to the stepped shard."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.engines.common.owner import ShardOwner
+from accel.engines.common.repoint import Replaced
+from accel.engines.mesh import unsharded
+
+if TYPE_CHECKING:
+    from accel_state.process.state import Process
+
+__all__ = ["MeshOwner"]
+
+
+class MeshOwner(ShardOwner):
+    """Parameters that `fully_shard` and tensor parallelism have put others in the place of.
+
+    A parameter is there up to three times: as the user's model had it, as the shard that optimizers step, and
+    as the whole one that the module shows from a forward pass to its backward pass. All lead to the shard.
+
+    Args:
+        process: This process.
+    """
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.replaced = Replaced()
+        self._parts: weakref.WeakKeyDictionary[FSDPModule, None] = weakref.WeakKeyDictionary()
+        self._shards: Any = WeakIdKeyDictionary()
+
+    def add(self, model: torch.nn.Module, before: dict[torch.nn.Parameter, list[str]]) -> None:
+        """Note a model that was made parallel.
+
+        Args:
+            model: The model.
+            before: The parameters that it had, with their names.
+        """
+        self.replaced.note(before, model)
+        self._models[model] = None
+        self._parts.update(dict.fromkeys(part for part in model.modules() if isinstance(part, FSDPModule)))
+        for parameter in model.parameters():
+            self._shards[parameter] = None
+        if isinstance(model, FSDPModule):
+            unsharded.clear_with(model)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter of a model that was made parallel, or one that it replaced."""
+        return self.replaced.present(tensor) in self._shards
+
+    def present(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The shard of a parameter."""
+        if parameter not in self._shards and not self.replaced.knows(parameter):
+            for whole, shard in unsharded.gathered(self._parts):
+                self.replaced.add(whole, shard)
+        return self.replaced.present(parameter)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The whole gradients that are held back until the window ends."""
+        return [gradient for _, gradient in unsharded.gradients(self._parts)]
+
+    def reduce_held(self) -> None:
+        """Reduce the gradients that are held back."""
+        for model in self._models:
+            if isinstance(model, FSDPModule):
+                unsharded.reduce(model)
+
+    def show_present(self) -> None:
+        """Put shards in the place of gathered parameters."""
+        unsharded.free_gathered(self._parts)
+
+    def forget_held(self, wanted: set[int] | None) -> None:
+        """Drop whole gradients that are held back."""
+        unsharded.forget(self._parts, wanted)

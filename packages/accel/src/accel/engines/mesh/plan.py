@@ -1,0 +1,199 @@
+"""How a model becomes parallel over a device mesh: the function `parallelize`, read from top to bottom."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from accel.engines.context import EngineContext
+from accel.engines.mesh.shard import Sharding, check_dtypes, check_ignored, shard, upcast
+from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
+from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
+from accel.engines.sharded.engine import tell_upcast
+from accel.engines.sharded.groups import choose_groups
+from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["Meshes", "Plan", "filling_of", "find_meshes", "parallelize", "plan_for", "sends_weights"]
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The axes that the engine works on.
+
+    Attributes:
+        fsdp: Shards, or replicas x shards; None: models are not sharded.
+        tensor: The tensor-parallel group; None: weights are not split.
+        context: The context-parallel group; None: sequences are not split.
+    """
+
+    fsdp: DeviceMesh | None
+    tensor: DeviceMesh | None = None
+    context: DeviceMesh | None = None
+
+    @property
+    def copies(self) -> int:
+        """Processes that work on the same samples together."""
+        return self.tensor_size * (1 if self.context is None else self.context.size())
+
+    @property
+    def has_one_shard(self) -> bool:
+        """Whether models are whole on each replica, but for tensor parallelism."""
+        return self.fsdp is not None and self.fsdp.ndim == 2 and self.fsdp.size(1) == 1
+
+    @property
+    def tensor_size(self) -> int:
+        """Processes that split each weight."""
+        return 1 if self.tensor is None else self.tensor.size()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to one model.
+
+    Attributes:
+        filling: Where its weights come from and go to.
+        sharding: How it is sharded; None: not at all.
+        tensor: How its weights are split over the tensor-parallel group; empty: not at all.
+        tensor_mesh: The axis of that group.
+        groups: The modules that are sharded by themselves, inner ones first.
+        ignored: The parameters that are left whole.
+        checkpointed: The modules that compute their activations again in backward.
+        offload_activations: Whether what these keep rests on the CPU.
+        upcasts: Whether trainable parameters are kept in float32.
+    """
+
+    filling: Filling
+    sharding: Sharding | None
+    tensor: dict[str, ParallelStyle]
+    tensor_mesh: DeviceMesh | None
+    groups: tuple[torch.nn.Module, ...]
+    ignored: set[torch.nn.Parameter]
+    checkpointed: tuple[torch.nn.Module, ...]
+    offload_activations: bool
+    upcasts: bool
+
+
+def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
+    """Make a model parallel; the order matters."""
+    if plan.upcasts:
+        tell_upcast(model, upcast(model, plan.ignored))
+    # Checkpointing changes the forward that the sharding's hooks go around: parameters are gathered once for
+    # the second computation too.
+    apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)
+    pending = dict(plan.tensor)
+
+    def split(group: torch.nn.Module) -> None:
+        if plan.tensor_mesh is not None:
+            split_weights(model, group, pending, plan.tensor_mesh, plan.filling)
+
+    if plan.sharding is not None:
+        # Group by group: sharding takes the parts that splitting leaves, and not the other way round.
+        return shard(model, plan.groups, plan.ignored, plan.sharding, split)
+    keep = fill_rest(model, plan.ignored, plan.filling)
+    split(model)
+    done = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fill_group(model, model, keep | done, plan.filling)
+    return model
+
+
+def plan_for(
+    model: torch.nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    meshes: Meshes,
+    context: EngineContext,
+) -> Plan:
+    """Decide what is done to a model, and refuse what cannot be done; nothing is changed.
+
+    Raises:
+        ValueError: If the model and the settings do not fit; the message names the fix.
+    """
+    chosen = choose_groups(model, plugin)
+    groups, ignored = chosen.modules, chosen.ignored
+    process, is_mixed = context.process, context.precision.is_mixed
+    mesh = meshes.fsdp
+    filling = filling_of(meshes, process.device, sends_weights(plugin))
+    needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
+    tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
+    if tensor and ignored:
+        raise ValueError(
+            f"ignored_modules={plugin.ignored_modules!r} beside tp_size={meshes.tensor_size}: which "
+            "parameters are ignored is not kept when tensor parallelism splits them. Leave one of the two "
+            "out."
+        )
+    offloads = bool(plugin.activation_checkpointing_offload)
+    split = (tensor, meshes.tensor, groups, ignored, chosen.checkpointed, offloads, is_mixed)
+    if mesh is None:
+        return Plan(filling, None, *split)
+    check_ignored(model, ignored, mesh.size())
+    check_dtypes(model, groups, is_mixed)
+    policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
+    # Replicas that nobody asked to shard keep their parameters, as those of DDP do: autocast alone casts.
+    is_plain = meshes.has_one_shard and context.fsdp is None
+    policy.set_mixed_precision("no" if is_plain else context.precision.name)
+    sharding = Sharding(
+        filling=filling,
+        reshard_after_forward=plugin.reshard_after_forward and not is_plain,
+        precision=policy.mixed_precision_policy,
+        offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+    )
+    return Plan(filling, sharding, *split)
+
+
+def find_meshes(context: EngineContext) -> Meshes:
+    """The axes that models are sharded, replicated and split over.
+
+    Raises:
+        ValueError: If the axes do not go together; the message names the alternative.
+    """
+    mesh, config, process = context.mesh, context.parallelism, context.process
+    kind, size = process.device.type, process.world_size
+    if mesh is None or config is None:
+        return Meshes(init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",)))
+    tensor = mesh["tp"] if config.tp_enabled else None
+    if tensor is not None and config.tp_handler is not None and config.tp_handler.enable_async_tp:
+        warn(
+            "TorchTensorParallelConfig(enable_async_tp=True) is ignored: only compiled code on accelerators "
+            "can overlap these, and that is not there yet. Leave it out.",
+        )
+    if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
+        # Replicas alone, each one shard, on one mesh with the axis that splits weights.
+        sizes = (mesh["dp_replicate"].size(), 1, tensor.size())
+        whole = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        return Meshes(whole["dp_replicate", "dp_shard"], whole["tp"])
+    if config.dp_shard_cp_dim_names:
+        sequences = mesh["cp"] if config.cp_enabled else None
+        return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
+    if tensor is None:  # replicas alone: each is one shard
+        return Meshes(init_device_mesh(kind, (size, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+    if context.fsdp is not None:
+        raise ValueError(
+            f"fsdp_plugin beside tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "
+            "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."
+        )
+    return Meshes(None, tensor)
+
+
+def sends_weights(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Whether the weights of the first process count; else each shard is of its own process's weights."""
+    return plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
+
+
+def filling_of(meshes: Meshes, device: torch.device, sync: bool) -> Filling:
+    """Where the weights of models on these axes come from and go to."""
+    if meshes.fsdp is not None:
+        return Filling(meshes.fsdp, device, sync, tensor=meshes.tensor)
+    assert meshes.tensor is not None, "one of the two axes is there"
+    return Filling(meshes.tensor, device)

@@ -1,0 +1,213 @@
+"""Sharding a model with `fully_shard`, one group at a time, from the first process's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from accel.engines.mesh.shared_meshes import SharedMeshes
+from accel.engines.mesh.unsharded import free_after_evaluation
+from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
+
+__all__ = [
+    "Sharding",
+    "check_dtypes",
+    "check_ignored",
+    "check_layout",
+    "check_sparse",
+    "check_unshared",
+    "shard",
+    "upcast",
+]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        filling: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
+        reshard_after_forward: Whether gathered parameters are freed after forward.
+        precision: Dtypes of parameters in computing, and of gradients in reduction.
+        offload: Whether shards rest on the CPU.
+    """
+
+    filling: Filling
+    reshard_after_forward: bool = True
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: bool = False
+
+
+def check_dtypes(model: torch.nn.Module, groups: Sequence[torch.nn.Module], mixed: bool) -> None:
+    """Refuse parameters that cannot be in one group, which torch would do in the first forward pass.
+
+    Raises:
+        ValueError: If the trainable parameters of a group have several dtypes.
+    """
+    owner = {parameter: module for module in groups[::-1] for parameter in module.parameters()}
+    found: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not mixed:
+            found.setdefault(owner.get(parameter, model), {}).setdefault(parameter.dtype, name)
+    for module, dtypes in found.items():
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{name} in {dtype}" for dtype, name in dtypes.items())
+            raise ValueError(
+                f"FSDP shards the trainable parameters of one {type(module).__name__} together, and "
+                f"they have several dtypes: {listed}. Cast them to one, or train with "
+                "mixed_precision='bf16', which keeps trainable parameters in float32."
+            )
+
+
+def check_ignored(model: torch.nn.Module, ignored: set[torch.nn.Parameter], size: int) -> None:
+    """Refuse trainable parameters that nobody would reduce.
+
+    Raises:
+        ValueError: If there are any, and several processes with data of their own.
+    """
+    named = [name for name, item in model.named_parameters() if item in ignored and item.requires_grad]
+    if named and size > 1:
+        raise ValueError(
+            f"ignored_modules leaves {', '.join(named)} to each process, where nobody would average their "
+            "gradients. Freeze them with requires_grad_(False), or do not ignore them."
+        )
+
+
+def check_layout(
+    model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = (), strided: bool = False
+) -> None:
+    """Refuse parameters that cannot be cut into parts, or sent as bytes: DeepSpeed does that at stage 0 too.
+
+    Torch and DeepSpeed fail on them half-way.
+
+    Args:
+        model: The model.
+        engine: What the engine is called.
+        ignored: Parameters that stay whole.
+        strided: Whether any order of strides will do.
+
+    Raises:
+        ValueError: If there are any; the message names one, and the fix.
+    """
+    left = {id(item) for item in ignored}
+    for name, parameter in model.named_parameters():
+        is_cut = isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")  # by deepspeed.zero.Init
+        if id(parameter) in left or is_cut:
+            continue
+        fix = ""
+        if parameter.dim() == 0:
+            fix = "has no dimension. Make it a vector of one element"
+        elif not strided and not parameter.numel():
+            fix = "has no elements. Make it a buffer"
+        elif not strided and not parameter.is_contiguous():
+            fix = f"has strides {parameter.stride()}. Make it contiguous: parameter.data.contiguous()"
+        if fix:
+            raise ValueError(f"{type(model).__name__}.{name} cannot be prepared under {engine}: it {fix}.")
+
+
+def check_unshared(
+    models: Iterable[torch.nn.Module], engine: str, is_sharded: Callable[[torch.Tensor], bool]
+) -> None:
+    """Refuse models that share parameters with each other, or with one that is sharded already.
+
+    Args:
+        models: Those that are going to be sharded.
+        engine: What the engine is called.
+        is_sharded: Whether a parameter is sharded already.
+
+    Raises:
+        ValueError: If there are any; the message names a parameter, and the fix.
+    """
+    owners: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter):
+                raise ValueError(
+                    f"{type(model).__name__}.{name} is sharded already: it belongs to a model that was "
+                    f"prepared before, and {engine} shards each parameter for one model. Use the model that "
+                    "prepare() returned instead of its unwrapped one; or put models that share modules into "
+                    "one torch.nn.Module, and prepare that."
+                )
+            if owners.setdefault(parameter, model) is not model:
+                raise ValueError(
+                    f"{type(owners[parameter]).__name__} and {type(model).__name__} share {name}, and "
+                    f"{engine} shards each parameter for one model. Put both into one torch.nn.Module, and "
+                    "prepare that."
+                )
+
+
+def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = ()) -> None:
+    """Refuse sparse gradients, which cannot be cut into parts; torch and DeepSpeed fail in backward.
+
+    Args:
+        model: The model.
+        engine: What the engine is called.
+        ignored: Parameters that stay whole.
+
+    Raises:
+        ValueError: If a trainable embedding makes some; the message names it, and the fix.
+    """
+    left = {id(item) for item in ignored}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.sparse:
+            continue
+        if module.weight.requires_grad and id(module.weight) not in left:
+            raise ValueError(
+                f"{name} of {type(model).__name__} has sparse=True, and {engine} cannot cut sparse gradients "
+                "into parts. Set sparse=False, or freeze it."
+            )
+
+
+def upcast(model: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[str]:
+    """Make trainable parameters float32, which mixed precision casts for computing; returns their names."""
+    changed = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in ignored and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
+            changed.append(name)
+    return changed
+
+
+def shard(
+    model: torch.nn.Module,
+    groups: Iterable[torch.nn.Module],
+    ignored: set[torch.nn.Parameter],
+    how: Sharding,
+    split: Callable[[torch.nn.Module], None] = lambda group: None,
+) -> torch.nn.Module:
+    """Shard the groups, inner ones first, and then the rest of the model.
+
+    Each group is brought to the device and filled with the first process's weights just before it is
+    sharded: no process ever holds more than its own copy of the model and one group. What is in parts already
+    is left as it is.
+
+    Args:
+        model: The model.
+        groups: Its modules that are sharded by themselves.
+        ignored: Parameters that are not sharded.
+        how: How the others are.
+        split: Called for each group before, to split weights over another axis.
+    """
+    keep = fill_rest(model, ignored, how.filling)
+    options: dict[str, Any] = {"mesh": how.filling.mesh, "mp_policy": how.precision}
+    if keep:
+        options["ignored_params"] = keep
+    if how.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.filling.device.type != "cpu")
+    meshes = SharedMeshes()
+    for module in [*groups, model]:
+        split(module)
+        done = {item for item in module.parameters() if isinstance(item, DTensor)}
+        fill_group(model, module, keep | done, how.filling)
+        # The outermost group is needed again at once in backward, so that torch keeps it by default.
+        reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
+        sharded = fully_shard(module, reshard_after_forward=reshard, **options)
+        meshes.put_into(sharded)
+        if not reshard:
+            free_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)
+    return model

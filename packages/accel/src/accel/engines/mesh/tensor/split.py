@@ -1,0 +1,222 @@
+"""Tensor parallelism: parts of each weight on the processes of one axis, by a plan of module names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, debug
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from accel.engines.mesh.context.language_models import text_config
+from accel.engines.mesh.tensor.replicated_weights import SummedGradients
+from accel.engines.sharded.groups import aliases
+from accel.engines.sharded.initial_weights import Filling, fill_group, put_parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["forget_meshes", "get_model_tp_size", "is_split", "split_dims", "split_weights", "tensor_plan"]
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "replicated_with_grad_allreduce": SummedGradients,
+}
+"""Styles by the names that plans have for them, those of transformers among them."""
+
+_STAYS_SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
+"""Where a module's features stay in parts, and so have to be in equal ones."""
+
+
+def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
+    """The plan that a model has in `tp_plan` or `_tp_plan`, by full module name; the model is not changed.
+
+    Args:
+        model: The model. Its plan has module names, where `*` is any one part of a name, and for each a style
+            of `torch.distributed.tensor.parallel` or its name.
+        size: Processes of one tensor-parallel group.
+
+    Raises:
+        ValueError: If there is no plan, a style is not known, a name means no module, features or heads do
+            not divide, or a weight is shared with a module that is split otherwise.
+    """
+    given: Mapping[str, Any] | None = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    kind = type(model).__name__
+    if not given:
+        raise ValueError(
+            f"tp_size={size} splits the weights of {kind} by a plan, and it has none. Set model._tp_plan = "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', ...}, or leave tp_size at 1."
+        )
+    modules = dict(model.named_modules())
+    plan: dict[str, ParallelStyle] = {}
+    for pattern, style in given.items():
+        regex = re.escape(pattern).replace(r"\*", r"[^.]+")
+        found = [name for name in modules if re.fullmatch(regex, name)]
+        if not found:
+            raise ValueError(f"the tp plan of {kind} names {pattern!r}, and no module is called so.")
+        if not isinstance(style, ParallelStyle) and style not in _STYLES:
+            raise ValueError(
+                f"the tp plan of {kind} has the style {style!r} for {pattern!r}; known: {', '.join(_STYLES)} "
+                "and objects of torch.distributed.tensor.parallel."
+            )
+        for name in found:
+            _check_features(name, modules[name], style, size)
+            plan[name] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+    _check_heads(model, size)
+    _check_shared(model, plan)
+    return plan
+
+
+def _check_features(name: str, module: torch.nn.Module, style: Any, size: int) -> None:
+    features = _STAYS_SPLIT.get(style) if isinstance(style, str) else None
+    count = getattr(module, features, None) if features else None
+    if count is not None and count % size:
+        raise ValueError(
+            f"the tp plan splits {name} {style}, and its {features}={count} does not divide by "
+            f"tp_size={size}. "
+            "Change tp_size, or take it (and what follows it) out of the plan."
+        )
+
+
+def _check_heads(model: torch.nn.Module, size: int) -> None:
+    config = text_config(model)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % size:
+            raise ValueError(
+                f"{type(model).__name__} has {name}={heads}, which does not divide by tp_size={size}: each "
+                "process takes whole heads. Change tp_size."
+            )
+
+
+def _check_shared(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
+    for tied in aliases(model).values():
+        dims = {name: _split_dim(model, name.rpartition(".")[0], plan) for name in tied}
+        if len(set(dims.values())) > 1:
+            raise ValueError(
+                f"{' and '.join(tied)} are one weight, and the tp plan splits them otherwise than each other "
+                f"({', '.join(f'{name}: {dim}' for name, dim in dims.items())}). Let the plan split all "
+                "along one dimension (an embedding rowwise, a linear layer colwise), or none of them."
+            )
+
+
+def _split_dim(model: torch.nn.Module, name: str, plan: Mapping[str, ParallelStyle]) -> int | str | None:
+    """Along which dimension a module's weight is split; None: not at all."""
+    style = plan.get(name)
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
+        return int(is_embedding == isinstance(style, ColwiseParallel))
+    return None if style is None else type(style).__name__
+
+
+def split_dims(model: torch.nn.Module, size: int) -> dict[str, int]:
+    """The dimension in which a model's plan splits each parameter that it splits, by its name.
+
+    Args:
+        model: The model, which may be on the meta device; it is not changed.
+        size: Processes of one tensor-parallel group.
+
+    Raises:
+        ValueError: As `tensor_plan`.
+    """
+    plan = tensor_plan(model, size)
+    found = {}
+    for name, parameter in model.named_parameters():
+        dim = _split_dim(model, name.rpartition(".")[0], plan)
+        if isinstance(dim, int) and dim < parameter.dim():  # the bias of a rowwise layer stays whole
+            found[name] = dim
+    return found
+
+
+def split_weights(
+    model: torch.nn.Module,
+    group: torch.nn.Module,
+    pending: dict[str, ParallelStyle],
+    mesh: DeviceMesh,
+    filling: Filling,
+) -> None:
+    """Split the weights of the planned modules of a group in place, each as soon as it is filled.
+
+    No process holds more whole weights than those of one module, and its own copy of the model.
+
+    Args:
+        model: The model.
+        group: The model, or a module of it.
+        pending: What `tensor_plan` returned; what is split is taken out.
+        mesh: The axis of tensor parallelism.
+        filling: Where weights come from and go to.
+    """
+    inside = set(group.modules())
+    shared = [names for names in aliases(model).values() if len(names) > 1]
+    for name in [name for name in pending if model.get_submodule(name) in inside]:
+        module, style = model.get_submodule(name), pending.pop(name)
+        done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
+        fill_group(model, module, done, filling)
+        # Every process has the whole weight, so that each takes its part without asking.
+        parallelize_module(module, mesh, style, src_data_rank=None)
+        for names in shared:
+            own = [other for other in names if other.rpartition(".")[0] == name]
+            for other in names if own else ():
+                put_parameter(model, other, model.get_parameter(own[0]))
+
+
+def forget_meshes() -> None:
+    """Forget what torch noted about meshes of process groups that are gone.
+
+    It takes a new mesh of the same shape for the old one, and would go on to talk to the old one's groups.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # of torch 2.13; older ones have no such cache
+    if clear is not None:
+        clear()
+
+
+def is_split(model: torch.nn.Module, size: int) -> bool:
+    """Whether the weights of a model are split already, as those loaded with a `tp_plan` are.
+
+    Args:
+        model: The model.
+        size: Processes of one tensor-parallel group.
+
+    Raises:
+        ValueError: If they are split over another number of processes.
+    """
+    present = get_model_tp_size(model) or 1
+    if present not in (1, size):
+        raise ValueError(
+            f"the weights of {type(model).__name__} are split over {present} processes already, and "
+            f"tp_size={size}. Pass ParallelismConfig(tp_size={present}, ...), or load the model without a "
+            "tp_plan."
+        )
+    return present > 1
+
+
+def get_model_tp_size(model: torch.nn.Module) -> int | None:
+    """How many processes split the weights of a model.
+
+    Args:
+        model: A model that was prepared, or loaded with a `tp_plan`.
+
+    Returns:
+        The size of the tensor-parallel group; None if no weight is split.
+    """
+    known: int | None = getattr(model, "tp_size", None)
+    if known is not None:
+        return known
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"].size()
+    return None

@@ -1,0 +1,180 @@
+"""What the engines have in common whose models are sharded: FSDP in both versions, and the mesh."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+
+from accel.engines.base import Engine
+from accel.engines.common.checks import mapped_devices
+from accel.engines.common.lone_group import ensure_group
+from accel.engines.common.loose import parameters_of
+from accel.engines.common.missing_weights import refusing_together
+from accel.engines.context import EngineContext, Prepared
+from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
+from accel.engines.sharded.groups import choose_groups
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel_state.logging.warning import warn
+
+__all__ = ["ShardedEngine", "tell_upcast"]
+
+
+class ShardedEngine(Engine):
+    """Parameters, gradients and optimizer states in parts; optimizers follow the parameters."""
+
+    version = 2
+
+    gradients_in_parts = True
+
+    keeps_open_window = False
+
+    unread_handlers: ClassVar = {
+        "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
+    }
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=self.version)
+        ensure_group(context.process)
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    def copies(self) -> int:
+        """Processes that work on the same samples together."""
+        return 1
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data, but for those that work on one together."""
+        process = self.context.process
+        return process.rank // self.copies, process.world_size // self.copies
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse what cannot be sharded, before anything is changed."""
+        for model in objects.models:
+            devices = mapped_devices(model)
+            if len(devices) > 1:
+                raise ValueError(
+                    f"{type(model).__name__} is spread over {sorted(devices)} (hf_device_map), and FSDP "
+                    "places parameters by itself. Load it without device_map."
+                )
+        super().check(objects)
+        models = () if objects.evaluation_mode else objects.models
+        fresh = [model for model in dict.fromkeys(models) if not self.is_done(model)]
+        check_unshared(fresh, self.name, self.is_sharded)
+        for model in fresh:
+            self.check_model(model)
+            if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole
+                ignored = choose_groups(model, self.plugin).ignored
+                check_layout(model, self.name, ignored, strided=self.version == 1)
+                check_sparse(model, self.name, ignored)
+
+    def check_together(self, objects: Prepared) -> None:
+        """Refuse what one process refuses on all, and models without weights where these count."""
+        self.owner.show_present()  # so that a module that a second model shares is known by its shards
+        models = () if objects.evaluation_mode else objects.models
+        fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
+        whose = "the first" if self.sends_weights else "all"
+        with refusing_together(fresh, whose, self.context.process):
+            self.check(objects)
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the first process's weights count, and not each one's own."""
+        raise NotImplementedError
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether models have to have weights on this process."""
+        raise NotImplementedError
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that cannot be sharded; nothing is changed.
+
+        Raises:
+            ValueError: With the reason and the alternative.
+        """
+        raise NotImplementedError
+
+    def is_done(self, model: torch.nn.Module) -> bool:
+        """Whether the model is sharded already."""
+        raise NotImplementedError
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a model that is sharded already."""
+        raise NotImplementedError
+
+    def repoint(self, optimizer: Any) -> None:
+        """Give an optimizer the parameters that models have now."""
+        raise NotImplementedError
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
+        done = super().prepare(objects)
+        for optimizer in self._known:
+            self.repoint(optimizer)
+        self.owner.take(parameters_of(self._known))
+        return done
+
+    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """As the base engine does; sharding places parameters by itself, group by group."""
+        return super().prepare_model(model, place and evaluation_mode, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """Point an optimizer to the parameters that its model has now, and wrap it."""
+        self.repoint(optimizer)
+        prepared = super().prepare_optimizer(optimizer, place)
+        self._known[prepared] = None
+        return prepared
+
+    @property
+    def refused_optimizers(self) -> tuple[str, ...]:
+        """Parameters have their shapes under version 2, and those of vectors under version 1.
+
+        Rprop chooses elements by a mask, which torch does for whole tensors alone.
+        """
+        return ("LBFGS", "Adafactor", "Rprop" if self.version == 2 else "Muon")
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient; no operation of torch takes parts and whole tensors together."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for in_parts in (False, True):
+            chosen = [item for item in tensors if isinstance(item.grad, DTensor) is in_parts]
+            super().clip_grad_value(chosen, clip_value)
+
+    @property
+    def holds_gradients_back(self) -> bool:
+        """Gradients of a window are kept whole on their process, and reduced at its end."""
+        return True
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over the processes that have data, or parts of it, of their own."""
+        total = self.sum_weight(weight, dtype) / (self.context.process.world_size // self.gradient_shards)
+        return total if total.device.type != "cpu" else float(total)
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
+        return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+
+def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
+    """Warn of parameters that became float32.
+
+    Args:
+        model: The model.
+        trained: Names of trainable ones.
+        frozen: Names of frozen ones that became so beside them.
+    """
+    if trained:
+        beside = f", and with them {len(frozen)} frozen ones of the same groups" if frozen else ""
+        warn(
+            f"Mixed precision keeps trainable parameters in float32: {len(trained)} of "
+            f"{type(model).__name__} became float32 ({trained[0]} and others){beside}.",
+        )

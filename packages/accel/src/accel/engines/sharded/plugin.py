@@ -1,0 +1,405 @@
+"""Settings of fully sharded data parallelism, version 1 (the wrapper) and 2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed import fsdp
+from torch.distributed.fsdp import wrap
+
+from accel.engines.sharded.unused import tell_unused
+from accel_state import env
+from accel_state.logging.warning import warn
+
+__all__ = [
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_SHARDING_STRATEGY",
+    "FullyShardedDataParallelPlugin",
+    "get_module_class_from_name",
+]
+
+FSDP_SHARDING_STRATEGY = list(env.VARIABLES["FSDP_SHARDING_STRATEGY"].choices)
+"""Names of the strategies of version 1."""
+FSDP_AUTO_WRAP_POLICY = list(env.VARIABLES["FSDP_AUTO_WRAP_POLICY"].choices)
+"""Names of the policies that say which modules are sharded by themselves."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "no": torch.float32}
+_DTYPES["fp8"] = torch.bfloat16  # what is around layers that compute in fp8
+_DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FLAGS = {
+    "forward_prefetch": "FSDP_FORWARD_PREFETCH",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "min_num_params": "FSDP_MIN_NUM_PARAMS",
+    "ignored_modules": "FSDP_IGNORED_MODULES",
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+}
+
+
+@dataclasses.dataclass
+class FullyShardedDataParallelPlugin:
+    """Train under fully sharded data parallelism: parameters, gradients and optimizer states in parts.
+
+    What is left at None is read from its FSDP_* variable, which the launcher's flags set, and then has the
+    default given here. Names are taken in capitals and small letters.
+
+    Args:
+        fsdp_version: 1 (the default) for torch's FullyShardedDataParallel, 2 for `fully_shard`.
+        sharding_strategy: Version 1: the old name of `reshard_after_forward`.
+        reshard_after_forward: Version 2: whether gathered parameters are freed after the forward pass and
+            gathered again in backward (True by default). Version 1: a ShardingStrategy or its name;
+            "FULL_SHARD" by default.
+        backward_prefetch: Version 1: when the next parameters are gathered in backward: "BACKWARD_PRE",
+            "BACKWARD_POST" or "NO_PREFETCH" (the default).
+        mixed_precision_policy: Dtypes of parameters, gradient reduction and outputs: a MixedPrecisionPolicy
+            (version 2) or MixedPrecision (version 1), a dict of its arguments, or a dtype's short name such
+            as "bf16". By default that of the Accelerator's mixed_precision.
+        auto_wrap_policy: Which modules are sharded by themselves, and so gathered one at a time:
+            "transformer_based_wrap", "size_based_wrap", "no_wrap" (the default: all in one piece), or a
+            function such as those of `torch.distributed.fsdp.wrap`.
+        cpu_offload: Keep parameters, gradients and optimizer states on the CPU.
+        ignored_modules: Modules whose parameters are not sharded: the modules, or a regular expression that
+            the whole of a module's name has to match.
+        state_dict_type: What `save_state` writes: "FULL_STATE_DICT" (version 1's default),
+            "SHARDED_STATE_DICT" (version 2's) or "LOCAL_STATE_DICT" (version 1 alone).
+        state_dict_config: Version 1: torch's options of the state dict's type.
+        optim_state_dict_config: Version 1: the same for optimizers.
+        limit_all_gathers: Version 1: let the CPU run ahead by two gathers at most.
+        use_orig_params: Version 1: keep the original parameters visible, as optimizers with several
+            parameter groups and partly frozen models need it.
+        param_init_fn: Version 1: initialises modules that are on the meta device.
+        sync_module_states: Take parameters and buffers from rank 0; by default True in version 2, and in
+            version 1 where cpu_ram_efficient_loading needs it.
+        forward_prefetch: Version 1: gather the next parameters in forward before they are needed.
+        activation_checkpointing: Recompute the activations of every wrapped module in backward.
+        activation_checkpointing_offload: Keep what activation checkpointing saves on the CPU.
+        cpu_ram_efficient_loading: Only rank 0's weights are used; others may have the model on meta.
+        transformer_cls_names_to_wrap: Classes that "transformer_based_wrap" wraps; by default those that the
+            model names in `_no_split_modules`. Without any, all is in one piece, and a warning says so.
+        min_num_params: Smallest module that "size_based_wrap" wraps, in parameters.
+
+    Raises:
+        ValueError: If a value is not known, or not of this version; the message says what is.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[torch.nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[torch.nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None}
+        self.fsdp_version = _choice("fsdp_version", _or_env(self.fsdp_version, "FSDP_VERSION"), {1: 1, 2: 2})
+        for name, variable in _FLAGS.items():
+            setattr(self, name, _or_env(getattr(self, name), variable))
+        if self.transformer_cls_names_to_wrap is None:
+            self.transformer_cls_names_to_wrap = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
+        if isinstance(self.transformer_cls_names_to_wrap, str):
+            names = self.transformer_cls_names_to_wrap.split(",")  # as transformers' Trainer gives them
+            self.transformer_cls_names_to_wrap = [name.strip() for name in names]
+        self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
+        self._set_sharding(given)
+        self._set_first_version(given)
+        self._set_policy()
+        self.set_cpu_offload()
+        self.set_state_dict_type()
+        if self.mixed_precision_policy is not None:
+            self._read_precision()
+        tell_unused(self)
+
+    def _set_sharding(self, given: set[str]) -> None:
+        strategies = {item.name.lstrip("_"): item for item in fsdp.ShardingStrategy}
+        strategies |= {item.name: item for item in fsdp.ShardingStrategy}
+        if self.fsdp_version == 1:
+            name = "reshard_after_forward of fsdp_version=1"
+            both = [item for item in (self.reshard_after_forward, self.sharding_strategy) if item is not None]
+            both = both or [env.get("FSDP_SHARDING_STRATEGY")]
+            chosen, *others = (_choice(name, item, strategies) for item in both)
+            if others not in ([], [chosen]):
+                raise ValueError(
+                    f"reshard_after_forward={chosen.name} and sharding_strategy={others[0].name} say the "
+                    "same in fsdp_version=1, and differ. Leave one out."
+                )
+            self.sharding_strategy = self.reshard_after_forward = chosen
+            return
+        if "sharding_strategy" in given:
+            strategy = _choice("sharding_strategy", self.sharding_strategy, strategies)
+            if strategy.name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+                raise ValueError(
+                    f"sharding_strategy={strategy.name} is version 1's. In fsdp_version=2 set "
+                    "reshard_after_forward=True or False, and for replicas of shards give "
+                    "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+                )
+            if self.reshard_after_forward is None:
+                self.reshard_after_forward = strategy.name == "FULL_SHARD"
+        self.sharding_strategy = None
+        words = {"TRUE": True, "FALSE": False, "1": True, "0": False}
+        value = _or_env(self.reshard_after_forward, "FSDP_RESHARD_AFTER_FORWARD")
+        self.reshard_after_forward = _choice(
+            "reshard_after_forward of fsdp_version=2", True if value is None else value, words
+        )
+
+    def _set_first_version(self, given: set[str]) -> None:
+        """Read the settings that version 2 does not have, and tell the ones that it ignores."""
+        if self.fsdp_version == 2:
+            unused = ("backward_prefetch", "use_orig_params", "param_init_fn", "state_dict_config")
+            ignored = [name for name in (*unused, "optim_state_dict_config") if name in given]
+            ignored += ["forward_prefetch"] * (self.forward_prefetch is True and "forward_prefetch" in given)
+            if ignored:
+                warn(
+                    f"fsdp_version=2 ignores {', '.join(ignored)}: they are settings of version 1. Leave "
+                    "them out.",
+                )
+            self.backward_prefetch = self.use_orig_params = None
+            if self.sync_module_states is None:
+                self.sync_module_states = True
+            return
+        prefetches = {item.name: item for item in fsdp.BackwardPrefetch} | {"NO_PREFETCH": None}
+        self.backward_prefetch = _choice(
+            "backward_prefetch", _or_env(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH"), prefetches
+        )
+        self.use_orig_params = _or_env(self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
+        self.sync_module_states = _or_env(self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            if "sync_module_states" in given:
+                warn(
+                    "sync_module_states=False is ignored: with cpu_ram_efficient_loading only rank 0 has the "
+                    "weights. Leave it out.",
+                )
+            self.sync_module_states = True
+
+    def _set_policy(self) -> None:
+        policy = _or_env(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY")
+        if callable(policy):
+            return
+        known = {
+            "TRANSFORMER_BASED_WRAP": wrap.transformer_auto_wrap_policy,
+            "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
+            "NO_WRAP": None,
+        }
+        self.auto_wrap_policy = _choice("auto_wrap_policy", policy, known)
+
+    def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
+        """Complete the policy for a model: its classes by name, and the smallest size.
+
+        Args:
+            model: The model.
+
+        Raises:
+            ValueError: If the model has no module of a class that is named.
+        """
+        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
+            classes = _find_classes(model, self.transformer_cls_names_to_wrap)
+            if not classes:
+                self.auto_wrap_policy = None
+                return
+            self.auto_wrap_policy = functools.partial(
+                wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes
+            )
+        elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
+            self.auto_wrap_policy = functools.partial(
+                wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params or 1
+            )
+
+    def set_cpu_offload(self) -> None:
+        """Make `cpu_offload` the object that this version of FSDP takes."""
+        if isinstance(self.cpu_offload, str):
+            self.cpu_offload = env.str_to_bool(self.cpu_offload, to_bool=True)
+        if self.fsdp_version == 2 and not isinstance(self.cpu_offload, fsdp.OffloadPolicy | fsdp.CPUOffload):
+            self.cpu_offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
+        elif self.fsdp_version == 1 and isinstance(self.cpu_offload, bool):
+            self.cpu_offload = fsdp.CPUOffload(offload_params=self.cpu_offload)
+        self.validate_cpu_offload()
+
+    def validate_cpu_offload(self) -> None:
+        """Check that `cpu_offload` is of this version's class.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        wanted = fsdp.OffloadPolicy if self.fsdp_version == 2 else fsdp.CPUOffload
+        if not isinstance(self.cpu_offload, wanted):
+            raise ValueError(
+                f"cpu_offload={self.cpu_offload!r}: fsdp_version={self.fsdp_version} takes True, False or "
+                f"{'a CPUOffloadPolicy' if self.fsdp_version == 2 else 'a CPUOffload'}."
+            )
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose what `save_state` writes.
+
+        Args:
+            state_dict_type: A StateDictType or its name; None keeps the one that is set, or the environment's
+                or the version's default.
+
+        Raises:
+            ValueError: If it is not known.
+        """
+        chosen = self.state_dict_type if state_dict_type is None else state_dict_type
+        chosen = _or_env(chosen, "FSDP_STATE_DICT_TYPE")
+        if chosen is None:
+            chosen = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        kinds = {item.name: item for item in fsdp.StateDictType}
+        if self.fsdp_version == 2:
+            del kinds["LOCAL_STATE_DICT"]
+        self.state_dict_type = _choice("state_dict_type", chosen, kinds)
+        if self.fsdp_version == 2:
+            return
+        if self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT:
+            full = {"offload_to_cpu": True, "rank0_only": True}
+            self.state_dict_config = self.state_dict_config or fsdp.FullStateDictConfig(**full)
+            self.optim_state_dict_config = self.optim_state_dict_config or fsdp.FullOptimStateDictConfig(
+                **full
+            )
+        elif self.state_dict_type is fsdp.StateDictType.SHARDED_STATE_DICT:
+            self.state_dict_config = self.state_dict_config or fsdp.ShardedStateDictConfig(
+                offload_to_cpu=True
+            )
+            self.optim_state_dict_config = self.optim_state_dict_config or fsdp.ShardedOptimStateDictConfig(
+                offload_to_cpu=True
+            )
+
+    def set_mixed_precision(
+        self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Fill the policy in from a precision.
+
+        Parameters are cast to it for computing. Gradients are reduced in it in version 1, as that has no
+        other default, and in fp32 in version 2, so that their sum does not depend on the number of processes.
+
+        Args:
+            mixed_precision: "bf16", "fp16", "fp8" (bf16 around the layers that compute in fp8) or "no".
+            buffer_autocast: Version 1: cast buffers too.
+            override: Replace a policy that is set.
+
+        Raises:
+            ValueError: If the precision is not known.
+        """
+        if self.mixed_precision_policy is not None and not override:
+            return
+        dtype = _choice(
+            "mixed_precision", mixed_precision, {name.upper(): kind for name, kind in _DTYPES.items()}
+        )
+        if self.fsdp_version == 2:
+            is_mixed = dtype is not torch.float32
+            self.mixed_precision_policy = fsdp.MixedPrecisionPolicy(
+                param_dtype=dtype if is_mixed else None, reduce_dtype=torch.float32 if is_mixed else None
+            )
+        else:
+            buffers = dtype if buffer_autocast else torch.float32
+            # As in version 2, every wrapped module gets its inputs in the dtype of its parameters.
+            self.mixed_precision_policy = fsdp.MixedPrecision(
+                param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers, cast_forward_inputs=True
+            )
+
+    def _read_precision(self) -> None:
+        policy = self.mixed_precision_policy
+        if isinstance(policy, str):
+            self.set_mixed_precision(policy, override=True)
+        elif isinstance(policy, dict):
+            kind = fsdp.MixedPrecisionPolicy if self.fsdp_version == 2 else fsdp.MixedPrecision
+            known = {field.name for field in dataclasses.fields(kind) if field.name[0] != "_"}
+            if unknown := sorted(set(policy) - known):
+                raise ValueError(
+                    f"mixed_precision_policy has unknown {', '.join(unknown)}; "
+                    f"fsdp_version={self.fsdp_version} knows {', '.join(sorted(known))}."
+                )
+            dtypes = {name.upper(): dtype for name, dtype in _DTYPES.items()}
+            values = {
+                name: _choice(f"mixed_precision_policy[{name!r}]", value, dtypes)
+                if isinstance(value, str)
+                else value
+                for name, value in policy.items()
+            }
+            self.mixed_precision_policy = kind(**values)
+        self.validate_mixed_precision_policy()
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Check that `mixed_precision_policy` is of this version's class.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        kind = fsdp.MixedPrecisionPolicy if self.fsdp_version == 2 else fsdp.MixedPrecision
+        if not isinstance(self.mixed_precision_policy, kind):
+            raise ValueError(
+                f"mixed_precision_policy={self.mixed_precision_policy!r}: "
+                f"fsdp_version={self.fsdp_version} takes a {kind.__name__}, a dict of its arguments, or a "
+                "dtype's name such as 'bf16'."
+            )
+
+
+def _or_env(value: Any, variable: str) -> Any:
+    return env.get(variable) if value is None else value
+
+
+def _choice(field: str, value: Any, known: dict[Any, Any]) -> Any:
+    """The value of a name, whatever its case; a value that is one of the values already stays."""
+    if any(value is item for item in known.values()):
+        return value
+    name = value.upper() if isinstance(value, str) else value
+    if isinstance(name, str) and name.isdigit():  # old configurations number the choices from 1
+        number = int(name)
+        name = number if number in known else list(known)[number - 1] if 0 < number <= len(known) else name
+    if isinstance(name, bool) or name not in known:
+        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(str(item) for item in known)}.")
+    return known[name]
+
+
+def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
+    """The class of a module, or of one inside of it, by its name.
+
+    Args:
+        module: The module.
+        name: The class's name, without its module.
+
+    Returns:
+        The class; None if no module is of such a one.
+    """
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+_CLASSES_KEY = "fsdp_transformer_layer_cls_to_wrap in the config file of accel launch, or its flag"
+
+
+def _find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
+    """The classes of the layers to wrap; none, with a warning, where nobody names any."""
+    by_name = {type(module).__name__: type(module) for module in model.modules()}
+    wanted = names or getattr(model, "_no_split_modules", None)
+    if not wanted:
+        warn(
+            f"{type(model).__name__} is sharded, and gathered, in one piece: auto_wrap_policy is "
+            "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its "
+            f"layer classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
+        )
+        return set()
+    # A model's own list may name layers that this configuration of it does not have.
+    missing = sorted(set(wanted) - set(by_name)) if names else []
+    found = {by_name[name] for name in wanted if name in by_name}
+    if missing or not found:
+        raise ValueError(
+            f"transformer_cls_names_to_wrap names {', '.join(missing or sorted(wanted))}, and "
+            f"{type(model).__name__} has modules of these classes: {', '.join(sorted(by_name))}. Correct the "
+            f"names ({_CLASSES_KEY})."
+        )
+    return found

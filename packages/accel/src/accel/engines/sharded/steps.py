@@ -1,0 +1,162 @@
+"""Single steps of FSDP, for those who put models together by hand: what the engines do, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from accel.engines.common.repoint import Replaced, repoint
+from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
+from accel.engines.sharded.groups import choose_groups, ignored_parameters
+from accel_state import env
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = [
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
+    "get_parameters_from_modules",
+]
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load weights on the first process alone; others make the model on meta.
+
+    It sets ACCELERATE_USE_FSDP (where it has no value) and FSDP_CPU_RAM_EFFICIENT_LOADING in this process's
+    environment, which `from_pretrained` and FullyShardedDataParallelPlugin read.
+    """
+    if not env.is_set("ACCELERATE_USE_FSDP"):
+        env.put_here("ACCELERATE_USE_FSDP", True)
+    env.put_here("FSDP_CPU_RAM_EFFICIENT_LOADING", True)
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let every process load weights again: FSDP_CPU_RAM_EFFICIENT_LOADING becomes false."""
+    env.put_here("FSDP_CPU_RAM_EFFICIENT_LOADING", False)
+
+
+def fsdp2_apply_ac(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """Checkpoint the activations of the modules that the plugin's auto_wrap_policy chooses, in place.
+
+    Args:
+        accelerator: With an fsdp_plugin.
+        model: A model that is not sharded yet; preparing it does the same if the plugin says so.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the policy does not fit the model.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    modules = choose_groups(model, plugin).modules
+    apply_activation_checkpointing(modules, bool(plugin.activation_checkpointing_offload))
+    return model
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Take what wrappers (FSDP1, activation checkpointing, torch.compile) put into names out of them.
+
+    Args:
+        named_params: Values by name.
+
+    Returns:
+        The same values by the names of the plain model.
+    """
+    found = {}
+    for name, value in named_params.items():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[name] = value
+    return found
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Accelerator, model: torch.nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+) -> None:
+    """Load a whole state into a sharded model, from the first process; every process calls it.
+
+    Args:
+        accelerator: Whose process group is used.
+        model: The model, sharded with `fully_shard`; it may be on meta.
+        full_sd: The whole state on the first process; others may give an empty one.
+        cpu_offload: Whether the parts rest on the CPU.
+    """
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    set_model_state_dict(model, dict(full_sd), options=options)
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """Shard a model as `prepare` does, without its other steps; a sharded model stays as it is.
+
+    Args:
+        accelerator: With fsdp_version=2 as its engine.
+        model: The model; it is changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If FSDP version 2 is not the engine, or the model cannot be sharded.
+    """
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            f"fsdp2_prepare_model shards with fully_shard, and the engine is {accelerator.engine.name}. Make "
+            "the Accelerator with FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    return accelerator.engine.wrap_model(model)
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
+    """Give an optimizer the parameters that took the place of those it has; groups and state stay.
+
+    Args:
+        optimizer: The optimizer; it is changed in place.
+        mapping: The new parameter for each old one, or for each old one's `data_ptr()`.
+
+    Raises:
+        KeyError: If a parameter of the optimizer is not in it.
+    """
+    replaced = Replaced()
+    for group in optimizer.param_groups:
+        for number, old in enumerate(group["params"]):
+            new = mapping.get(old, mapping.get(old.data_ptr()))
+            if new is None:
+                raise KeyError(
+                    f"the mapping has no parameter for number {number} of a group of "
+                    f"{type(optimizer).__name__}, of shape {tuple(old.shape)}. Make it of all parameters, "
+                    "before the model is sharded."
+                )
+            if new is not old:
+                replaced.add(old, new)
+    repoint(optimizer, replaced.present)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module, device: torch.device | str
+) -> set[torch.nn.Parameter]:
+    """The parameters of modules that FSDP ignores, moved to a device, as nobody else moves them.
+
+    Args:
+        modules: The modules, or a regular expression that the whole of a module's name has to match.
+        model: The model that they are in.
+        device: Where they are computed with.
+
+    Raises:
+        ValueError: If no module of the model is meant.
+    """
+    found = ignored_parameters(model, modules)
+    for parameter in found:
+        parameter.data = parameter.data.to(device)
+    return found

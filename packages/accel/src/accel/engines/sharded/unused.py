@@ -1,0 +1,47 @@
+"""Settings of FullyShardedDataParallelPlugin that are given beside others which leave them without effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import wrap
+
+from accel.engines.common.ignored import tell_ignored
+from accel_state import env
+
+if TYPE_CHECKING:
+    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["tell_unused"]
+
+
+def tell_unused(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Warn of settings that nothing reads, each with the reason, and take them out.
+
+    Args:
+        plugin: The plugin, complete.
+    """
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)  # of one that is complete
+    # What an argument would be without it; the environment's values stand for whatever policy is chosen.
+    classes = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
+    size = env.get("FSDP_MIN_NUM_PARAMS")
+    unset: dict[str, tuple[Any, str]] = {}
+    if plugin.fsdp_version == 2 and not plugin.limit_all_gathers:
+        unset["limit_all_gathers"] = True, "fsdp_version=2 always does"
+    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading and plugin.sync_module_states is False:
+        unset["sync_module_states"] = True, "with cpu_ram_efficient_loading only rank 0 has the weights"
+    if plugin.activation_checkpointing_offload and not plugin.activation_checkpointing:
+        unset["activation_checkpointing_offload"] = False, "activation_checkpointing is not set"
+    if policy is not wrap.size_based_auto_wrap_policy and plugin.min_num_params not in (None, size):
+        unset["min_num_params"] = size, "auto_wrap_policy is not 'size_based_wrap'"
+    given = plugin.transformer_cls_names_to_wrap
+    if policy is not wrap.transformer_auto_wrap_policy and given not in (None, classes):
+        unset["transformer_cls_names_to_wrap"] = classes, "auto_wrap_policy is not 'transformer_based_wrap'"
+    for name in ("state_dict_config", "optim_state_dict_config"):
+        config = getattr(plugin, name)
+        # Local state dicts have neither option; a sharded one has the first alone.
+        if not getattr(config, "offload_to_cpu", True) or not getattr(config, "rank0_only", True):
+            unset[name] = None, "states are gathered to the CPU, whole ones on the first process of a machine"
+    tell_ignored(plugin, {name: reason for name, (_, reason) in unset.items()})
+    for name, (value, _) in unset.items():
+        setattr(plugin, name, value)

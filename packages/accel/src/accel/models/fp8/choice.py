@@ -1,0 +1,135 @@
+"""Which library computes in fp8, and what it does to models and optimizers before an engine wraps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel.models.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_state import env
+from accel_state.devices.probes import is_cuda_available
+from accel_state.imports.available import (
+    is_msamp_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+)
+from accel_state.imports.packages import install_hint
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel.engines.context import Prepared
+
+__all__ = ["Fp8", "resolve_fp8"]
+
+_RECIPES: dict[str, type[Any]] = {"AO": AORecipeKwargs, "TE": TERecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The library that computes in fp8, and its settings.
+
+    Attributes:
+        backend: "AO" (torchao), "TE" (Transformer Engine) or "MSAMP".
+        recipe: The settings of that library.
+    """
+
+    backend: str
+    recipe: Any
+
+    def convert(self, model: torch.nn.Module, gathers: bool = False) -> None:
+        """Replace a model's layers by those of the library, in place; twice is once.
+
+        Args:
+            model: The model, before an engine wraps it.
+            gathers: Whether FSDP2 is going to shard it, and gathers its weights for computing.
+
+        Raises:
+            ImportError: If the library is not there.
+        """
+        if self.backend == "AO":
+            from accel.models.fp8 import ao
+
+            ao.apply(model, self.recipe, gathers)
+        elif self.backend == "TE":
+            from accel.models.fp8 import te
+
+            te.apply(model, self.recipe)
+
+    def initialize(self, objects: Prepared) -> Prepared:
+        """Let the library wrap models together with optimizers, where it does (MS-AMP).
+
+        Raises:
+            ImportError: If the library is not there.
+            ValueError: If it cannot take these objects.
+        """
+        if self.backend != "MSAMP" or not objects.models or objects.evaluation_mode:
+            return objects
+        from accel.models.fp8 import msamp
+
+        model, optimizer = msamp.initialize(objects.models, objects.optimizers, self.recipe.opt_level)
+        return replace(objects, models=(model,), optimizers=(optimizer,))
+
+
+def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
+    """Decide which library computes in fp8: a recipe's, ACCELERATE_FP8_BACKEND's, or one that is installed.
+
+    Args:
+        mixed_precision: The Accelerator's precision.
+        recipe: The recipe among its handlers; None: none was given.
+
+    Returns:
+        The choice; None in other precisions.
+
+    Raises:
+        ImportError: If the library is not installed; the message names the command that installs it.
+    """
+    if mixed_precision != "fp8":
+        if recipe is not None:
+            warn(
+                f"{type(recipe).__name__} is ignored: mixed_precision is {mixed_precision!r}. Set "
+                "mixed_precision='fp8' to train in fp8.",
+            )
+        return None
+    asked = env.get("ACCELERATE_FP8_BACKEND")
+    backend = _backend_of(recipe) or asked or _installed()
+    if asked is not None and asked != backend:
+        warn(
+            f"ACCELERATE_FP8_BACKEND={asked} is ignored: kwargs_handlers has {type(recipe).__name__}.",
+        )
+    _check_installed(backend)
+    return Fp8(backend, recipe if recipe is not None else _RECIPES[backend]())
+
+
+def _backend_of(recipe: Any) -> str | None:
+    if isinstance(recipe, FP8RecipeKwargs):
+        return recipe.backend
+    return next((name for name, kind in _RECIPES.items() if isinstance(recipe, kind)), None)
+
+
+def _installed() -> str:
+    """MS-AMP before Transformer Engine, as documented, where their hardware is; else torchao."""
+    if is_cuda_available():
+        if is_msamp_available():
+            return "MSAMP"
+        if is_transformer_engine_available():
+            return "TE"
+    return "AO"
+
+
+def _check_installed(backend: str) -> None:
+    if backend == "AO" and not is_torchao_available():
+        raise ImportError(
+            "mixed_precision='fp8' needs a library that computes in fp8, and there is none that runs here. "
+            f"Install torchao (0.6.1 or newer) with: {install_hint('fp8')}. On NVIDIA GPUs Transformer "
+            f"Engine does it too: {install_hint('transformer-engine')}."
+        )
+    if backend == "TE":
+        from accel.models.fp8 import te
+
+        te.library()
+    if backend == "MSAMP":
+        from accel.models.fp8 import msamp
+
+        msamp.library()

@@ -1,1 +1,0 @@
-"""Plugins: the settings of engines, one file each."""

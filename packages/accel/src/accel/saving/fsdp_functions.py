@@ -1,0 +1,241 @@
+"""Models and optimizers under FSDP, each saved by itself: what `save_state` writes of them.
+
+pytorch_model_fsdp.bin, optimizer.bin     whole states (FULL_STATE_DICT)
+pytorch_model_fsdp_0/, optimizer_0/       parts of all processes (SHARDED_STATE_DICT)
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import StateDictType
+
+from accel.saving.adapters import adapter_names, is_peft_model, under_own_names
+from accel_ckpt import file_names
+from accel_ckpt.files import tensors
+from accel_ckpt.folder.agree import together
+from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
+from accel_ckpt.sharded.dcp_reader import METADATA
+from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save, unchanged_by_failure
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"]
+
+Folder = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a prepared model's weights; every process calls it.
+
+    Args:
+        fsdp_plugin: Its `state_dict_type` says what is written.
+        accelerator: Whose engine has the model.
+        model: The model.
+        output_dir: The folder; it is made, and what else is in it stays.
+        model_index: A number for the name.
+        adapter_only: Save what peft has added to the model alone.
+        use_dcp: Parts are written by torch.distributed.checkpoint, and can be by nothing else.
+
+    Raises:
+        ValueError: If the state_dict_type is LOCAL_STATE_DICT, parts are to be written without DCP, or there
+            is no adapter.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    if _in_parts(fsdp_plugin, use_dcp):
+        weights = _weights_in_parts(accelerator, model, adapter_only)
+        _write_parts(
+            accelerator, {"model": weights}, output_dir, file_names.sharded_model_folder(model_index)
+        )
+        return
+    whole = accelerator.get_state_dict(model)
+    if adapter_only and whole:
+        whole = {name: whole[own] for name, own in adapter_names(model, whole).items()}
+    _write_whole(accelerator, whole, output_dir, _whole_file(model_index))
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load what `save_fsdp_model` has saved, on any number of processes; every process calls it.
+
+    Args:
+        fsdp_plugin: As it was for saving.
+        accelerator: Whose engine has the model.
+        model: The prepared model.
+        input_dir: The folder.
+        model_index: The number for the name.
+        adapter_only: As it was for saving; of a model without adapters all is loaded.
+        use_dcp: As it was for saving.
+
+    Returns:
+        The names that are missing and those that are too many, as `load_state_dict` returns them.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there under this type.
+        RuntimeError: If a name is missing or too many: of the model, or with adapter_only of its adapters.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    engine, is_part = accelerator.engine, adapter_only and is_peft_model(model)
+    if _in_parts(fsdp_plugin, use_dcp):
+        weights = _weights_in_parts(accelerator, model, adapter_only)
+        place = _parts_at(accelerator, input_dir, file_names.sharded_model_folder(model_index))
+        read_folder({"model": weights}, place, accelerator.process)
+        options = StateDictOptions(strict=not is_part)
+        return set_model_state_dict(engine.state_root(model), weights, options=options)
+    file = _whole_file(model_index)
+    whole = _read_whole(accelerator, input_dir, file)
+    target = engine.model_to_load(model)
+    if is_part:
+        whole = under_own_names(whole, adapter_names(model, target.state_dict()), file)
+    return target.load_state_dict(whole, strict=not is_part)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save a prepared optimizer's state; every process calls it.
+
+    Args:
+        fsdp_plugin: Its `state_dict_type` says what is written.
+        accelerator: Whose engine has the model.
+        optimizer: The optimizer, of this model's parameters.
+        model: The model.
+        output_dir: The folder; it is made, and what else is in it stays.
+        optimizer_index: A number for the name.
+        use_dcp: Parts are written by torch.distributed.checkpoint, and can be by nothing else.
+
+    Raises:
+        ValueError: As `save_fsdp_model`.
+        Exception: What else went wrong here; a CheckpointError on the other processes.
+    """
+    if _in_parts(fsdp_plugin, use_dcp):
+        root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
+        state = {"optimizer": parts_to_save(root, inner)}
+        _write_parts(accelerator, state, output_dir, file_names.sharded_optimizer_folder(optimizer_index))
+        return
+    whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
+    _write_whole(accelerator, whole, output_dir, file_names.optimizer_file(optimizer_index))
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` has saved, on any number of processes; every process calls it.
+
+    Args:
+        fsdp_plugin: As it was for saving.
+        accelerator: Whose engine has the model.
+        optimizer: The prepared optimizer.
+        model: The prepared model.
+        input_dir: The folder.
+        optimizer_index: The number for the name.
+        adapter_only: Makes no difference: an optimizer has a state for the parameters that it trains alone.
+        use_dcp: As it was for saving.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there under this type.
+        Exception: What else went wrong here; a CheckpointError on the other processes. The optimizer is as it
+            was then.
+    """
+    process, inner = accelerator.process, getattr(optimizer, "optimizer", optimizer)
+    if _in_parts(fsdp_plugin, use_dcp):
+        place = _parts_at(accelerator, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
+        load_state_in_parts(accelerator.engine.state_root(model), inner, place, process)
+        return
+    name = file_names.optimizer_file(optimizer_index)
+    whole = _read_whole(accelerator, input_dir, name)
+    target = accelerator.engine.optimizer_to_load(optimizer)
+    with unchanged_by_failure(inner):
+        together(lambda: target.load_state_dict(whole), process, f"loading {name}")
+
+
+def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
+    if plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise ValueError(
+            "state_dict_type='LOCAL_STATE_DICT' is written by save_state alone, all of a process in one "
+            "file. Set 'SHARDED_STATE_DICT' or 'FULL_STATE_DICT', or call save_state."
+        )
+    in_parts = plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    if in_parts and not use_dcp:
+        raise ValueError(
+            "state_dict_type='SHARDED_STATE_DICT' is written by torch.distributed.checkpoint. Leave "
+            "use_dcp=False out, or set 'FULL_STATE_DICT'."
+        )
+    return in_parts
+
+
+def _weights_in_parts(accelerator: Accelerator, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
+    state = get_model_state_dict(accelerator.engine.state_root(model))
+    return {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
+
+
+def _whole_file(index: int) -> str:
+    return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
+
+
+def _write_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
+    write_folder(state, Path(folder) / name, accelerator.process)
+
+
+def _parts_at(accelerator: Accelerator, folder: Folder, name: str) -> Path:
+    place = Path(folder) / name
+
+    def find() -> None:
+        if not (place / METADATA).exists():
+            raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
+
+    together(find, accelerator.process, f"looking for {name}")
+    return place
+
+
+def _write_whole(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
+    each_node = accelerator.project_configuration.save_on_each_node
+
+    def write() -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors.save(state, Path(folder) / name, save_on_each_node=each_node)
+
+    together(write, accelerator.process, f"writing {name}")
+
+
+def _read_whole(accelerator: Accelerator, folder: Folder, name: str) -> Any:
+    path = Path(folder) / name
+    return together(lambda: tensors.load(path, map_location="cpu"), accelerator.process, f"reading {name}")

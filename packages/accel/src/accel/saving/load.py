@@ -1,0 +1,183 @@
+"""load_state: which checkpoint an Accelerator goes on from, and which of its objects are restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.saving.own_buffers import load_own_buffers
+from accel.saving.save import free_number, parts_of
+from accel.training.gradients import drop_gradients, has_gradients
+from accel_ckpt import file_names
+from accel_ckpt.background import thread
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.folder import manifest, recovery, rotation
+from accel_ckpt.folder.agree import collect, from_main, together
+from accel_ckpt.run.load import Objects, restore
+from accel_ckpt.run.reader import Reading, open_checkpoint
+from accel_optim.scaler import forget_round
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel_ckpt.sharded.save_load import Parts
+
+__all__ = ["load_state"]
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: str | None,
+    load_kwargs: dict[str, Any] | None,
+    strict: bool | None = None,
+    verify: bool = True,
+    map_location: Any = None,
+    missing_ok: bool = False,
+    **options: Any,
+) -> bool:
+    """Restore a checkpoint; every process calls it.
+
+    Without a folder, the newest automatically named checkpoint whose files are what its manifest says is
+    restored; damaged ones are passed over on all processes alike, and told.
+
+    Args:
+        accelerator: Whose prepared and registered objects are restored.
+        input_dir: The folder; None for the newest automatically named one.
+        load_kwargs: Options of torch.load for everything but weights.
+        strict: True for an error on any difference between the folder and the objects, False to restore what
+            fits and tell the rest; by default strict for folders that accel wrote.
+        verify: Whether to check the files' digests.
+        map_location: Where files are read to: "cpu", "on_device" or a device.
+        missing_ok: Whether to return where there is no checkpoint on any process, as on the first start.
+        **options: Options of the models' load_state_dict; under DeepSpeed, of its `load_checkpoint`.
+
+    Returns:
+        Whether a checkpoint was restored: True, but with `missing_ok` where there is none.
+
+    Raises:
+        ValueError: If there is no folder to read from.
+        FileNotFoundError: If there is no checkpoint in it.
+        CheckpointError: If it is damaged, or differs from the objects.
+    """
+    thread.wait()
+    if missing_ok and not _is_any_there(accelerator, input_dir):
+        return False
+    read = (accelerator.process, map_location, dict(load_kwargs or {}), verify)
+    if input_dir is not None:
+        folder, reading = Path(input_dir), open_checkpoint(Path(input_dir), *read)
+    else:
+        folder, reading = _open_newest(accelerator, read)
+    models = list(accelerator._models)
+    for hook in accelerator._load_state_hooks.values():
+        hook(models, str(reading.folder))
+    engine = accelerator.engine
+    engine.check_own(reading.names)
+    others = [model for model in models if not engine.is_own(model)]
+    optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
+    # On any number of processes, and under any engine.
+    in_parts = any(file_names.role_of(name) == "sharded" for name in reading.names)
+    objects = Objects(
+        [] if in_parts else [engine.model_to_load(model) for model in others],
+        [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in optimizers],
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        accelerator.scaler,
+        accelerator._custom_objects,
+        _parts(accelerator) if in_parts else None,
+        sharded=engine.gradients_in_parts,
+    )
+    result = restore(
+        reading,
+        objects,
+        accelerator.process_index,
+        accelerator.process,
+        hooked={*_left_to_hooks(accelerator, len(models)), "deepspeed", "megatron", "local"},
+        strict=strict,
+        **options if len(others) == len(models) else {},
+    )
+    if any(file_names.role_of(name) == "buffers" for name in reading.names):
+        load_own_buffers(accelerator, reading)
+    engine.load_own(reading.folder, **options)
+    forget_round(accelerator.scaler)
+    if has_gradients(accelerator) and not reading.facts.get("open_window"):
+        drop_gradients(accelerator)  # of the window that is left
+    if "window" in result:
+        accelerator.window.load_state_dict(result["window"])
+    else:
+        accelerator.window.step = result.get("step", 0)
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming and config.project_dir is not None:
+        number = file_names.iteration_of(folder.name)
+        # What is saved next comes after what was loaded, and after all that is there.
+        above = 0 if number is None else number + 1
+        config.iteration = max(config.iteration, above, free_number(accelerator))
+    return True
+
+
+def _parts(accelerator: Accelerator) -> Parts:
+    from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
+
+    return Parts.of(**parts_of(accelerator))
+
+
+def _left_to_hooks(accelerator: Accelerator, left: int) -> set[str]:
+    """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
+    if not accelerator._load_state_hooks:
+        return set()
+    taken = range(left, len(accelerator._models))
+    return {"other", *(name for index in taken for name in file_names.model_files(index))}
+
+
+def _is_any_there(accelerator: Accelerator, input_dir: str | None) -> bool:
+    """Whether a process sees a checkpoint, also a damaged one."""
+    process = accelerator.process
+
+    def look() -> bool:
+        if not process.is_local_main:
+            return False
+        if input_dir is None:
+            return bool(rotation.checkpoints(_project_root(accelerator)))
+        try:
+            return manifest.is_checkpoint(recovery.find(Path(input_dir)))
+        except FileNotFoundError:
+            return False
+
+    return any(collect(together(look, process, "looking for a checkpoint"), process))
+
+
+def _project_root(accelerator: Accelerator) -> Path:
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming or config.project_dir is None:
+        raise ValueError(
+            "load_state needs input_dir, unless checkpoints are named automatically: "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
+    return Path(config.project_dir) / file_names.CHECKPOINTS_DIR
+
+
+def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Path, Reading]:
+    """Open the newest sound checkpoint; also return its folder."""
+    process = accelerator.process
+    root = _project_root(accelerator)
+    found = from_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
+    if not found:
+        raise FileNotFoundError(
+            f"there is no complete checkpoint in {root}. If there need not be one, as on the first start, "
+            "call load_state(missing_ok=True)."
+        )
+    damage: list[str] = []
+    for folder in reversed(found):
+        try:
+            reading = open_checkpoint(folder, *read)
+        except Exception as error:
+            # All are here, with an error each; where one has found damage, all go on to the one before.
+            corrupt = str(error) if isinstance(error, CorruptCheckpointError) else None
+            told = [text for text in collect(corrupt, process) if text is not None]
+            if not told:
+                raise
+            damage.append(told[0])
+            continue
+        if damage:
+            warn(f"Going on from {folder}. {' '.join(damage)}")
+        return folder, reading
+    raise CheckpointError(f"no checkpoint in {root} can be read. {' '.join(damage)}")

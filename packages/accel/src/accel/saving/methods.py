@@ -1,0 +1,163 @@
+"""The checkpoint side of the Accelerator: what is saved and loaded, and what goes along with it.
+
+The code behind is imported by the first call, since a run may never save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+    from accel.engines import Engine
+    from accel.saving.preemption import Preemption
+
+__all__ = ["CheckpointControl"]
+
+
+class CheckpointControl:
+    """Mixin with everything that saves and loads.
+
+    A subclass has the attributes that are declared here.
+    """
+
+    engine: Engine
+    _custom_objects: list[Any]
+    _preemption: Preemption | None
+    _save_state_hooks: OrderedDict[int, Callable[..., None]]
+    _load_state_hooks: OrderedDict[int, Callable[..., None]]
+
+    _is_folder_told = False
+    """Whether it was told that a folder is not used, as checkpoints are named automatically."""
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process holds weights that have to be written."""
+        return self.engine.saves_model
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write `obj` once per job (or once per machine, with save_on_each_node)."""
+        from accel.saving import save
+
+        save.save(_whole(self), obj, f, safe_serialization)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Write everything that `load_state` needs to go on from here; returns the folder.
+
+        With `blocking=False` the state is copied, and written and committed in the background while training
+        goes on. One such save is in flight at most: the next call waits for it, and raises what went wrong in
+        it, as do `wait_for_save`, `load_state` and `end_training`.
+        """
+        from accel.saving import save
+
+        return save.save_state(_whole(self), output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background, if there is one, is committed; raise what went wrong."""
+        from accel.saving import save
+
+        save.wait_for_save()
+
+    def save_on_preemption(
+        self,
+        output_dir: str | None = None,
+        *,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        exit_code: int = 75,
+    ) -> None:
+        """Save and exit if any process was told to end. Call it on every process, at the end of each step.
+
+        The first call takes the signals. A signal to any process makes all of them save, commit and exit in
+        the same step: at one of the next two calls at which no accumulation window is open. `load_state` then
+        goes on exactly there.
+
+        Args:
+            output_dir: The folder of the checkpoint; not needed with automatic naming.
+            signals: Names of the signals.
+            exit_code: How the processes end. The default, 75, asks to be started again (EX_TEMPFAIL).
+
+        Raises:
+            SystemExit: With `exit_code`, when the checkpoint is committed.
+            ValueError: If there is no folder to save to.
+            RuntimeError: If this is not the main thread.
+        """
+        from accel.saving.preemption import save_on_preemption
+
+        save_on_preemption(_whole(self), output_dir, signals, exit_code)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> bool:
+        """Restore what `save_state` wrote; without a folder, the newest automatically named one.
+
+        A script that is started again resumes with `load_state(missing_ok=True)`, which does nothing where
+        there is no checkpoint yet; a checkpoint that is damaged, or differs from the objects, is an error all
+        the same.
+
+        Args:
+            input_dir: The folder; None for the newest automatically named one.
+            load_kwargs: Options of `torch.load` for everything but weights.
+            **load_model_func_kwargs: `missing_ok`, `strict`, `verify`, `map_location`, and options of the
+                models' `load_state_dict` (under DeepSpeed, of its `load_checkpoint`).
+
+        Returns:
+            Whether a checkpoint was restored: True, but with `missing_ok` where there is none.
+
+        Raises:
+            ValueError: If there is no folder to read from.
+            FileNotFoundError: If there is no checkpoint in it, and `missing_ok` is not set.
+            CheckpointError: If it is damaged, or differs from the objects.
+        """
+        from accel.saving import load
+
+        return load.load_state(_whole(self), input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state of a prepared model."""
+        return self.engine.state_dict(model, unwrap)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
+        from accel.saving import save
+
+        save.save_model(_whole(self), model, save_directory, max_shard_size, safe_serialization)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects (with state_dict and load_state_dict) along with the state."""
+        from accel.saving import save
+
+        save.register(_whole(self), objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before `save_state` writes."""
+        handle = RemovableHandle(self._save_state_hooks)
+        self._save_state_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` before `load_state` reads."""
+        handle = RemovableHandle(self._load_state_hooks)
+        self._load_state_hooks[handle.id] = hook
+        return handle
+
+
+def _whole(control: CheckpointControl) -> Accelerator:
+    """The Accelerator that the mixin is a part of."""
+    return cast("Accelerator", control)

@@ -1,0 +1,258 @@
+"""save_state: which objects of an Accelerator go into a checkpoint, and where it lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.saving.own_buffers import save_own_buffers
+from accel.training.prepare import holds_any
+from accel_ckpt import file_names
+from accel_ckpt.background import thread
+from accel_ckpt.files import tensors
+from accel_ckpt.folder import rotation
+from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.staging import Staging, staged
+from accel_ckpt.run.gradients import get_gradients
+from accel_ckpt.run.save import save_accelerator_state, save_custom_state
+from accel_ckpt.weights.files import save_weights
+from accel_optim.scaler import end_round
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel.accelerator import Accelerator
+    from accel_ckpt.config import ProjectConfiguration
+
+__all__ = ["free_number", "parts_of", "register", "save", "save_model", "save_state", "wait_for_save"]
+
+
+def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
+    """Write one object, once per job or once per machine."""
+    each_node = accelerator.project_configuration.save_on_each_node
+    tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+) -> None:
+    """Write a model's weights into a folder, once per job or once per machine; every process calls it."""
+    process = accelerator.process
+    each_node = accelerator.project_configuration.save_on_each_node
+    state = accelerator.get_state_dict(model)
+
+    def write() -> None:
+        if process.is_local_main if each_node else process.is_main:
+            save_weights(state, folder, max_shard_size, safe_serialization)
+
+    together(write, process, "saving the model")
+
+
+def register(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+    """Note objects to save and load along with the state.
+
+    Raises:
+        ValueError: If one has no state_dict or no load_state_dict; none is registered then.
+    """
+    unfit = [
+        f"{type(item).__name__} ({position})"
+        for position, item in enumerate(objects)
+        if not (
+            callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+        )
+    ]
+    if unfit:
+        raise ValueError(
+            "register_for_checkpointing takes objects with state_dict() and load_state_dict(); these lack "
+            "one: "
+            f"{', '.join(unfit)}."
+        )
+    accelerator._custom_objects.extend(objects)
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | None,
+    safe_serialization: bool,
+    blocking: bool = True,
+    **options: Any,
+) -> str:
+    """Write a checkpoint, which appears as a whole or not at all; every process calls it.
+
+    In the middle of an accumulation window the gradients so far are saved too, so that the window goes on
+    where it was.
+
+    Args:
+        accelerator: Whose prepared and registered objects are saved.
+        output_dir: The folder; not needed with automatic naming.
+        safe_serialization: Whether weights are safetensors.
+        blocking: False to copy the state, and write and commit it in the background.
+        **options: Options for an engine's own saving (DeepSpeed's `save_checkpoint`); others take none.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If there is no folder to write to.
+        Exception: What went wrong here or, for the save before, in the background.
+    """
+    thread.wait()
+    _check_window(accelerator)
+    accelerator.engine.check_save(accelerator._optimizers)
+    accelerator._watch.before_save(accelerator)
+    end_round(accelerator.scaler)  # or what the last steps found would not count in the scale that is saved
+    config = accelerator.project_configuration
+    folder = _new_folder(accelerator, output_dir)
+    process = accelerator.process
+    each_node = config.save_on_each_node
+    with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
+        weights, optimizers = _whole_states(accelerator)
+        for hook in accelerator._save_state_hooks.values():
+            hook(accelerator._models, weights, str(staging.path))
+        save_accelerator_state(
+            staging.path,
+            weights,
+            optimizers,
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            process.rank,
+            accelerator.step,
+            accelerator.scaler,
+            each_node,
+            safe_serialization,
+            gradients=get_gradients(accelerator._models) if accelerator.step else None,
+            window=accelerator.window.state_dict(),
+            process=process,
+        )
+        if accelerator.engine.saves_parts:
+            from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
+
+            save_sharded_state(staging.path, **parts_of(accelerator), process=process)
+        if accelerator.engine.gradients_in_parts:
+            save_own_buffers(accelerator, staging)
+        accelerator.engine.save_own(staging.path, **options)
+        for index, item in enumerate(accelerator._custom_objects):
+            _save_registered(accelerator, item, index, staging)
+        if config.automatic_checkpoint_naming:
+            limit = config.total_limit
+            staging.after_commit(lambda: rotation.prune(folder.parent, limit, staging.target))
+    if config.automatic_checkpoint_naming:
+        config.iteration += 1
+    return str(staging.target)
+
+
+def _save_registered(accelerator: Accelerator, item: Any, index: int, staging: Staging) -> None:
+    """Write a registered object's state; what is in parts is written by all processes."""
+    if not accelerator.engine.gradients_in_parts:
+        each_node = accelerator.project_configuration.save_on_each_node
+        save_custom_state(item, staging.path, index, each_node)
+        return
+    from accel_ckpt.run.registered import refuse_local_parts, save_registered_parts
+
+    process = accelerator.process
+    state = together(item.state_dict, process, f"state_dict of registered object {index}")
+    refuse_local_parts(item, index, state, process)
+    state = save_registered_parts(index, state, staging, process)
+    if staging.writes_shared:
+        staging.write(state, file_names.custom_file(index))
+
+
+def wait_for_save() -> None:
+    """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
+    thread.wait()
+
+
+def _whole_states(accelerator: Accelerator) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The states that one process writes for all; none where each process writes its parts."""
+    engine = accelerator.engine
+    if engine.saves_parts:
+        return [], []
+    weights = [accelerator.get_state_dict(model) for model in accelerator._models if not engine.is_own(model)]
+    optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
+    return weights, [engine.optimizer_to_save(item) for item in optimizers]
+
+
+def parts_of(accelerator: Accelerator) -> dict[str, Any]:
+    """The models and optimizers whose parts are saved, and which model each optimizer belongs to.
+
+    Raises:
+        ValueError: If an optimizer has no parameter of a prepared model.
+    """
+    engine = accelerator.engine
+    models = [engine.state_root(model) for model in accelerator._models]
+    owned = [{id(item) for item in engine.with_gradients(model.parameters())} for model in models]
+    optimizers, owners = [], []
+    for item in accelerator._optimizers:
+        owner = next((index for index, wanted in enumerate(owned) if holds_any(item, wanted)), None)
+        if owner is None:
+            raise ValueError(
+                f"{type(item).__name__} has no parameters of a prepared model, so that its state cannot be "
+                "saved in parts. Prepare its model too, or set state_dict_type='FULL_STATE_DICT'."
+            )
+        optimizers.append(getattr(item, "optimizer", item))
+        owners.append(owner)
+    return {"models": models, "optimizers": optimizers, "owners": owners}
+
+
+def _check_window(accelerator: Accelerator) -> None:
+    if accelerator.step and not accelerator.engine.keeps_open_window:
+        raise ValueError(
+            f"save_state in the middle of an accumulation window ({accelerator.step} of "
+            f"{accelerator.gradient_accumulation_steps} micro-batches): the {accelerator.engine.name} engine "
+            "holds its gradients back. Save where accelerator.sync_gradients is True, after the optimizer's "
+            "step."
+        )
+
+
+def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state needs output_dir, unless checkpoints are named automatically: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+        return Path(output_dir)
+    if config.project_dir is None:
+        raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
+    number = free_number(accelerator)
+    if number > config.iteration:
+        _tell_other_run(config, number)
+    config.iteration = max(config.iteration, number)
+    folder = file_names.checkpoint_dir(config.project_dir, config.iteration)
+    if output_dir is not None and not accelerator._is_folder_told:
+        accelerator._is_folder_told = True
+        warn(
+            f"save_state ignores output_dir={str(output_dir)!r}, as checkpoints are named automatically: "
+            f"this one is {folder}. Turn automatic_checkpoint_naming off to name folders yourself."
+        )
+    return folder
+
+
+def free_number(accelerator: Accelerator) -> int:
+    """The lowest number above all automatically named checkpoints of the project; every process calls it.
+
+    Machines with disks of their own may have different ones.
+    """
+    root = Path(str(accelerator.project_dir)) / file_names.CHECKPOINTS_DIR
+    process = accelerator.process
+    own = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
+    number: int = max(collect(own, process))
+    return number
+
+
+def _tell_other_run(config: ProjectConfiguration, number: int) -> None:
+    limit = config.total_limit
+    pruned = "" if limit is None else f" total_limit={limit} counts those of both runs; the oldest go first."
+    warn(
+        f"{config.project_dir} has checkpoints that this run has neither saved nor loaded, up to "
+        f"checkpoint_{number - 1}: this one is checkpoint_{number}.{pruned} Call load_state() first to go on "
+        "from the newest, or set another project_dir for a new run."
+    )

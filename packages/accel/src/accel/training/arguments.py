@@ -1,0 +1,350 @@
+"""What the Accelerator's arguments mean: handlers by kind, old spellings, environment defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_ckpt.config import ProjectConfiguration
+from accel_data.config import DataLoaderConfiguration
+from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_state import env
+from accel_state.enums import RNGType
+from accel_state.handlers import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from accel_state.logging.loggers import get_logger
+from accel_state.logging.warning import warn
+from accel_state.parallelism.config import ParallelismConfig
+
+if TYPE_CHECKING:
+    from accel.engines import Engine
+
+__all__ = [
+    "UNSET",
+    "Handlers",
+    "check_steps",
+    "resolve_accumulation",
+    "resolve_dataloader_config",
+    "resolve_dynamo",
+    "resolve_fsdp",
+    "resolve_megatron",
+    "resolve_old_spellings",
+    "resolve_parallelism",
+    "resolve_project",
+    "resolve_rng_types",
+    "sort_handlers",
+    "tell_unread",
+]
+
+_logger = get_logger(__name__)
+
+UNSET: Any = object()
+"""Marks an argument that was not given, where None and False mean something."""
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The kwargs handlers of one Accelerator, one of each kind."""
+
+    autocast: AutocastKwargs | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: Any = None
+
+
+_FIELD_OF = {
+    AutocastKwargs: "autocast",
+    DistributedDataParallelKwargs: "ddp",
+    GradScalerKwargs: "scaler",
+    InitProcessGroupKwargs: "init",
+    ProfileKwargs: "profile",
+    AORecipeKwargs: "fp8",
+    TERecipeKwargs: "fp8",
+    MSAMPRecipeKwargs: "fp8",
+}
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Sort kwargs handlers by kind.
+
+    Raises:
+        TypeError: If one is of a kind that the Accelerator does not know.
+        ValueError: If two are of one kind.
+    """
+    found: dict[str, Any] = {}
+    for handler in handlers or ():
+        field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
+        if field is None:
+            names = ", ".join(kind.__name__ for kind in _FIELD_OF)
+            raise TypeError(f"kwargs_handlers got {handler!r}; it takes instances of {names}.")
+        if field in found:
+            first, second = type(found[field]).__name__, type(handler).__name__
+            both = f"two {first}" if first == second else f"{first} and {second}"
+            raise ValueError(f"kwargs_handlers holds {both}; pass one, with every option that you want set.")
+        found[field] = handler
+    return Handlers(**found)
+
+
+_ALWAYS_PASSED = {"find_unused_parameters"}
+"""What no user chose: transformers' Trainer passes it in every run, and DDP alone has a use for it."""
+
+
+def tell_unread(handlers: Handlers, engine: Engine) -> None:
+    """Warn of handlers that the engine has no use for, and that say something.
+
+    Args:
+        handlers: The handlers.
+        engine: The engine.
+    """
+    for field, reason in engine.unread_handlers.items():
+        handler = getattr(handlers, field)
+        unset = {} if handler is None else vars(type(handler)())
+        given = [name for name in unset if vars(handler)[name] != unset[name]]
+        chosen = [name for name in given if name not in _ALWAYS_PASSED]
+        if given:
+            said = ", ".join(f"{name}={vars(handler)[name]!r}" for name in chosen or given)
+            message = f"{type(handler).__name__}({said}) is ignored under {engine.name}: {reason}."
+            if chosen:
+                warn(message)
+            else:
+                _logger.info("%s", message)
+
+
+def resolve_dataloader_config(
+    config: DataLoaderConfiguration | None, split_batches: Any
+) -> DataLoaderConfiguration:
+    """The loader configuration, with the constructor's own `split_batches` folded in.
+
+    Raises:
+        ValueError: If both are given and say different things.
+    """
+    if split_batches is UNSET:
+        return config if config is not None else DataLoaderConfiguration()
+    if config is None:
+        return DataLoaderConfiguration(split_batches=bool(split_batches))
+    if config.split_batches and not split_batches:
+        raise ValueError(
+            "Accelerator got split_batches=False and a dataloader_config with split_batches=True: "
+            "set it in dataloader_config alone."
+        )
+    return replace(config, split_batches=bool(split_batches))
+
+
+def resolve_accumulation(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """The accumulation plugin; the environment's number of steps (the launcher's flag) comes before the
+    argument.
+
+    Raises:
+        ValueError: If both the number and a plugin are given, or the number is not a positive integer.
+    """
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                f"Accelerator got gradient_accumulation_steps={steps} and a gradient_accumulation_plugin: "
+                f"pass one "
+                "of them (the plugin's num_steps is the same setting)."
+            )
+        if plugin.num_steps is not None:
+            return plugin
+        return replace(plugin, num_steps=env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or 1)
+    if env.is_set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+        steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    return GradientAccumulationPlugin(num_steps=check_steps(steps))
+
+
+def check_steps(steps: Any) -> int:
+    """Return the number of accumulation steps.
+
+    Raises:
+        ValueError: If it is not a positive integer.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
+    return steps
+
+
+def resolve_parallelism(
+    config: ParallelismConfig | None, tensor_plugin: Any = None
+) -> ParallelismConfig | None:
+    """The mesh sizes: as given, or the environment's where the launcher says to use them.
+
+    Args:
+        config: The sizes.
+        tensor_plugin: The older way to give tp_size.
+
+    Raises:
+        TypeError: If that is no TorchTensorParallelPlugin.
+        ValueError: If the two do not go together.
+    """
+    if config is None and env.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    if tensor_plugin is not None:
+        from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
+
+        if not isinstance(tensor_plugin, TorchTensorParallelPlugin):
+            raise TypeError(f"torch_tp_plugin takes a TorchTensorParallelPlugin, not {tensor_plugin!r}.")
+        config = tensor_plugin.complete(config)
+    return config
+
+
+_INSTEAD_OF_SHARDS = {
+    "deepspeed_plugin": "zero_stage says what is shared out over all processes, and sp_size splits sequences",
+    "megatron_lm_plugin": "use_distributed_optimizer and context_parallel_size are its own settings",
+}
+
+
+def resolve_fsdp(
+    plugin: Any, config: ParallelismConfig | None, deepspeed: Any = None, megatron: Any = None
+) -> Any:
+    """The FSDP options: as given, the environment's, or the defaults where the mesh has shards.
+
+    Processes that share sequences (cp) share parameters too: they are shards.
+
+    Args:
+        plugin: The options.
+        config: The sizes of the mesh.
+        deepspeed: The options of DeepSpeed; None: not asked for.
+        megatron: Those of Megatron-LM.
+
+    Raises:
+        TypeError: If they are no FullyShardedDataParallelPlugin.
+        ValueError: If the mesh asks for shards, and the options for version 1, which has no mesh, or nothing
+            but the mesh for FSDP, and a plugin for another engine.
+    """
+    config = resolve_parallelism(config)
+    shards = [] if config is None else config.dp_shard_cp_dim_names
+    by_mesh_alone = plugin is None and not env.get("ACCELERATE_USE_FSDP")
+    if by_mesh_alone and not shards:
+        return None
+    if by_mesh_alone and (deepspeed is not None or megatron is not None):
+        other = "megatron_lm_plugin" if deepspeed is None else "deepspeed_plugin"
+        sizes = " and ".join(f"{name}_size={getattr(config, f'{name}_size')}" for name in shards)
+        raise ValueError(
+            f"parallelism_config has {sizes}, over which FSDP shards models, beside {other}, which asks for "
+            f"another engine. Leave it out ({_INSTEAD_OF_SHARDS[other]}), or train without {other}."
+        )
+    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+
+    if plugin is None:
+        version = None if env.get("ACCELERATE_USE_FSDP") else 2
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin takes a FullyShardedDataParallelPlugin, not {plugin!r}.")
+    if config is not None and config.active_mesh_dims and plugin.fsdp_version == 1:
+        raise ValueError(
+            f"parallelism_config arranges {', '.join(config.active_mesh_dims)}, and fsdp_version=1 has no "
+            "mesh. Set FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    return plugin
+
+
+def resolve_megatron(plugin: Any) -> Any:
+    """The Megatron-LM options: as given, or the environment's; None without any.
+
+    Raises:
+        TypeError: If they are no MegatronLMPlugin.
+    """
+    if plugin is None and not env.get("ACCELERATE_USE_MEGATRON_LM"):
+        return None
+    from accel.engines.megatron.plugin import MegatronLMPlugin
+
+    if plugin is None:
+        return MegatronLMPlugin()
+    if not isinstance(plugin, MegatronLMPlugin):
+        raise TypeError(f"megatron_lm_plugin takes a MegatronLMPlugin, not {plugin!r}.")
+    return plugin
+
+
+def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """The compile options: a backend by name, a plugin, or the environment's.
+
+    Raises:
+        ValueError: If both are given, or the backend is unknown.
+    """
+    if backend is not None and plugin is not None:
+        raise ValueError("Accelerator got dynamo_backend and dynamo_plugin: pass one of them.")
+    if plugin is not None:
+        return plugin
+    return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+
+
+def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """The project configuration; `project_dir` fills it where it names none, and is ignored where it does."""
+    if config is None:
+        return ProjectConfiguration(project_dir=project_dir)
+    if project_dir is None:
+        return config
+    if config.project_dir is None:
+        config.set_directories(project_dir)
+    elif os.fspath(project_dir) != os.fspath(config.project_dir):
+        warn(
+            f"Accelerator ignores project_dir={os.fspath(project_dir)!r}: its project_config has "
+            f"project_dir={os.fspath(config.project_dir)!r}. Leave one of them out.",
+        )
+    return config
+
+
+def resolve_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[RNGType]:
+    """The generators synchronised at each iteration's start; the sampler's alone by default.
+
+    Raises:
+        ValueError: If a type is unknown; the message lists the known ones.
+    """
+    return [RNGType(kind) for kind in (rng_types if rng_types is not None else ["generator"])]
+
+
+_LOADER_SPELLINGS = ("dispatch_batches", "even_batches", "use_seedable_sampler")
+
+
+def resolve_old_spellings(
+    given: Mapping[str, Any],
+    mixed_precision: Any,
+    loaders: DataLoaderConfiguration | None,
+    project: ProjectConfiguration | None,
+    known: Sequence[str],
+) -> tuple[Any, DataLoaderConfiguration | None, ProjectConfiguration | None]:
+    """Translate arguments of earlier releases, each with a FutureWarning.
+
+    Args:
+        given: Keyword arguments that the constructor does not list.
+        mixed_precision: The current argument, which an old one fills where it is None.
+        loaders: The current dataloader_config.
+        project: The current project_config.
+        known: The constructor's argument names, to suggest from.
+
+    Returns:
+        mixed_precision, dataloader_config and project_config.
+
+    Raises:
+        TypeError: If a name was never an argument; the message names the nearest one that is.
+    """
+    for name, value in given.items():
+        if name == "fp16":
+            _warn_old("fp16", "mixed_precision='fp16'")
+            mixed_precision = mixed_precision or ("fp16" if value else "no")
+        elif name in _LOADER_SPELLINGS:
+            _warn_old(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")
+            loaders = replace(loaders or DataLoaderConfiguration(), **{name: value})
+        elif name == "logging_dir":
+            _warn_old(name, f"project_config=ProjectConfiguration(logging_dir={value!r})")
+            project = replace(project or ProjectConfiguration(), logging_dir=value)
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
+    return mixed_precision, loaders, project
+
+
+def _warn_old(name: str, now: str) -> None:
+    warn(f"Accelerator({name}=...) is the old spelling; write {now}.", FutureWarning)

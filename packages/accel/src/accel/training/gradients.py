@@ -1,0 +1,316 @@
+"""The gradient side of the Accelerator: windows, backward, unscaling and clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from accel.engines.ddp.engine import sync_in_backward
+from accel.training import arguments
+from accel.training.prepare import holds_any, prepared_optimizer
+from accel_optim import lomo
+from accel_optim.scaler import agreed
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from accel.accelerator import Accelerator
+    from accel.engines import Engine
+    from accel.training.misuse import Watch
+    from accel_optim.weight import Weight
+    from accel_optim.window import Window
+    from accel_state.gradient import GradientState
+
+__all__ = ["GradientControl", "drop_gradients", "has_gradients"]
+
+
+def drop_gradients(accelerator: Accelerator) -> None:
+    """Drop the gradients of everything prepared, also those that an engine holds back."""
+    optimizers = (getattr(item, "optimizer", item) for item in accelerator._optimizers)
+    for holder in (*accelerator._models, *optimizers):
+        holder.zero_grad()
+    accelerator.engine.owner.forget_gradients()
+
+
+def has_gradients(accelerator: Accelerator) -> bool:
+    """Whether an accumulation window is open, or an engine holds gradients back in `no_sync`."""
+    return bool(accelerator.step) or accelerator.engine.owner.holds_back
+
+
+class GradientControl:
+    """Mixin with everything that follows the accumulation window.
+
+    A subclass has the attributes that are declared here.
+    """
+
+    window: Window
+    engine: Engine
+    gradient_state: GradientState
+    scaler: torch.amp.GradScaler | None
+    _models: list[torch.nn.Module]
+    _optimizers: list[torch.optim.Optimizer]
+    _watch: Watch
+    _lomo: Any = None
+
+    _is_usual = False
+    """Whether the next backward pass is one as most are: watched no more, and of no LOMO."""
+
+    @property
+    def step(self) -> int:
+        """Micro-batches in the open accumulation window; 0 at a boundary."""
+        return self.window.step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state._set_sync_gradients(sync_gradients)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        steps = arguments.check_steps(gradient_accumulation_steps)
+        self.gradient_state.plugin_kwargs.update({"num_steps": steps})
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was skipped, because fp16 gradients overflowed.
+
+        Each optimizer answers for its own last step, so that of two that step in turn one may be meant that
+        has not stepped in this micro-batch yet; its own `step_was_skipped` tells which.
+        """
+        return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self._optimizers)
+
+    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
+        return _MicroBatch(self.window, self.engine, models)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward leaves the gradients of `model` on their own process."""
+        return self.engine.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward synchronises gradients although the forward ran under `no_sync`."""
+        return sync_in_backward(model)
+
+    def backward(
+        self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Run the backward pass of a loss, scaled for its accumulation window (and for fp16).
+
+        Without a weight the loss is a mean, and is divided by the number of accumulation steps: the window's
+        gradient is the mean over its micro-batches, if they are alike and as many as that.
+
+        With one, the loss is a **sum** over `weight` items (tokens, say), and the window's gradient is that
+        of all its losses over all its weights, on all processes: the gradient of one batch with all the
+        items, however ragged the counts, however many micro-batches the window has, and however they are
+        split over processes. The processes add up their weights once per window, at its end (and once more
+        in the first window), so that all of them have to call it there. `weight=1` with mean losses makes a
+        window that the loader's end cut short count by its real size.
+
+        Args:
+            loss: The loss, a tensor of one element.
+            weight: How many items the loss is the sum over, at least 0: a number, or a tensor of one element.
+                A tensor on the accelerator is used without waiting for its value. It is the weight of the
+                micro-batch: several losses of one give the same weight, and each is divided by the total.
+            **kwargs: Passed to the engine's backward (`retain_graph`, for one).
+
+        Raises:
+            TypeError: If the weight is no number.
+            ValueError: If it is negative or not finite, if the micro-batch has another weight already, or if
+                the window has losses of the other kind.
+            RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
+        """
+        if not self._is_usual or "learning_rate" in kwargs:
+            self._note_backward(is_mean=weight is None)
+            if self._lomo is not None or "learning_rate" in kwargs:
+                given: dict[str, Any] = {} if weight is None else {"weight": weight}
+                self._backward_that_steps(loss, **given, **kwargs)
+                return
+        if weight is None:
+            steps = self.window.loss_divisor()
+            self.engine.backward(loss if steps == 1 else loss / steps, **kwargs)
+            return
+        precise = torch.promote_types(loss.dtype, torch.float32)
+        factor = self.window.weigh(weight, _Gathered(self, precise))
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(loss.device, precise, non_blocking=True)
+        self.engine.backward(loss * factor, **kwargs)
+
+    def _note_backward(self, is_mean: bool) -> None:
+        is_watched = self._watch.before_backward(cast("Accelerator", self), is_mean)
+        self._is_usual = self._lomo is None and not is_watched
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward, and with it the step, of a prepared optimizer that steps in backward (LOMO).
+
+        `backward` does the same by itself when such an optimizer is prepared, with the learning rate that it
+        is given (`learning_rate=`) or that of the optimizer's parameter group, which schedulers move.
+
+        Args:
+            loss: The loss of the micro-batch.
+            learning_rate: The learning rate of this step.
+
+        Raises:
+            ValueError: If no such optimizer is prepared, or gradients would have to be accumulated.
+        """
+        lomo.lomo_backward(self._lomo, loss, learning_rate, self.gradient_accumulation_steps)
+
+    def _backward_that_steps(
+        self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any
+    ) -> None:
+        if kwargs:
+            raise TypeError(
+                "backward got " + ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) + ", and "
+                "the backward of an optimizer that steps in it (LOMO) takes learning_rate alone."
+            )
+        if learning_rate is None:
+            learning_rate = self._lomo.param_groups[0]["lr"]
+        self.lomo_backward(loss, learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions.
+
+        Args:
+            optimizer: One or several of the prepared optimizers; default: all.
+
+        Raises:
+            ValueError: If one is not prepared.
+        """
+        if self.scaler is None or not self.sync_gradients:
+            return
+        self.engine.owner.finish_window()
+        chosen: Sequence[Any] = self._optimizers
+        if optimizer is not None:
+            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            chosen = [prepared_optimizer(cast("Accelerator", self), item) for item in given]
+        for item in chosen:
+            item.unscale_gradients()
+
+    def _unscale_gradients_of(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor
+    ) -> Iterable[torch.Tensor] | torch.Tensor:
+        """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
+        if self.scaler is None and self._lomo is None:
+            return parameters
+        tensors = self.engine.with_gradients(parameters)
+        if self._lomo is not None and holds_any(self._lomo, {id(tensor) for tensor in tensors}):
+            lomo.warn_of_clipping(self._lomo)
+        if self.scaler is not None and self.scaler.is_enabled():
+            wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
+            holding = agreed(self.scaler, [holds_any(item, wanted) for item in self._optimizers])
+            owners = [item for item, holds in zip(self._optimizers, holding, strict=True) if holds]
+            held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
+            if wanted - held:
+                raise ValueError(
+                    f"{len(wanted - held)} of the {len(wanted)} gradients to clip are multiplied by the loss "
+                    "scale of fp16 training, and no prepared optimizer has their parameters, so that nobody "
+                    "divides them by it. Pass the optimizer to prepare() as well."
+                )
+            self.unscale_gradients(owners)
+        return tensors
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip the gradients of `parameters` by their total norm, and return the norm before clipping.
+
+        Inside an accumulation window the gradients are not whole yet: the norm is returned and nothing is
+        clipped. In fp16 the gradients are unscaled first, unless that was done since the last step. An
+        optimizer that steps in backward (LOMO) leaves nothing to clip, of which a warning tells.
+
+        Raises:
+            ValueError: If fp16 gradients belong to no prepared optimizer.
+        """
+        if self.sync_gradients:
+            self.engine.owner.finish_window()
+            parameters = self._unscale_gradients_of(parameters)
+            return self.engine.clip_grad_norm(parameters, max_norm, norm_type)
+        norm = self.engine.grad_norm(parameters, norm_type)
+        if norm is None or self.scaler is None:
+            return norm
+        return norm / self.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
+        if not self.sync_gradients:
+            return
+        self.engine.owner.finish_window()
+        parameters = self._unscale_gradients_of(parameters)
+        self.engine.clip_grad_value(parameters, clip_value)
+
+
+class _MicroBatch:
+    """The context of `accumulate`; a class, because a generator's context costs more than all else in it."""
+
+    __slots__ = ("engine", "held_back", "models", "window")
+
+    def __init__(self, window: Window, engine: Engine, models: Sequence[torch.nn.Module]) -> None:
+        self.window = window
+        self.engine = engine
+        self.models = models
+        self.held_back: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self.window.__enter__()
+        if self.window.reduce_gradients or not self.engine.holds_gradients_back:
+            return
+        self.held_back = contextlib.ExitStack()
+        try:
+            for model in self.models:
+                self.held_back.enter_context(self.engine.no_sync(model))
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self.held_back is not None:
+                self.held_back.close()
+        finally:
+            self.window.__exit__(kind, error, traceback)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The gradients that the window gathers: those of everything prepared, as the engine reduces them."""
+
+    control: GradientControl
+    precision: torch.dtype
+
+    @property
+    def divisor(self) -> int:
+        """The number of processes where the engine averages their gradients, 1 where it adds them up."""
+        engine = self.control.engine
+        return engine.gradient_shards if engine.gradient_reduction == "mean" else 1
+
+    def total_weight(self, weight: Weight) -> Weight:
+        """Add up a weight over the processes."""
+        return self.control.engine.total_weight(weight, self.precision)
+
+    def scale(self, factor: Weight) -> None:
+        """Multiply the gradients of all prepared models and optimizers, each once."""
+        parameters = {
+            id(parameter): parameter
+            for group in (
+                *(model.parameters() for model in self.control._models),
+                *(group["params"] for item in self.control._optimizers for group in item.param_groups),
+            )
+            for parameter in group
+        }
+        self.control.engine.scale_gradients(parameters.values(), factor)

@@ -1,0 +1,361 @@
+"""`prepare`: which kind each object is, in which order kinds are prepared, and what is prepared already."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel.engines.common.loader import EngineLoader
+from accel.engines.context import Prepared
+from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
+from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
+from accel.training.uneven import warn_of_missing, warn_of_uneven
+from accel_data.prepare import prepare_data_loader
+from accel_optim.lomo import find_lomo
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+__all__ = [
+    "check_kind",
+    "holds_any",
+    "prepare",
+    "prepare_loader",
+    "prepare_models_and_optimizers",
+    "prepare_scheduler",
+    "prepared_optimizer",
+]
+
+_made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple[Any, ...]]] = (
+    WeakKeyDictionary()
+)
+"""For prepared loaders: what each was made from, and with which settings."""
+
+# Schedulers read optimizers, and optimizers read the parameters that models end up with.
+_KINDS: dict[str, Any] = {
+    "model": torch.nn.Module,
+    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
+    "optimizer": (torch.optim.Optimizer, DummyOptim),
+    "loader": (DataLoader, EngineLoader),
+}
+_BESIDE = ("scheduler", "loader", "own")
+
+
+def prepare(
+    accelerator: Accelerator, objects: Sequence[Any], placement: Sequence[bool | None] | None
+) -> list[Any]:
+    """Prepare objects of any kinds; returns them in the order given.
+
+    Args:
+        accelerator: Whose engine, loaders and windows the objects join.
+        objects: Models, optimizers, schedulers, loaders; None and other objects come back as they are.
+        placement: Per object, whether it is put on the device; None: the Accelerator's default.
+
+    Raises:
+        ValueError: If `placement` has another length than `objects`, or the engine refuses an object.
+    """
+    if placement is None:
+        placement = [None] * len(objects)
+    if len(placement) != len(objects):
+        raise ValueError(
+            f"prepare got {len(objects)} objects and a device_placement of {len(placement)}: give one entry "
+            f"for each."
+        )
+    kinds = [_kind_of(accelerator, item) for item in objects]
+    _tell_unknown(accelerator, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
+    result = list(objects)
+    trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
+    done = prepare_models_and_optimizers(
+        accelerator,
+        [objects[index] for index in trained],
+        [placement[index] for index in trained],
+        beside=[item for item, kind in zip(objects, kinds, strict=True) if kind in _BESIDE],
+    )
+    for index, item in zip(trained, done, strict=True):
+        result[index] = item
+    for index, kind in enumerate(kinds):
+        if kind == "scheduler":
+            result[index] = prepare_scheduler(accelerator, objects[index])
+        elif kind == "loader":
+            result[index] = prepare_loader(accelerator, objects[index], placement[index])
+            if "model" in kinds:
+                result[index] = accelerator.engine.share_loader(result[index])
+        elif kind == "own":
+            result[index] = accelerator.engine.prepare_own(objects[index], accelerator)
+    return result
+
+
+def check_kind(item: Any, kind: str) -> None:
+    """Refuse an object that is not what `prepare_model`, `prepare_optimizer` or `prepare_scheduler` takes.
+
+    Raises:
+        TypeError: If it is of another kind.
+    """
+    takes, is_like_one = {
+        "model": ("a torch.nn.Module", False),
+        "optimizer": ("an optimizer of torch's kind", _is_like_an_optimizer(item)),
+        "scheduler": ("what has a step method", callable(getattr(item, "step", None))),
+    }[kind]
+    if not isinstance(item, _KINDS[kind]) and not is_like_one:
+        raise TypeError(f"prepare_{kind} takes {takes}, not {type(item).__name__} ({item!r:.80}).")
+
+
+def prepare_models_and_optimizers(
+    accelerator: Accelerator,
+    objects: Sequence[Any],
+    placement: Sequence[bool | None],
+    evaluation_mode: bool = False,
+    beside: Sequence[Any] = (),
+) -> list[Any]:
+    """Hand the models and optimizers that are not prepared yet to the engine, together.
+
+    Args:
+        accelerator: Whose engine they join.
+        objects: The models and optimizers.
+        placement: Per object, whether it is put on the device; None: the Accelerator's default.
+        evaluation_mode: Whether models are only evaluated.
+        beside: Schedules, loaders and the engine's own objects of the same call, which are prepared
+            afterwards.
+    """
+    if not evaluation_mode:
+        _wrap_what_trains_now(accelerator, objects)
+    fresh: dict[int, Any] = {}
+    for item, put in zip(objects, placement, strict=True):
+        if _already(accelerator, item) is None and id(item) not in fresh:
+            fresh[id(item)] = (item, accelerator.device_placement if put is None else put)
+    models = [pair for pair in fresh.values() if isinstance(pair[0], torch.nn.Module)]
+    optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
+    request = Prepared(
+        models=tuple(model for model, _ in models),
+        optimizers=tuple(_inner(optimizer) for optimizer, _ in optimizers),
+        place_models=tuple(put for _, put in models),
+        place_optimizers=tuple(put for _, put in optimizers),
+        evaluation_mode=evaluation_mode,
+        accelerator=accelerator,
+        **_around(accelerator, beside),
+    )
+    accelerator.engine.check_together(request)
+    done = accelerator.engine.prepare(request)
+    accelerator._models.extend(map(_marked, done.models))
+    accelerator._optimizers.extend(done.optimizers)
+    accelerator._lomo = find_lomo(accelerator._optimizers)
+    if fresh:
+        accelerator._watch.resume(accelerator)
+        accelerator._is_usual = False
+    _attach_schedulers(accelerator)
+    asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
+    new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}
+    return [new[id(item)] if id(item) in new else _already(accelerator, item) for item in objects]
+
+
+def _around(accelerator: Accelerator, beside: Sequence[Any]) -> dict[str, Any]:
+    """What an engine may want to know of schedules and loaders."""
+    config, state = accelerator.dataloader_config, accelerator.gradient_state
+    size = accelerator.engine.data_shard[1]
+    given = [item for item in beside if isinstance(item, DataLoader)]
+    sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
+    earlier = [_batch_size(item) for item in accelerator._dataloaders]
+    moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
+    return {
+        "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
+        "own": tuple(item for item in beside if isinstance(item, accelerator.engine.own_kinds)),
+        "batch_sizes": tuple(known for known in sizes if known is not None),
+        "earlier_batch_size": min((known for known in earlier if known is not None), default=None),
+        "schedule_moves": moves,
+    }
+
+
+def _batch_size(loader: Any, split_over: int = 1) -> int | None:
+    """Samples per process and micro-batch; None if the loader does not say."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size // split_over if isinstance(size, int) else None
+
+
+def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
+    """Wrap a scheduler so that it steps when its optimizer really did; twice is once."""
+    if isinstance(scheduler, AcceleratedScheduler) and not _follows(accelerator, scheduler):
+        scheduler = scheduler.scheduler
+    for known in accelerator._schedulers:
+        if known is scheduler or known.scheduler is scheduler:
+            return known
+    scheduler = accelerator.engine.prepare_scheduler(scheduler) or scheduler
+    if not isinstance(scheduler, AcceleratedScheduler):
+        scheduler = AcceleratedScheduler(
+            scheduler,
+            accelerator._optimizers,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            split_batches=accelerator.split_batches,
+            gradient_state=accelerator.gradient_state,
+            num_processes=accelerator.engine.data_shard[1],
+        )
+    prepared: AcceleratedScheduler = scheduler
+    accelerator._schedulers.append(prepared)
+    accelerator._watch.begin(accelerator)
+    _attach_schedulers(accelerator)
+    return prepared
+
+
+def _attach_schedulers(accelerator: Accelerator) -> None:
+    """Let each scheduler follow its own optimizer, whichever of the two was prepared first."""
+    wrappers = {id(_inner(item)): item for item in accelerator._optimizers}
+    for scheduler in accelerator._schedulers:
+        own = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
+        if own is not None:
+            scheduler.optimizers = [own]
+
+
+def prepare_loader(
+    accelerator: Accelerator, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
+) -> Any:
+    """Shard a loader over the engine's data-parallel processes; twice is once."""
+    if isinstance(loader, EngineLoader):
+        inner = prepare_loader(accelerator, loader.loader, place, slice_fn_for_dispatch)
+        return loader if inner is loader.loader else loader.around(inner)
+    config = accelerator.dataloader_config
+    place = accelerator.device_placement if place is None else place
+    asked = (place, slice_fn_for_dispatch, list(accelerator.rng_types), *vars(config).values())
+    for known in accelerator._dataloaders:
+        source = _made_from.get(known)
+        if source is not None and source[0]() is loader and source[1] == asked:
+            return known
+    rank, size = accelerator.engine.data_shard
+    shares_samples = size != accelerator.num_processes
+    prepared = prepare_data_loader(
+        accelerator.engine.loader_to_prepare(loader),
+        accelerator.device,
+        num_processes=size,
+        process_index=rank,
+        split_batches=config.split_batches,
+        put_on_device=place,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=config.dispatch_batches,
+        even_batches=config.even_batches,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+        gradient_state=accelerator.gradient_state,
+        custom_classes=config.custom_classes,
+        # Processes that work on one batch together get the same.
+        torch_device_mesh=accelerator.engine.mesh if shares_samples else None,
+        data_ranks=accelerator.engine.data_ranks,
+    )
+    if not _follows(accelerator, prepared):
+        # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
+        prepared = copy.copy(prepared)
+        prepared.gradient_state = accelerator.gradient_state
+    if accelerator.use_distributed:
+        prepared.tell_uneven = partial(warn_of_uneven, accelerator.engine.joining)
+        prepared.tell_missing = partial(warn_of_missing, accelerator.engine.joining)
+    if not any(known is prepared for known in accelerator._dataloaders):
+        accelerator._dataloaders.append(prepared)
+        accelerator._watch.begin(accelerator)
+    if prepared is not loader:
+        _made_from[prepared] = ref(loader), asked
+    return prepared
+
+
+def _kind_of(accelerator: Accelerator, item: Any) -> str | None:
+    for kind, types in _KINDS.items():
+        if isinstance(item, types):
+            return kind
+    if isinstance(item, accelerator.engine.own_kinds):
+        return "own"
+    if _is_like_an_optimizer(item):
+        return "optimizer"
+    return None
+
+
+def _is_like_an_optimizer(item: Any) -> bool:
+    """Whether it is used as an optimizer without being torch's, as schedule-free's wrapper is."""
+    methods = ("step", "zero_grad", "state_dict", "load_state_dict")
+    return hasattr(item, "param_groups") and all(callable(getattr(item, name, None)) for name in methods)
+
+
+def _tell_unknown(accelerator: Accelerator, items: Sequence[Any]) -> None:
+    """Warn once of each type: programs prepare what they have."""
+    new = {type(item) for item in items if item is not None} - accelerator._unknown_types
+    if not new:
+        return
+    accelerator._unknown_types |= new
+    names = ", ".join(sorted(kind.__name__ for kind in new))
+    warn(
+        f"prepare gives back unchanged what it does not prepare: {names}. It prepares torch Module, "
+        "Optimizer, LRScheduler and DataLoader objects.",
+        UserWarning,
+    )
+
+
+def prepared_optimizer(accelerator: Accelerator, optimizer: Any) -> Any:
+    """The prepared form of an optimizer.
+
+    Raises:
+        ValueError: If it is not prepared.
+    """
+    found = _already(accelerator, optimizer)
+    if found is None:
+        raise ValueError(f"The {type(optimizer).__name__} is not prepared: pass it to prepare() first.")
+    return found
+
+
+def holds_any(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool:
+    """Whether the optimizer has a parameter whose `id` is among `wanted`."""
+    return any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _wrap_what_trains_now(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+    """Wrap models that were prepared for evaluation, or while they were frozen, and are to train now."""
+    for index, model in enumerate(accelerator._models):
+        if any(
+            isinstance(item, torch.nn.Module) and _is_form_of(accelerator, item, model) for item in objects
+        ):
+            accelerator._models[index] = _marked(accelerator.engine.wrap_model(model))
+
+
+def _marked(model: torch.nn.Module) -> torch.nn.Module:
+    """Mark a prepared model as clients expect it, who ask before they prepare it themselves."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    return model
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _follows(accelerator: Accelerator, item: Any) -> bool:
+    """Whether a wrapper or loader belongs to this Accelerator's accumulation window, and no other's."""
+    # Handles on one state share its settings, and no two states do.
+    return item.gradient_state.plugin_kwargs is accelerator.gradient_state.plugin_kwargs
+
+
+def _is_form_of(accelerator: Accelerator, item: torch.nn.Module, model: torch.nn.Module) -> bool:
+    if model is item:
+        return True
+    plain = accelerator.engine.unwrap_model(model, keep_torch_compile=False)
+    return plain is item or plain is getattr(item, "_orig_mod", None)
+
+
+def _already(accelerator: Accelerator, item: Any) -> Any | None:
+    """The prepared form of `item` when there is one: itself, or what wraps it."""
+    if isinstance(item, torch.nn.Module):
+        return next((model for model in accelerator._models if _is_form_of(accelerator, item, model)), None)
+    for optimizer in accelerator._optimizers:
+        if optimizer is item or _inner(optimizer) is _inner(item):
+            return optimizer
+    if isinstance(item, AcceleratedOptimizer) and _follows(accelerator, item):
+        accelerator._optimizers.append(item)
+        return item
+    return None

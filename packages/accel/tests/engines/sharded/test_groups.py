@@ -1,0 +1,51 @@
+"""Which modules are sharded by themselves, and which parameters are left whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel.engines.sharded.groups import choose_groups, ignored_parameters
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+
+
+def chosen(**options: Any) -> list[str]:
+    """Names of the groups of a model with 20, 40 and 36 parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", **options)
+    groups = choose_groups(model, plugin).modules
+    return [name for name, module in model.named_modules() if module in groups]
+
+
+@pytest.mark.parametrize(
+    ("size", "names"), [(20, ["0", "1.0", "1.1"]), (30, ["1.0", "1.1"]), (38, ["1.0"]), (50, ["1"])]
+)
+def test_the_smallest_size_says_which_modules_stand_alone(size, names):
+    assert chosen(min_num_params=size) == names
+
+
+def test_ignored_parameters_do_not_count():
+    assert chosen(min_num_params=30, ignored_modules=r"1\.0") == ["1.1"]
+
+
+def test_a_text_has_to_match_whole_names_and_modules_are_the_models_own():
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "heads": nn.Linear(2, 2)})
+
+    assert ignored_parameters(model, "head") == set(model["head"].parameters())
+    assert ignored_parameters(model, [model["heads"]]) == set(model["heads"].parameters())
+    with pytest.raises(ValueError, match="means no module of ModuleDict"):
+        ignored_parameters(model, [torch.nn.Linear(2, 2)])
+
+
+def test_a_policy_that_was_set_since_is_taken_without_a_word():
+    """transformers' Trainer puts peft's policy in the place of the one that the plugin was made with."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    plugin.auto_wrap_policy = lambda module, recurse, **sizes: recurse or isinstance(module, nn.Linear)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    assert choose_groups(model, plugin).modules == (model[0],)  # warnings are errors

@@ -1,0 +1,68 @@
+"""Which library computes in fp8, and what is said when it is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel.accelerator import Accelerator
+from accel.models.fp8 import choice, msamp
+from accel.models.fp8.choice import resolve_fp8
+from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def test_other_precisions_have_none_and_say_that_a_recipe_is_ignored():
+    assert resolve_fp8("bf16", None) is None
+    with pytest.warns(UserWarning, match=r"AORecipeKwargs is ignored: mixed_precision is 'bf16'"):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
+    assert accelerator.fp8_backend is None
+
+
+def test_torchao_is_chosen_where_nothing_else_runs():
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    assert (accelerator.fp8_backend, accelerator.mixed_precision) == ("AO", "fp8")
+    recipe = AORecipeKwargs(pad_inner_dim=False)
+    assert resolve_fp8("fp8", recipe).recipe is recipe
+
+
+def test_the_launcher_chooses_and_a_recipe_comes_first(monkeypatch):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "torchao")
+    assert resolve_fp8("fp8", None).backend == "AO"
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    with pytest.warns(UserWarning, match="ACCELERATE_FP8_BACKEND=TE is ignored"):
+        assert resolve_fp8("fp8", AORecipeKwargs()).backend == "AO"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (TERecipeKwargs(), r"transformer_engine\.pytorch.*'\./packages/accel\[transformer-engine\]'"),
+        (MSAMPRecipeKwargs(), r"MS-AMP.*not on the package index.*github\.com/Azure/MS-AMP"),
+    ],
+)
+def test_what_is_not_installed_is_named_at_once(recipe, message):
+    with pytest.raises(ImportError, match=message):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+
+
+def test_without_any_library_the_error_names_what_to_install(monkeypatch):
+    monkeypatch.setattr(choice, "is_torchao_available", lambda: False)
+    with pytest.raises(ImportError, match=r"'\./packages/accel\[fp8\]'"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+
+
+@pytest.mark.parametrize(("models", "optimizers"), [(1, 0), (2, 1), (1, 2)])
+def test_ms_amp_wraps_one_model_with_its_optimizer(models, optimizers):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=rf"{models} model\(s\) and {optimizers} optimizer\(s\)"):
+        msamp.initialize([model] * models, [optimizer] * optimizers, "O1")
+
+
+def test_two_recipes_are_refused():
+    with pytest.raises(ValueError, match="AORecipeKwargs and TERecipeKwargs"):
+        Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs(), TERecipeKwargs()])

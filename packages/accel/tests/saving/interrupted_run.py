@@ -1,0 +1,317 @@
+"""A run whose save is interrupted at every point in turn; test_interruptions.py starts it.
+
+Usage: interrupted_run.py <folder> <mode> <processes> <victim>. A fresh process is forked for every point, so
+that torch is imported once. A mode that ends in "in place" saves into one folder that has a file of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib
+import io
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.accelerator import Accelerator
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel_ckpt.config import ProjectConfiguration
+from accel_ckpt.files import writer
+from accel_ckpt.folder import manifest, recovery, rotation
+
+STEPS, TOTAL = 2, 6  # between saves, in all
+FIRST_USED = (  # what is imported on first use: by optimizers, and by what every point does
+    "torch._dynamo",
+    "torch.utils.serialization.config",
+    "accel.saving.save",
+    "accel.engines.ddp.engine",
+    "accel.engines.mesh.engine",
+    "accel.engines.single",
+    "accel.saving.load",
+    "accel_ckpt.background.snapshot",
+    "accel_ckpt.run.load",
+    "accel_ckpt.sharded.save_load",
+    "accel_ckpt.run.save",
+    "safetensors",
+)
+CALLS = ("write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+MOVES = ("rename", "replace", "unlink")
+ERRORS = {"full": errno.ENOSPC, "ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES}
+
+
+class Count:
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+class Run:
+    """A small run with everything that a checkpoint holds."""
+
+    in_parts = False
+    in_place = False
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.place = str(folder / "state") if self.in_place else None
+        naming = ProjectConfiguration(
+            str(folder), automatic_checkpoint_naming=not self.in_place, total_limit=1
+        )
+        sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if self.in_parts else {}
+        self.accelerator = Accelerator(cpu=True, project_config=naming, **sharded)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        data = TensorDataset(torch.arange(120.0).reshape(40, 3) / 50, torch.arange(40.0).reshape(40, 1))
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
+        self.count = Count()
+        self.accelerator.register_for_checkpointing(self.count)
+
+        self.batches = self.forever()
+
+    def forever(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def train(self, until: int) -> None:
+        while self.count.step < until:
+            x, y = next(self.batches)
+            self.accelerator.backward((self.model(x) - y).square().mean())
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.count.step += 1
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            whole = parameter.full_tensor() if self.in_parts else parameter
+            digest.update(whole.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+
+class Injection:
+    """Lets the n-th call that changes the disk kill this process, or fail: once, or as on a full disk."""
+
+    def __init__(self, at: int, mode: str) -> None:
+        self.at, self.mode, self.count = at, mode, 0
+        self.lock = threading.Lock()
+        for name in MOVES if mode in ERRORS and mode != "full" else CALLS:
+            setattr(os, name, self.wrapped(getattr(os, name), name))
+
+    def wrapped(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.lock:
+                here = self.count == self.at
+                self.count += 1
+            if here and self.mode not in ERRORS:
+                if name == "write":  # the half of it
+                    function(args[0], memoryview(args[1]).cast("B")[: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            full = self.mode == "full" and self.count > self.at and name in ("write", "fsync", "mkdir")
+            if full or (here and self.mode != "full"):
+                raise OSError(ERRORS[self.mode], os.strerror(ERRORS[self.mode]))
+            return function(*args, **kwargs)
+
+        return call
+
+    def stop(self) -> bool:
+        """Whether the point was reached; from now on nothing is injected."""
+        reached, self.at = self.count > self.at, sys.maxsize
+        return reached
+
+
+class Counted(writer._Raw):
+    def fileno(self) -> int:
+        return self._handle
+
+
+def open_counted(path: Path, mode: str) -> Any:
+    """Open as the built-in does, so that writes of the manifest are points too."""
+    if mode != "wb":
+        return open(path, mode)
+    return io.BufferedWriter(Counted(path, lambda size: None), writer._BUFFER_BYTES)
+
+
+def interrupted(folder: Path, mode: str, at: int) -> int:
+    """Resume, train, and save with an interruption; return 0 if the point lies behind the end of the save."""
+    run = Run(folder)
+    run.accelerator.load_state(run.place)
+    run.train(2 * STEPS)
+    if mode == "size":
+        return too_large(run, at)
+    injection = Injection(at, mode)
+    try:
+        run.accelerator.save_state(run.place, blocking=mode != "async")
+        if mode == "async":
+            run.train(2 * STEPS + 1)
+        run.accelerator.wait_for_save()
+    except OSError as error:
+        if error.errno != ERRORS.get(mode):
+            raise
+        injection.stop()
+        return 7
+    return 7 if injection.stop() else 0
+
+
+def too_large(run: Run, at: int) -> int:
+    limit = 970 * at
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        run.accelerator.save_state()
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return 7
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return 0
+
+
+def newest_in(folder: Path) -> str:
+    """The name of the newest checkpoint; in place the name that it would have."""
+    if not Run.in_place:
+        return rotation.checkpoints(folder / "checkpoints")[-1].name
+    first, found = (manifest.read(recovery.find(base / "state")) for base in (folder.parent / "base", folder))
+    assert first is not None
+    assert found is not None
+    return f"checkpoint_{int(first.facts['save'] != found.facts['save'])}"
+
+
+def resumed(folder: Path, expected: str) -> int:
+    """Resume without naming a folder, train to the end, and save again."""
+    newest = newest_in(folder)
+    run = Run(folder)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.load_state(run.place)
+    assert run.count.step == {"checkpoint_0": STEPS, "checkpoint_1": 2 * STEPS}[newest]
+    run.train(TOTAL)
+    assert run.digest() == expected, "the resumed run differs"
+    saved = Path(run.accelerator.save_state(run.place))
+    run.accelerator.wait_for_everyone()
+    assert manifest.is_complete(saved)
+    left = sorted(os.listdir(saved.parent))
+    assert left == [saved.name], left
+    if run.place is not None:
+        assert (saved / "theirs").read_text() == "theirs"
+        assert not list(saved.glob(".staging-*"))
+    run.accelerator.end_training()
+    return 0
+
+
+def forked(function: Callable[[int], int], size: int, base: Path) -> list[int]:
+    """Call a function in fresh processes of one group, by rank; return their process ids."""
+    meeting = base / f"meeting-{time.monotonic_ns()}"
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            code = 9
+            try:
+                if size > 1:
+                    os.environ.update(
+                        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+                    )
+                    os.environ["ACCELERATE_DEBUG_RDV_FILE"] = str(meeting)
+                code = function(rank)
+            except BaseException:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)
+        pids.append(pid)
+    return pids
+
+
+def ended(pid: int, within_s: float) -> int | None:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return None
+
+
+def stopped(pids: list[int], victim: int, patience_s: float) -> int:
+    """Wait for the victim, then for the others as a launcher does, and kill them at the end."""
+    code = ended(pids[victim], 60)
+    for pid in pids:
+        if (pid != pids[victim] or code is None) and ended(pid, patience_s) is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert code is not None, "the victim hangs"
+    return code
+
+
+def straight(folder: Path) -> int:
+    """The uninterrupted run: saves after two steps, and writes down how it ends."""
+    run = Run(folder / "base")
+    run.train(STEPS)
+    if run.place is not None:
+        Path(run.place).mkdir(parents=True, exist_ok=True)
+        Path(run.place, "theirs").write_text("theirs")
+    run.accelerator.save_state(run.place)
+    run.train(TOTAL)
+    digest = run.digest()
+    if run.accelerator.is_main_process:
+        (folder / "expected").write_text(digest)
+    run.accelerator.end_training()
+    return 0
+
+
+def main() -> None:
+    base, mode, size, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if mode.endswith(" in place"):
+        Run.in_place, mode = True, mode.removesuffix(" in place")
+    if mode == "parts":
+        Run.in_parts, mode = True, "kill"
+    torch.set_num_threads(1)
+    writer._BUFFER_BYTES = 2**10 if size > 1 and victim == 0 else 256  # more points
+    vars(manifest)["open"] = open_counted
+    for name in FIRST_USED:
+        importlib.import_module(name)
+
+    assert {ended(pid, 60) for pid in forked(lambda _: straight(base), size, base)} == {0}
+    expected = (base / "expected").read_text()
+    newest = []
+    for at in range(1000):
+        folder = base / f"run{at}"
+        shutil.copytree(base / "base", folder)
+
+        def save(rank: int, folder: Path = folder, at: int = at) -> int:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+                return interrupted(folder, mode, at if rank == victim else sys.maxsize)
+
+        # Others notice the loss by themselves, or are killed with the victim.
+        code = stopped(forked(save, size, base), victim, 10 if at % 2 else 0)
+        assert code in ((0, 7) if mode in (*ERRORS, "size") else (0, -signal.SIGKILL)), (at, code)
+        newest.append(newest_in(folder))
+        codes = [ended(pid, 60) for pid in forked(lambda _: resumed(folder, expected), size, base)]  # noqa: B023
+        assert set(codes) == {0}, (at, codes)
+        shutil.rmtree(folder)
+        if code == 0:
+            break
+    print(" ".join(newest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,516 @@
+"""What trains wrongly in silence is told once, and what is lawful is not."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader
+
+from accel.accelerator import Accelerator
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.utils import GradientAccumulationPlugin
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+STEPS = 6
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(data).tanh())
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, 3)
+
+
+def sgd(*models: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([item for model in models for item in model.parameters()], lr=0.01, **options)
+
+
+def train(accelerator: Accelerator, model: torch.nn.Module, *optimizers: Any, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        accelerator.backward(model(batch()).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(item.message) for item in seen]
+    assert all(item.filename == __file__ for item in seen), [item.filename for item in seen]
+
+
+# Wrong
+
+
+def unprepared_model(accelerator: Accelerator) -> None:
+    model = Net()
+    train(accelerator, model, accelerator.prepare(sgd(model)))
+
+
+def nothing_prepared(accelerator: Accelerator) -> None:
+    model = Net()
+    train(accelerator, model, sgd(model))
+
+
+def a_frozen_model_is_prepared_and_the_trained_one_is_not(accelerator: Accelerator) -> None:
+    reference, model = accelerator.prepare(Net().requires_grad_(False)), Net()
+    train(accelerator, lambda data: model(data) - reference(data), sgd(model))  # type: ignore[arg-type]
+
+
+def train_plainly(model: Any, *optimizers: Any, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        model(batch()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain_and_unprepared_model(accelerator: Accelerator) -> None:
+    model = Net()
+    train_plainly(model, accelerator.prepare(sgd(model)))
+
+
+def plain_and_a_loader_alone_is_prepared(accelerator: Accelerator) -> None:
+    model = Net()
+    accelerator.prepare(DataLoader(batch()))
+    train_plainly(model, sgd(model))
+
+
+WRONG: dict[str, tuple[Callable[[Accelerator], None], str]] = {
+    function.__name__: (function, name)
+    for function, name in (
+        (unprepared_model, "Net"),
+        (nothing_prepared, "Net"),
+        (a_frozen_model_is_prepared_and_the_trained_one_is_not, "Net"),
+        (plain_and_unprepared_model, "Net"),
+        (plain_and_a_loader_alone_is_prepared, "Net"),
+    )
+}
+
+
+# Lawful
+
+
+def as_it_should_be(accelerator: Accelerator) -> None:
+    model = Net()
+    model, optimizer, _ = accelerator.prepare(model, sgd(model, momentum=0.9), DataLoader(batch()))
+    train(accelerator, model, optimizer)
+
+
+def a_reference_model_for_inference(accelerator: Accelerator) -> None:
+    """It is not even frozen, and gets gradients that nobody uses."""
+    reference, model = Net(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train(accelerator, lambda data: model(data) - reference(data), optimizer)  # type: ignore[arg-type]
+
+
+def a_prepared_reference_model(accelerator: Accelerator) -> None:
+    reference, model = Net(), Net()
+    reference, model, optimizer = accelerator.prepare(reference, model, sgd(model))
+    train(accelerator, lambda data: model(data) - reference(data).detach(), optimizer)  # type: ignore[arg-type]
+
+
+def an_adversarial_pair(accelerator: Accelerator) -> None:
+    generator, critic = torch.nn.Linear(3, 3), Net()
+    generator, critic, *optimizers = accelerator.prepare(generator, critic, sgd(generator), sgd(critic))
+    for _ in range(STEPS):
+        train(accelerator, lambda data: critic(generator(data).detach()), optimizers[1], steps=5)  # type: ignore[arg-type]
+        train(accelerator, lambda data: critic(generator(data)), optimizers[0], steps=1)  # type: ignore[arg-type]
+
+
+def a_model_that_is_prepared_after_its_optimizer(accelerator: Accelerator) -> None:
+    model = Net()
+    optimizer = accelerator.prepare(sgd(model))
+    model = accelerator.prepare(model)
+    train(accelerator, model, optimizer)
+
+
+def parameters_of_no_model(accelerator: Accelerator) -> None:
+    """As the temperature of a policy, whose gradient the loop averages itself."""
+    model, temperature = Net(), torch.nn.Parameter(torch.zeros(()))
+    model, optimizer, other = accelerator.prepare(model, sgd(model), torch.optim.SGD([temperature], 0.1))
+    train(accelerator, lambda data: model(data) * temperature.exp(), optimizer, other)  # type: ignore[arg-type]
+
+
+def an_optimizer_of_something_else(accelerator: Accelerator) -> None:
+    model, probe = Net(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    of_probe = sgd(probe)
+    for _ in range(STEPS):
+        probe(batch()).square().mean().backward()
+        of_probe.step()
+        train(accelerator, model, optimizer, steps=1)
+
+
+def averaged_by_its_own_wrapper(accelerator: Accelerator) -> None:
+    model = DistributedDataParallel(Net()) if accelerator.use_distributed else Net()
+    train(accelerator, model, sgd(model))
+
+
+def averaged_by_hooks(accelerator: Accelerator) -> None:
+    model = Net()
+    for item in model.parameters():
+        item.register_hook(lambda gradient: accelerator.reduce(gradient, "mean"))
+    train(accelerator, model, sgd(model))
+
+
+def gradients_without_an_optimizer(accelerator: Accelerator) -> None:
+    train(accelerator, accelerator.prepare(Net()))
+
+
+def an_optimizer_that_follows_the_window(accelerator: Accelerator) -> None:
+    model, optimizer = Net(), None
+    model = accelerator.prepare(model)
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch()).square().mean())
+            if accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def plain_as_it_should_be(accelerator: Accelerator) -> None:
+    model = Net()
+    model, optimizer, _ = accelerator.prepare(model, sgd(model), DataLoader(batch()))
+    train_plainly(model, optimizer)
+
+
+def plain_with_an_optimizer_of_something_else(accelerator: Accelerator) -> None:
+    model, probe = Net(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train_plainly(probe, sgd(probe))
+    train_plainly(model, optimizer)
+
+
+def plain_and_averaged_by_its_own_wrapper(accelerator: Accelerator) -> None:
+    model = DistributedDataParallel(Net()) if accelerator.use_distributed else Net()
+    accelerator.prepare(DataLoader(batch()))
+    train_plainly(model, sgd(model))
+
+
+def plain_with_an_optimizer_alone(accelerator: Accelerator) -> None:
+    model = Net()
+    model = accelerator.prepare(model)
+    train_plainly(model, sgd(model))
+
+
+# Prepared optimizers average the gradients of what is in no prepared model.
+
+
+def the_head_alone_is_not_prepared(accelerator: Accelerator) -> None:
+    whole = Net()
+    optimizer = accelerator.prepare(sgd(whole))
+    first = accelerator.prepare(whole.first)
+    train(accelerator, lambda data: whole.last(first(data)), optimizer)  # type: ignore[arg-type]
+
+
+def a_late_generator(accelerator: Accelerator) -> None:
+    """The critic steps five times before the generator, which is not prepared, steps once."""
+    generator, critic = torch.nn.Linear(3, 3), Net()
+    critic, of_critic, of_generator = accelerator.prepare(critic, sgd(critic), sgd(generator))
+    train(accelerator, critic, of_critic, steps=5)
+    train(accelerator, lambda data: critic(generator(data)), of_generator, of_critic)  # type: ignore[arg-type]
+
+
+def a_part_is_prepared_later(accelerator: Accelerator) -> None:
+    model, encoder = Net(), torch.nn.Linear(3, 3)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train(accelerator, model, optimizer)
+    beside = accelerator.prepare(sgd(encoder))
+    train(accelerator, lambda data: model(encoder(data)), optimizer, beside)  # type: ignore[arg-type]
+
+
+LAWFUL: dict[str, Callable[[Accelerator], None]] = {
+    function.__name__: function
+    for function in (
+        as_it_should_be,
+        a_reference_model_for_inference,
+        a_prepared_reference_model,
+        an_adversarial_pair,
+        a_model_that_is_prepared_after_its_optimizer,
+        parameters_of_no_model,
+        an_optimizer_of_something_else,
+        averaged_by_its_own_wrapper,
+        averaged_by_hooks,
+        gradients_without_an_optimizer,
+        an_optimizer_that_follows_the_window,
+        plain_as_it_should_be,
+        plain_with_an_optimizer_of_something_else,
+        plain_and_averaged_by_its_own_wrapper,
+        plain_with_an_optimizer_alone,
+        the_head_alone_is_not_prepared,
+        a_late_generator,
+        a_part_is_prepared_later,
+    )
+}
+
+
+def on_several(fsdp: bool = False) -> dict[str, list[str]]:
+    """What is told in each case."""
+    found = {}
+    for case, function in {**LAWFUL, **{name: wrong for name, (wrong, _) in WRONG.items()}}.items():
+        if fsdp and ("averaged" in case or case == "an_adversarial_pair"):
+            continue
+        torch.manual_seed(0)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        with told() as found[case]:
+            function(accelerator)
+    return found
+
+
+@pytest.mark.parametrize(("fsdp", "debug"), [(False, False), (False, True), (True, False)])
+def test_a_model_that_is_not_prepared_is_told_on_several_processes(world, fsdp, debug):
+    first, second = world.run(on_several, fsdp, env={"ACCELERATE_DEBUG_MODE": "1"} if debug else {})
+
+    expected = {
+        case: [f"{name} is trained on 2 processes and is not prepared"] for case, (_, name) in WRONG.items()
+    }
+    found = {case: [message.partition(":")[0] for message in messages] for case, messages in first.items()}
+    assert found == {**{case: [] for case in found}, **expected}
+    assert not any(second.values())  # the main process speaks for all
+
+
+@pytest.mark.parametrize("case", [*LAWFUL, *WRONG])
+def test_one_process_may_do_all_of_this(case):
+    accelerator = Accelerator()
+    with told() as found:
+        LAWFUL.get(case, WRONG.get(case, (None,))[0])(accelerator)
+    assert found == []
+
+
+def raw_optimizer_of_old_parameters(version: int) -> list[str]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+    model = Net()
+    optimizer = sgd(model)
+    model = accelerator.prepare(model)
+    with told() as found:
+        train(accelerator, model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_optimizer_whose_model_was_sharded_without_it_is_told(version, world):
+    (message,) = world.run(raw_optimizer_of_old_parameters, version)[0]
+    assert message.startswith("SGD is not prepared, and steps parameters that its model no longer has")
+
+
+def test_an_unprepared_optimizer_is_told_where_its_steps_are_wrong():
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = accelerator.prepare(Net())
+    with told() as found:
+        train(accelerator, model, sgd(model))
+    (message,) = found
+    assert message.startswith("SGD is not prepared, and steps with gradients that are multiplied by the")
+
+    accelerator = Accelerator(mixed_precision="fp16")  # through the scaler, by hand
+    model = accelerator.prepare(Net())
+    optimizer, scaler = sgd(model), accelerator.scaler
+    with told() as found:
+        for _ in range(STEPS):
+            accelerator.backward(model(batch()).square().mean())
+            scaler.step(optimizer)
+            scaler.update()
+    assert found == []
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(Net())
+    optimizer = sgd(model)
+    with told() as found:
+        for _ in range(STEPS):
+            with accelerator.accumulate(model):
+                train(accelerator, model, optimizer, steps=1)
+    (message,) = found
+    assert message.startswith("SGD is not prepared, and steps in the middle of an accumulation window")
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_steps_without_accumulate_are_told(prepared):
+    accelerator, model = Accelerator(gradient_accumulation_steps=2), Net()
+    optimizer = sgd(model)
+    if prepared:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    with told() as found:
+        train(accelerator, model, optimizer)
+    (message,) = found
+    assert message.startswith("gradient_accumulation_steps=2, and an optimizer steps after 1 backward pass")
+    assert "accelerator.accumulate(model)" in message
+
+
+def with_accumulate(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for data in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(data).square().mean())
+        optimizer.step()  # outside of the context, where the window's decision still holds
+        optimizer.zero_grad()
+
+
+def by_hand(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for number, data in enumerate(loader, 1):
+        accelerator.backward(model(data).square().mean())
+        if number % 3 == 0 or number == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def as_trainers_do(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for number, data in enumerate(loader, 1):
+        accelerator.gradient_state._set_sync_gradients(number % 3 == 0 or number == len(loader))
+        accelerator.backward(model(data).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_weights(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for data in loader:
+        accelerator.backward(model(data).square().sum(), weight=len(data))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def without_the_accelerator(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for data in loader:
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("size", [2, 10])
+@pytest.mark.parametrize(
+    "loop", [with_accumulate, by_hand, as_trainers_do, with_weights, without_the_accelerator]
+)
+def test_windows_may_be_made_in_many_ways(loop, size):
+    plugin = GradientAccumulationPlugin(num_steps=3)
+    accelerator, model = Accelerator(gradient_accumulation_plugin=plugin), Net()
+    loader = DataLoader(torch.randn(size, 3), 1)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    with told() as found:
+        loop(accelerator, model, optimizer, loader)
+    assert found == []
+
+
+# Saving
+
+
+def saved(accelerator: Accelerator, folder: Any) -> list[str]:
+    with told() as found:
+        accelerator.save_state(str(folder / "first"))
+        accelerator.save_state(str(folder / "second"))  # told once
+    return found
+
+
+class Keeps:
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("way", ["left out", "registered", "hooked", "prepared later"])
+def test_an_optimizer_that_a_checkpoint_leaves_out_is_told(way, plain, tmp_path):
+    accelerator = Accelerator()
+    model = accelerator.prepare(Net())
+    optimizer = sgd(model, momentum=0.9)
+    with told() as found:
+        train_plainly(model, optimizer) if plain else train(accelerator, model, optimizer)
+        if way == "registered":
+            accelerator.register_for_checkpointing(optimizer)
+        if way == "hooked":
+            accelerator.register_save_state_pre_hook(Keeps())
+        if way == "prepared later":
+            accelerator.prepare(optimizer)
+    assert found == []
+
+    found = saved(accelerator, tmp_path)
+    assert len(found) == (way == "left out")
+    if found:
+        assert found[0].startswith("save_state leaves out SGD, which is trained and not prepared")
+
+
+def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
+    accelerator, model = Accelerator(), Net()
+    optimizer = sgd(model)
+    train(accelerator, model, optimizer)
+    (message,) = saved(accelerator, tmp_path / "a")
+    assert message.startswith("save_state leaves out SGD and Net, which are trained and not prepared")
+
+    accelerator, model = Accelerator(), Net()
+    optimizer = accelerator.prepare(sgd(model))
+    train(accelerator, model, optimizer)
+    (message,) = saved(accelerator, tmp_path / "b")
+    assert message.startswith("save_state leaves out Net, which is trained and not prepared")
+
+    accelerator, model = Accelerator(), Net()
+    train(accelerator, model, accelerator.prepare(sgd(model)))
+    accelerator.register_for_checkpointing(model)
+    assert saved(accelerator, tmp_path / "c") == []
+
+    accelerator, loose = Accelerator(), torch.nn.Parameter(torch.ones(3))
+    optimizer = accelerator.prepare(torch.optim.SGD([loose], 0.1))
+    train(accelerator, lambda data: data * loose, optimizer)
+    assert saved(accelerator, tmp_path / "d") == []
+
+
+# The cost
+
+
+def test_nothing_is_left_of_it_after_the_first_steps():
+    before = len(_global_optimizer_pre_hooks)
+    accelerator, model = Accelerator(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train(accelerator, model, optimizer, steps=1)
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    train(accelerator, model, optimizer, steps=1)
+    assert len(_global_optimizer_pre_hooks) == before
+    assert accelerator._is_usual
+
+    other = accelerator.prepare(Net())  # which never steps
+    train(accelerator, model, optimizer, steps=99)
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    train(accelerator, model, optimizer, steps=2)
+    assert len(_global_optimizer_pre_hooks) == before
+    assert accelerator._is_usual
+    assert other is not None
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+def test_little_is_left_of_it_after_the_first_steps_of_a_plain_loop(steps, tmp_path, monkeypatch):
+    before = len(_global_optimizer_pre_hooks)
+    accelerator, model = Accelerator(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    other = accelerator.prepare(Net()) if steps == 100 else None  # which never steps
+    train_plainly(model, optimizer, steps=steps)
+    monkeypatch.delattr("accel.training.misuse._parameters")  # what is needed to judge a step
+    train_plainly(model, optimizer, steps=1)
+    monkeypatch.undo()
+    accelerator.save_state(str(tmp_path / "state"))
+    assert len(_global_optimizer_pre_hooks) == before
+    del other
+
+
+def test_an_accelerator_that_is_gone_leaves_nothing():
+    before = len(_global_optimizer_pre_hooks)
+    accelerator, model = Accelerator(), Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train(accelerator, model, optimizer, steps=1)
+    del accelerator
+    assert len(_global_optimizer_pre_hooks) == before
+    optimizer.step()
