@@ -62,7 +62,7 @@ def load_accelerator_state(
 
     Another number of processes than saved is no error where it is clear what that means: models,
     optimizers and schedules are the same on all, the positions of prepared loaders are those of all
-    processes together, and random generators follow the rule of `resharding`.
+    processes together, and random generators follow the rule of `rng_resharding`.
 
     Args:
         input_dir: The checkpoint folder.

@@ -1,4 +1,4 @@
-"""The environment contract: read, write and patch the variables of `env_table`.
+"""The environment contract: read, write and patch the variables of `env.table`.
 
 The one module that touches `os.environ`. A launcher writes a child's variables with `put`, a library reads
 them with `get`; names, kinds and defaults stand in `accel_state.env.table` alone. Standard library only.

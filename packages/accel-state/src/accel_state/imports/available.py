@@ -1,4 +1,4 @@
-"""Every availability check in one place: packages here, hardware from `capabilities`.
+"""Every availability check in one place: packages here, hardware from `devices.probes`.
 
 Checks of packages import nothing; checks of hardware import torch. Each keeps its answer, so that it may be
 asked often.

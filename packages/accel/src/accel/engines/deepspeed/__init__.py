@@ -1,1 +1,1 @@
-"""What stands between accel and DeepSpeed: its configuration, its wrappers, its checkpoints."""
+"""DeepSpeed: its engine and settings, and what stands between it and a training loop."""

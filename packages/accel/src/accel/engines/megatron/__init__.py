@@ -5,9 +5,9 @@
 - `arguments`: Megatron's names as the configuration classes of megatron-core.
 - `runtime`: its process groups and seeds.
 - `models`: GPT, BERT and T5 models of this process's layers.
-- `steps`, `gpt`, `bert`, `t5`: what a batch is, and what its loss is.
+- `steps`, and one file of `models` for each kind: what a batch is, and what its loss is.
 - `optimizers`: its optimizer and schedule behind those of a training loop.
 - `data`: its datasets, and micro-batches.
-- `model`: the model as a training loop calls it.
+- `schedule`: the model as a training loop calls it.
 - `checkpoint`: its checkpoints inside those of save_state.
 """
