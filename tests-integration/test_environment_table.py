@@ -42,8 +42,9 @@ from accel_state.logging.loggers import get_logger
 from accel_state.logging.tracebacks import set_tracebacks
 from accel_state.parallelism.config import ParallelismConfig
 from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accel_state.process import ranks
 from accel_state.process.rendezvous import _init_method
-from accel_state.process.state import PartialState, current_process, ranks
+from accel_state.process.state import PartialState, current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -4,7 +4,8 @@ from unittest import mock
 
 import pytest
 
-from accel_state.process.state import PartialState, hooks
+from accel_state.process import hooks
+from accel_state.process.state import PartialState
 from accel_world.pool import World
 
 

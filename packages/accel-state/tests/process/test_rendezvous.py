@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_state import env
-from accel_state.process.state import PartialState, rendezvous
+from accel_state.process import rendezvous
+from accel_state.process.state import PartialState
 from accel_world.pool import World
 
 SCRIPT = """
