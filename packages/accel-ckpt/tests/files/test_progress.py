@@ -59,7 +59,7 @@ def test_saves_and_loads_count_their_bytes(
 
 def test_tqdm_is_imported_when_it_is_shown_and_may_be_absent() -> None:
     code = (
-        "import sys; from accel_ckpt import progress\n"
+        "import sys; from accel_ckpt.files import progress\n"
         "bar = progress.Progress('x', 3, shown=True); bar.add(1)\n"
         "assert 'tqdm' not in sys.modules\n"
         "sys.modules['tqdm'] = sys.modules['tqdm.auto'] = None; progress.AFTER_S = 0\n"

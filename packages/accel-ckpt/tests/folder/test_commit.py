@@ -142,7 +142,7 @@ def test_a_refused_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyt
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from accel_ckpt import commit
+from accel_ckpt.folder import commit
 
 target, kind = Path(sys.argv[1]), sys.argv[2]
 names = ("model.safetensors", "optimizer.bin", "sub/x")
@@ -176,7 +176,7 @@ child(at)
 LOOP = """
 import os, sys, shutil, subprocess
 from pathlib import Path
-from accel_ckpt import commit, manifest, recovery
+from accel_ckpt.folder import commit, manifest, recovery
 exec(open(sys.argv[4]).read().split("at = int")[0])
 
 base, seen = Path(sys.argv[1]).parent, []
@@ -201,7 +201,7 @@ for at in range(1000):
     assert described.paths() == set(expected), (at, described.paths())
     for name in expected:
         assert (found / name).read_text() == text, (at, name)
-    from accel_ckpt import digests
+    from accel_ckpt.files import digests
     digests.verify(found, described.files)
     if kind == "in-place":
         assert (target / "theirs").read_text() == "theirs"

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accel.accelerator import Accelerator
-from accel_data.sample_seed import sample_generator
+from accel_data.seeds import sample_generator
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -14,7 +14,7 @@ from accel_data.order.samplers import BatchSamplerShard, PresplitBatchSampler, S
 from accel_data.order.shares import Fill
 from accel_data.resume.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.resume.stream_position import Trail
-from accel_data.sample_seed import keyed, pass_key
+from accel_data.seeds import keyed, pass_key
 from accel_data.stream.dataset import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
 from accel_data.torchdata.state import Plain, from_torchdata, is_from_torchdata, to_torchdata
 from accel_data.torchdata.stateful import stateful_class
