@@ -6,12 +6,13 @@ import argparse
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.plan.make import Plan, make_plan
-from accel_launch.plan.starters import STARTERS, Prepared, become
-from accel_launch.settings.parser import launch_command_parser
+from accel_launch.plan.make import make_plan
+from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.starters import STARTERS, become
+from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
 from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
 from accel_state.enums import ComputeEnvironment
@@ -53,6 +54,32 @@ def launch_command(args: argparse.Namespace) -> None:
         print(_dry_run(plan, environ))
     if not (settings.value("explain") or settings.value("dry_run")):
         _start(plan, environ)
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel launch`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `launch` there; a parser of its
+            own by default.
+
+    Returns:
+        The parser. Its namespace has an attribute per setting, None where no flag was given, and
+        `training_script` and `training_script_args`.
+    """
+    parser = command_parser(
+        "launch",
+        subparsers,
+        LaunchParser,
+        usage="accel launch [flags] SCRIPT [arguments of the script]",
+        description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
+        "--cpu=false, where the environment or the config file turns it on.",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    add_settings(parser)
+    parser.set_defaults(func=launch_command)
+    return parser
 
 
 def _launch_job(config: LaunchConfig, args: argparse.Namespace, environ: Mapping[str, str]) -> None:

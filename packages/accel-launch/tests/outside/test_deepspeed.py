@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from accel_launch.command import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.local.machine import Machine
-from accel_launch.plan.make import Plan, make_plan
+from accel_launch.plan.make import make_plan
+from accel_launch.plan.plan import Plan
 from accel_launch.plan.starters import STARTERS
-from accel_launch.settings.parser import launch_command_parser
 from accel_launch.settings.resolve import resolve
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from accel_launch.command import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.local.machine import Machine
 from accel_launch.outside.torchrun import (
@@ -18,8 +19,8 @@ from accel_launch.outside.torchrun import (
     torchrun_environment,
     torchrun_port,
 )
-from accel_launch.plan.make import Plan, make_plan
-from accel_launch.settings.parser import launch_command_parser
+from accel_launch.plan.make import make_plan
+from accel_launch.plan.plan import Plan
 from accel_launch.settings.resolve import resolve
 
 Start = Callable[..., Any]
@@ -242,8 +243,8 @@ def test_a_machine_0_that_comes_late_is_waited_for(plan: Any) -> None:
     with socket.socket() as late:
         late.bind(("127.0.0.1", 0))
         timer = threading.Timer(0.5, late.listen)
-        timer.start()
         began = time.monotonic()
+        timer.start()
         reach_machine_0(other_machine(plan), late.getsockname()[1], listens=False)
         assert time.monotonic() - began >= 0.5
         timer.join()

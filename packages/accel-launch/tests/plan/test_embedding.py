@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from accel_launch.command import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.plan import embedding
-from accel_launch.settings.parser import launch_command_parser
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from accel_launch.command import launch_command_parser
 from accel_launch.config import LaunchConfig
 from accel_launch.errors import ConfigError, LaunchError
 from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
-from accel_launch.settings.parser import launch_command_parser
 
 Start = Callable[..., Any]
 CONFIG = {

@@ -19,8 +19,7 @@ from accel_launch.local.supervisor import Member, Run
 from accel_launch.local.worker import Worker, adopt_orphans
 from accel_launch.output.destinations import Output
 from accel_launch.plan.environment import worker_environment
-from accel_launch.plan.make import Plan
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Plan, Prepared
 from accel_state.env import CPUInformation
 
 __all__ = ["prepare", "run_local"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Prepared
 
 if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
+    from accel_launch.plan.plan import Plan
 
 __all__ = ["prepare"]
 

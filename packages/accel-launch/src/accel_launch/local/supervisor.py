@@ -19,7 +19,7 @@ from accel_launch.local.signals import ENDING, SignalPipe, signal_name
 from accel_launch.output.console import has_colour
 from accel_launch.output.destinations import Output
 from accel_launch.output.streams import TRACEBACK, Stream
-from accel_launch.plan.make import Plan
+from accel_launch.plan.plan import Plan
 
 if TYPE_CHECKING:
     from accel_launch.failures.summary import Failure

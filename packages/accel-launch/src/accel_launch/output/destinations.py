@@ -11,7 +11,7 @@ from pathlib import Path
 from accel_launch.output.console import Console
 from accel_launch.output.log_file import Log
 from accel_launch.output.streams import Stream, copy_window_size, open_capture
-from accel_launch.plan.make import Plan
+from accel_launch.plan.plan import Plan
 
 __all__ = ["Channel", "Output"]
 

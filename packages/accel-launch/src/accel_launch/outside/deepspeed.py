@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT
 from accel_launch.outside.hostfile import Host, read_hostfile
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Prepared
 from accel_launch.settings.resolve import Settings
 from accel_launch.settings.schema import nearest
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
+    from accel_launch.plan.plan import Plan
 
 __all__ = ["is_needed", "prepare"]
 

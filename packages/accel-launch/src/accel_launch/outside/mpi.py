@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT, reserve_port
 from accel_launch.outside.hostfile import read_hostfile
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Prepared
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
+    from accel_launch.plan.plan import Plan
 
 __all__ = ["mpirun_command", "mpirun_environment", "mpirun_port", "prepare"]
 

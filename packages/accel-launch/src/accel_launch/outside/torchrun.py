@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT, reserve_port
 from accel_launch.outside.network import interface_of, is_listening, is_local, is_loopback, local_address
-from accel_launch.plan.make import Plan
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Plan, Prepared
 from accel_state import env
 
 __all__ = [

@@ -7,7 +7,8 @@ import argparse
 from accel_launch.command import plan_of
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT, reserve_port
-from accel_launch.plan.starters import STARTERS, How, Prepared
+from accel_launch.plan.plan import How, Prepared
+from accel_launch.plan.starters import STARTERS
 from accel_state import env
 
 __all__ = [

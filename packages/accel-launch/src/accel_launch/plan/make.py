@@ -5,41 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from accel_launch.errors import LaunchError
 from accel_launch.local.machine import Machine
 from accel_launch.plan.environment import common_environment, outside_any_run
+from accel_launch.plan.plan import Plan
 from accel_launch.plan.script import worker_command
-from accel_launch.plan.starters import How, choose_elsewhere, choose_here, warn_unused
+from accel_launch.plan.starters import choose_elsewhere, choose_here, warn_unused
 from accel_launch.settings.resolve import Effective, Settings, Source
 
-__all__ = ["Plan", "make_plan"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be started on this machine.
-
-    Args:
-        settings: The effective settings, detected values included.
-        how: What starts the workers: a name of `STARTERS`.
-        script: The script, module or program.
-        arguments: Its arguments.
-        command: What one worker runs.
-        environ: The environment that all workers share.
-        processes: Workers on this machine; 0 where that is found out elsewhere.
-        machines: Smallest and largest number of machines.
-    """
-
-    settings: Settings
-    how: How
-    script: str
-    arguments: tuple[str, ...]
-    command: tuple[str, ...]
-    environ: dict[str, str]
-    processes: int
-    machines: tuple[int, int]
+__all__ = ["make_plan"]
 
 
 def make_plan(
@@ -65,7 +40,7 @@ def make_plan(
         LaunchError: If the script does not exist, or counts, devices and machines do not fit together.
     """
     command = worker_command(settings, script, arguments, environ)
-    how = choose_elsewhere(settings, environ)
+    how = choose_elsewhere(settings)
     if how is not None:  # this machine and its devices do not count
         if settings.given("num_processes"):
             _check_mesh(settings)

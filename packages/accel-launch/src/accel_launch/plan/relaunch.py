@@ -10,7 +10,7 @@ from accel_launch.settings.resolve import Source
 from accel_launch.settings.schema import SETTINGS
 
 if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
+    from accel_launch.plan.plan import Plan
 
 __all__ = ["accel_launch_command"]
 

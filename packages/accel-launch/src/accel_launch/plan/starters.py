@@ -10,53 +10,24 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from accel_launch.errors import LaunchError
-from accel_launch.settings.resolve import Settings, Source, flag_values
+from accel_launch.plan.plan import How, Prepared
+from accel_launch.settings.resolve import Settings, Source
 from accel_launch.settings.schema import SETTINGS
-
-if TYPE_CHECKING:
-    import socket
 
 __all__ = [
     "STARTERS",
-    "How",
-    "Prepared",
     "Starter",
     "become",
     "choose_elsewhere",
     "choose_here",
     "warn_unused",
 ]
-
-How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What starts the workers.
-
-    Args:
-        command: The program and its arguments; of a starter that looks after workers, what rank 0 runs.
-        environ: Its environment.
-        note: One line on what it is.
-        held: A socket that reserves the port until the program ends.
-        wait: Called before it is started; raises LaunchError if that would be in vain.
-    """
-
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    note: str
-    held: socket.socket | None = None
-    wait: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
@@ -134,10 +105,10 @@ STARTERS: dict[How, Starter] = {
     ),
     "task": Starter(
         "a task of Slurm",
-        "accel_launch.outside.slurm:prepare_task",
+        "accel_launch.outside.slurm_start:prepare_task",
         unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
     ),
-    "srun": Starter("srun", "accel_launch.outside.slurm:prepare_srun"),
+    "srun": Starter("srun", "accel_launch.outside.slurm_start:prepare_srun"),
     "deepspeed": Starter(
         "DeepSpeed's launcher",
         "accel_launch.outside.deepspeed:prepare",
@@ -158,12 +129,11 @@ STARTERS: dict[How, Starter] = {
 """Every starter by its name."""
 
 
-def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | None:
+def choose_elsewhere(settings: Settings) -> How | None:
     """Choose a starter for which this machine's devices do not count.
 
     Args:
         settings: The effective settings.
-        environ: This process's environment.
 
     Returns:
         The starter; None if the workers are this machine's.
@@ -183,7 +153,7 @@ def choose_elsewhere(settings: Settings, environ: Mapping[str, str]) -> How | No
 
         if is_needed(settings):
             return "deepspeed"
-    role = _slurm_role(settings, environ)
+    role = settings.slurm.role if settings.slurm is not None else None
     if settings.value("launcher") == "srun" or role == "batch":
         return "srun"
     return "task" if role == "worker" else None
@@ -215,15 +185,6 @@ def choose_here(settings: Settings) -> How:
         return "torchrun"
     logs = settings.value("tee") != "0" or settings.value("log_dir") is not None
     return "local" if settings.value("num_processes") > 1 or logs else "exec"
-
-
-def _slurm_role(settings: Settings, environ: Mapping[str, str]) -> str | None:
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    from accel_launch.outside.slurm import step_to_follow
-
-    step = step_to_follow(environ, flag_values(settings))
-    return step.role if step is not None else None
 
 
 def _reasons_for_torchrun(settings: Settings) -> list[str]:

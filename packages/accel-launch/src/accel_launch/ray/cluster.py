@@ -21,7 +21,7 @@ from accel_launch.local.supervisor import Member, Run
 from accel_launch.output.destinations import Output
 from accel_launch.outside.torchrun import rendezvous_timeout
 from accel_launch.plan.environment import worker_environment
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Prepared
 from accel_launch.ray.actor import Place, RayWorker
 from accel_launch.ray.remote import RayRemote
 from accel_state import env
@@ -29,7 +29,7 @@ from accel_state.env import VARIABLES, CPUInformation
 from accel_state.imports.packages import install_hint
 
 if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
+    from accel_launch.plan.plan import Plan
 
 __all__ = ["prepare", "run"]
 

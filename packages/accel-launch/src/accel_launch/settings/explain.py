@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from accel_launch.plan.starters import Prepared
+from accel_launch.plan.plan import Prepared
 from accel_launch.settings.masking import mask_command, mask_values
 from accel_launch.settings.resolve import Settings
 from accel_launch.settings.schema import GROUPS, SETTINGS

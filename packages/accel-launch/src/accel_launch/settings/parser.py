@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from accel_launch.settings.schema import GROUPS, SETTINGS, Setting, nearest
 
-__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "command_parser", "launch_command_parser"]
+__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "command_parser"]
 
 _RENAMED = {
     "--fp16": "--mixed_precision=fp16",
@@ -156,35 +156,3 @@ def command_parser(
     parser: argparse.ArgumentParser = subparsers.add_parser(name, **keywords)
     parser.__class__ = kind  # add_parser has no argument for the class
     return parser
-
-
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accel launch`.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `launch` there; a parser of its
-            own by default.
-
-    Returns:
-        The parser. Its namespace has an attribute per setting, None where no flag was given, and
-        `training_script` and `training_script_args`.
-    """
-    parser = command_parser(
-        "launch",
-        subparsers,
-        LaunchParser,
-        usage="accel launch [flags] SCRIPT [arguments of the script]",
-        description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
-        "--cpu=false, where the environment or the config file turns it on.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    add_settings(parser)
-    parser.set_defaults(func=_launch)
-    return parser
-
-
-def _launch(args: argparse.Namespace) -> None:
-    from accel_launch.command import launch_command
-
-    launch_command(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,9 @@ from accel_launch.settings.schema import GROUPS, SETTINGS, Setting
 
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
+    from accel_launch.outside.slurm_job import Step
 
-__all__ = ["Effective", "Settings", "Source", "flag_values", "resolve"]
+__all__ = ["Effective", "Settings", "Source", "resolve"]
 
 
 class Source(IntEnum):
@@ -49,10 +50,16 @@ class Effective:
 
 
 class Settings(Mapping[str, Effective]):
-    """Every launch setting's effective value, by name."""
+    """Every launch setting's effective value, by name.
 
-    def __init__(self, effective: Mapping[str, Effective]) -> None:
+    Args:
+        effective: The values.
+        slurm: The place in a Slurm job that the run follows, if there is one.
+    """
+
+    def __init__(self, effective: Mapping[str, Effective], slurm: Step | None = None) -> None:
         self._effective = dict(effective)
+        self.slurm = slurm
 
     def __getitem__(self, name: str) -> Effective:
         return self._effective[name]
@@ -96,7 +103,7 @@ class Settings(Mapping[str, Effective]):
         Args:
             **changes: The new effective values, by name.
         """
-        return Settings({**self._effective, **changes})
+        return Settings({**self._effective, **changes}, self.slurm)
 
 
 def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapping[str, str]) -> Settings:
@@ -113,8 +120,10 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
     Raises:
         LaunchError: If a variable's text is not allowed, or settings exclude each other.
     """
-    cluster = _cluster_values(args, environ)
-    settings = Settings({s.name: _effective(s, args, config, environ, cluster) for s in SETTINGS.values()})
+    slurm = _slurm_step(args, environ)
+    cluster = slurm.values() if slurm is not None else {}
+    effective = {s.name: _effective(s, args, config, environ, cluster) for s in SETTINGS.values()}
+    settings = Settings(effective, slurm)
     if config is not None:
         settings = _apply_kind(settings, config)
     settings = _settle_exclusive(settings)
@@ -126,28 +135,12 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
 _WORLD = ("ACCELERATE_NUM_PROCESSES", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _cluster_values(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, tuple[Any, str]]:
-    """Return what a scheduler's environment says, each value with its variable."""
+def _slurm_step(args: argparse.Namespace, environ: Mapping[str, str]) -> Step | None:
     if "SLURM_JOB_ID" not in environ:
-        return {}
-    from accel_launch.outside.slurm import step_to_follow
+        return None
+    from accel_launch.outside.slurm_job import step_to_follow
 
-    step = step_to_follow(environ, lambda name: getattr(args, name, None))
-    return step.values() if step is not None else {}
-
-
-def flag_values(settings: Settings) -> Callable[[str], Any]:
-    """Return a function from a setting's name to the value that its flag gave, None where it was not given.
-
-    Args:
-        settings: The effective settings.
-    """
-
-    def value(name: str) -> Any:
-        found = settings[name]
-        return found.value if found.source == Source.FLAG else None
-
-    return value
+    return step_to_follow(environ, lambda name: getattr(args, name, None))
 
 
 def _effective(

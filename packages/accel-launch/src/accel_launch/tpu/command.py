@@ -10,7 +10,8 @@ from typing import Any
 
 from accel_launch.command import read_config
 from accel_launch.errors import LaunchError
-from accel_launch.plan.starters import Prepared, become
+from accel_launch.plan.plan import Prepared
+from accel_launch.plan.starters import become
 from accel_launch.settings.masking import mask_command
 from accel_launch.settings.parser import command_parser
 from accel_launch.tpu.gcloud import pod_command

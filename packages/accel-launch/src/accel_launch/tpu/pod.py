@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from accel_launch.errors import LaunchError
+from accel_launch.plan.plan import Prepared
 from accel_launch.plan.relaunch import accel_launch_command
-from accel_launch.plan.starters import Prepared
 from accel_launch.settings.masking import mask_text
 from accel_launch.settings.resolve import Source
 from accel_launch.tpu.gcloud import pod_command
 from accel_launch.tpu.variables import prepare_tpu, tpu_settings
 
 if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
+    from accel_launch.plan.plan import Plan
 
 __all__ = ["prepare"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accel_launch.command import launch_command
-from accel_launch.settings.parser import launch_command_parser
+from accel_launch.command import launch_command, launch_command_parser
 
 __all__ = [
     "launch_command",

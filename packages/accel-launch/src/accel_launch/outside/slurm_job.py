@@ -1,4 +1,4 @@
-"""Slurm: what an allocation's environment says about a run, and starting on all its machines with srun.
+"""The facts of a Slurm job: what an allocation's environment says about a run.
 
 A process is in one of three places:
 
@@ -14,18 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from accel_launch.errors import LaunchError
-from accel_launch.plan.environment import worker_environment
-from accel_launch.plan.starters import Prepared
 from accel_state.env import CPUInformation
 from accel_state.process.slurm import tasks_on_machine
 
-if TYPE_CHECKING:
-    from accel_launch.plan.make import Plan
-
-__all__ = ["Step", "find_step", "first_host", "prepare_srun", "prepare_task", "step_to_follow"]
+__all__ = ["Step", "find_step", "first_host", "step_to_follow"]
 
 # Pseudo steps: the batch script, the external one and interactive shells run on one machine of the job.
 _PSEUDO_STEPS = range(0xFFFFFFF0, 0x100000000)
@@ -191,49 +186,3 @@ def first_host(nodelist: str) -> str:
             f"Slurm's list of machines is {nodelist!r}, which names none. Give --main_process_ip."
         )
     return "".join(part for part in found.groups() if part)
-
-
-def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
-    """Return the worker that this task becomes.
-
-    Args:
-        plan: What to start.
-        base: This process's environment.
-    """
-    step = find_step(base)
-    assert step is not None, "the plan says that this is a task"
-    environ = worker_environment(
-        plan.environ,
-        step.place,
-        plan.settings.value("main_process_ip"),
-        plan.settings.value("main_process_port"),
-        machine=(step.node, step.nodes),
-    )
-    if step.cores is not None:
-        environ.setdefault("OMP_NUM_THREADS", str(step.cores))
-    place = f"task {step.place.rank} of {step.place.world_size}"
-    return Prepared(
-        plan.command, environ, f"{place} of Slurm job {base['SLURM_JOB_ID']}, in place of this one"
-    )
-
-
-def prepare_srun(plan: Plan, base: Mapping[str, str]) -> Prepared:
-    """Return the srun that starts a launcher on each machine; outside a job it asks for one.
-
-    Args:
-        plan: What to start.
-        base: This process's environment.
-    """
-    from accel_launch.plan.relaunch import accel_launch_command
-
-    nodes = plan.machines[1]
-    command = [
-        "srun",
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
-        "--ntasks-per-node=1",
-        "--cpu-bind=none",  # a launcher's workers may use all cores of the job
-        "--kill-on-bad-exit=1",
-        *accel_launch_command(plan, without=("launcher", "num_machines", "machine_rank")),
-    ]
-    return Prepared(command, dict(base), f"srun with a launcher on each of {nodes} machines")

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from accel_launch.command import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.local.machine import Machine
-from accel_launch.outside.slurm import find_step, first_host
-from accel_launch.plan.make import Plan, make_plan
-from accel_launch.plan.starters import STARTERS, Prepared
-from accel_launch.settings.parser import launch_command_parser
+from accel_launch.outside.slurm_job import find_step, first_host
+from accel_launch.plan.make import make_plan
+from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.starters import STARTERS
 from accel_launch.settings.resolve import resolve
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[03-04]"}

@@ -1,0 +1,55 @@
+"""Starting under Slurm: a task becomes a worker, and a batch script starts a launcher on each machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel_launch.plan.environment import worker_environment
+from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.relaunch import accel_launch_command
+
+__all__ = ["prepare_srun", "prepare_task"]
+
+
+def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the worker that this task becomes.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    step = plan.settings.slurm
+    assert step is not None, "the plan says that this is a task"
+    environ = worker_environment(
+        plan.environ,
+        step.place,
+        plan.settings.value("main_process_ip"),
+        plan.settings.value("main_process_port"),
+        machine=(step.node, step.nodes),
+    )
+    if step.cores is not None:
+        environ.setdefault("OMP_NUM_THREADS", str(step.cores))
+    place = f"task {step.place.rank} of {step.place.world_size}"
+    return Prepared(
+        plan.command, environ, f"{place} of Slurm job {base['SLURM_JOB_ID']}, in place of this one"
+    )
+
+
+def prepare_srun(plan: Plan, base: Mapping[str, str]) -> Prepared:
+    """Return the srun that starts a launcher on each machine; outside a job it asks for one.
+
+    Args:
+        plan: What to start.
+        base: This process's environment.
+    """
+    nodes = plan.machines[1]
+    command = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",  # a launcher's workers may use all cores of the job
+        "--kill-on-bad-exit=1",
+        *accel_launch_command(plan, without=("launcher", "num_machines", "machine_rank")),
+    ]
+    return Prepared(command, dict(base), f"srun with a launcher on each of {nodes} machines")

@@ -1,0 +1,64 @@
+"""What will be started on this machine, and the program that starts it: values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from accel_launch.settings.resolve import Settings
+
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["How", "Plan", "Prepared"]
+
+How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started on this machine.
+
+    Args:
+        settings: The effective settings, detected values included.
+        how: What starts the workers: a name of `STARTERS`.
+        script: The script, module or program.
+        arguments: Its arguments.
+        command: What one worker runs.
+        environ: The environment that all workers share.
+        processes: Workers on this machine; 0 where that is found out elsewhere.
+        machines: Smallest and largest number of machines.
+    """
+
+    settings: Settings
+    how: How
+    script: str
+    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    environ: dict[str, str]
+    processes: int
+    machines: tuple[int, int]
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What starts the workers.
+
+    Args:
+        command: The program and its arguments; of a starter that looks after workers, what rank 0 runs.
+        environ: Its environment.
+        note: One line on what it is.
+        held: A socket that reserves the port until the program ends.
+        wait: Called before it is started; raises LaunchError if that would be in vain.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    note: str
+    held: socket.socket | None = None
+    wait: Callable[[], None] = _nothing
