@@ -18,12 +18,12 @@ from accel.big_modeling import init_empty_weights
 from accel.engines.common.checks import refuse_spread_training
 from accel.engines.common.replica_check import ReplicaCheck
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-from accel.engines.deepspeed.settings import resolve_deepspeed
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accel.training.arguments import resolve_accumulation, resolve_fsdp, resolve_megatron, resolve_parallelism
+from accel.training.arguments import resolve_accumulation
+from accel.training.choice import choose
 from accel_launch.command import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
@@ -186,10 +186,10 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_INIT_INCLUDE_BUFFERS": Reader(buffers_when_empty),
     "ACCELERATE_GRADIENT_CLIPPING": Reader(deepspeed),
     "ACCELERATE_DEBUG_RDV_FILE": Reader(lambda: _init_method(DEVICES["cpu"], "gloo")),
-    "ACCELERATE_USE_DEEPSPEED": Reader(lambda: resolve_deepspeed(None, None) is None),
-    "ACCELERATE_USE_FSDP": Reader(lambda: resolve_fsdp(None, None) is None),
-    "ACCELERATE_USE_MEGATRON_LM": Reader(lambda: resolve_megatron(None) is None),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": Reader(lambda: resolve_parallelism(None) is None),
+    "ACCELERATE_USE_DEEPSPEED": Reader(lambda: choose().deepspeed is None),
+    "ACCELERATE_USE_FSDP": Reader(lambda: choose().fsdp is None),
+    "ACCELERATE_USE_MEGATRON_LM": Reader(lambda: choose().megatron is None),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": Reader(lambda: choose().parallelism is None),
     "ACCELERATE_CONFIG_DS_FIELDS": Reader(
         deepspeed,
         ZERO_3 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed.json"},

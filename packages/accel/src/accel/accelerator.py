@@ -15,7 +15,7 @@ import torch
 
 from accel.engines import EngineContext, choose_engine, start_engine
 from accel.engines.common.checks import mapped_devices
-from accel.engines.deepspeed.settings import active_plugin, precision_under, resolve_deepspeed, steps_under
+from accel.engines.deepspeed.settings import active_plugin, steps_under
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.precision import Precision
 from accel.saving.methods import CheckpointControl
@@ -23,6 +23,7 @@ from accel.trackers import registry, session
 from accel.training import arguments, metrics
 from accel.training.agreement import Agreement
 from accel.training.arguments import UNSET
+from accel.training.choice import choose
 from accel.training.coordinates import MeshCoordinates
 from accel.training.gradients import GradientControl, drop_gradients, has_gradients
 from accel.training.misuse import Watch
@@ -134,36 +135,35 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         self.dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
         self.rng_types = arguments.resolve_rng_types(rng_types)
         self.handlers = arguments.sort_handlers(kwargs_handlers)
-        deepspeed = resolve_deepspeed(deepspeed_plugin, deepspeed_plugins)
-        megatron = arguments.resolve_megatron(megatron_lm_plugin)
-        steps = steps_under(deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
+        choice = choose(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            parallelism_config=parallelism_config,
+            mixed_precision=mixed_precision,
+        )
+        steps = steps_under(choice.deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
         accumulation = arguments.resolve_accumulation(steps, gradient_accumulation_plugin)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.state = AcceleratorState(
-            mixed_precision=precision_under(deepspeed, mixed_precision),
+            mixed_precision=choice.mixed_precision,
             cpu=cpu,
             dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
-            deepspeed_plugin=deepspeed,
-            fsdp_plugin=arguments.resolve_fsdp(fsdp_plugin, parallelism_config, deepspeed, megatron),
+            deepspeed_plugin=choice.deepspeed,
+            fsdp_plugin=choice.fsdp,
             torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron,
-            parallelism_config=arguments.resolve_parallelism(parallelism_config, torch_tp_plugin),
+            megatron_lm_plugin=choice.megatron,
+            parallelism_config=choice.parallelism,
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
         self.gradient_state = GradientState.new(accumulation)
         self.window = Window(self.gradient_state)
         self.scaler = self._make_scaler()
-        asked = {
-            "mixed_precision": mixed_precision,
-            "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
-            "fsdp_plugin": fsdp_plugin,
-            "megatron_lm_plugin": megatron_lm_plugin,
-            "torch_tp_plugin": torch_tp_plugin,
-            "parallelism_config": parallelism_config,
-        }
-        self.engine = start_engine(self.state, self._engine_context(), asked)
+        self.engine = start_engine(self.state, self._engine_context(), choice)
         arguments.tell_unread(self.handlers, self.engine)
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[GeneralTracker] = []

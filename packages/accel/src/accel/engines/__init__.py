@@ -5,14 +5,12 @@ Adding an engine adds one file to this folder and one row to `ENGINES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.engines.base import Engine
 from accel.engines.context import EngineContext, Prepared
-from accel_state import env
 from accel_state.enums import DistributedType
 from accel_state.imports.packages import install_hint, is_package_available
 from accel_state.logging.loggers import get_logger
@@ -20,6 +18,7 @@ from accel_state.logging.loggers import get_logger
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.training.choice import Choice
     from accel_state.accelerator_state import AcceleratorState
 
 _logger = get_logger(__name__)
@@ -140,13 +139,13 @@ def choose_engine(state: AcceleratorState) -> type[Engine]:
     return engine_class(DistributedType.FSDP if is_split else state.distributed_type)
 
 
-def start_engine(state: AcceleratorState, context: EngineContext, asked: Mapping[str, Any]) -> Engine:
+def start_engine(state: AcceleratorState, context: EngineContext, choice: Choice) -> Engine:
     """Make the engine that a state asks for; a log line says which one, where, and what asked for it.
 
     Args:
         state: The settings.
         context: What the engine may know.
-        asked: The arguments that choose an engine or a precision, as they were given; None: not given.
+        choice: What asked for the engine and the precision.
 
     Raises:
         ImportError: As `choose_engine`.
@@ -156,35 +155,14 @@ def start_engine(state: AcceleratorState, context: EngineContext, asked: Mapping
     _logger.info(
         "engine %s, because of %s; %d process(es) on %s, mesh %s; precision %s, because of %s",
         engine.name,
-        " and ".join(_reasons(asked, _CHOOSE_ENGINE)) or "the number of processes",
+        " and ".join(choice.engine_reasons) or "the number of processes",
         state.num_processes,
         state.device.type,
         _sizes(engine.mesh),
         state.mixed_precision,
-        " and ".join(_reasons(asked, _CHOOSE_PRECISION)) or "the default",
+        choice.precision_reason,
     )
     return engine
-
-
-_CHOOSE_ENGINE = {
-    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
-    "fsdp_plugin": "ACCELERATE_USE_FSDP",
-    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
-    "torch_tp_plugin": None,
-    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
-}
-_CHOOSE_PRECISION = {"mixed_precision": "ACCELERATE_MIXED_PRECISION"}
-
-
-def _reasons(asked: Mapping[str, Any], variables: Mapping[str, str | None]) -> list[str]:
-    """The arguments and variables that chose; an argument comes before its variable."""
-    found = []
-    for name, variable in variables.items():
-        if asked.get(name) is not None:
-            found.append(name)
-        elif variable is not None and env.is_set(variable) and env.get(variable):
-            found.append(variable)
-    return found
 
 
 def _sizes(mesh: DeviceMesh | None) -> str:

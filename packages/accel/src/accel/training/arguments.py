@@ -23,7 +23,6 @@ from accel_state.handlers import (
 )
 from accel_state.logging.loggers import get_logger
 from accel_state.logging.warning import warn
-from accel_state.parallelism.config import ParallelismConfig
 
 if TYPE_CHECKING:
     from accel.engines import Engine
@@ -35,10 +34,7 @@ __all__ = [
     "resolve_accumulation",
     "resolve_dataloader_config",
     "resolve_dynamo",
-    "resolve_fsdp",
-    "resolve_megatron",
     "resolve_old_spellings",
-    "resolve_parallelism",
     "resolve_project",
     "resolve_rng_types",
     "sort_handlers",
@@ -172,98 +168,6 @@ def check_steps(steps: Any) -> int:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
     return steps
-
-
-def resolve_parallelism(
-    config: ParallelismConfig | None, tensor_plugin: Any = None
-) -> ParallelismConfig | None:
-    """The mesh sizes: as given, or the environment's where the launcher says to use them.
-
-    Args:
-        config: The sizes.
-        tensor_plugin: The older way to give tp_size.
-
-    Raises:
-        TypeError: If that is no TorchTensorParallelPlugin.
-        ValueError: If the two do not go together.
-    """
-    if config is None and env.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        config = ParallelismConfig()
-    if tensor_plugin is not None:
-        from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
-
-        if not isinstance(tensor_plugin, TorchTensorParallelPlugin):
-            raise TypeError(f"torch_tp_plugin takes a TorchTensorParallelPlugin, not {tensor_plugin!r}.")
-        config = tensor_plugin.complete(config)
-    return config
-
-
-_INSTEAD_OF_SHARDS = {
-    "deepspeed_plugin": "zero_stage says what is shared out over all processes, and sp_size splits sequences",
-    "megatron_lm_plugin": "use_distributed_optimizer and context_parallel_size are its own settings",
-}
-
-
-def resolve_fsdp(
-    plugin: Any, config: ParallelismConfig | None, deepspeed: Any = None, megatron: Any = None
-) -> Any:
-    """The FSDP options: as given, the environment's, or the defaults where the mesh has shards.
-
-    Processes that share sequences (cp) share parameters too: they are shards.
-
-    Args:
-        plugin: The options.
-        config: The sizes of the mesh.
-        deepspeed: The options of DeepSpeed; None: not asked for.
-        megatron: Those of Megatron-LM.
-
-    Raises:
-        TypeError: If they are no FullyShardedDataParallelPlugin.
-        ValueError: If the mesh asks for shards, and the options for version 1, which has no mesh, or nothing
-            but the mesh for FSDP, and a plugin for another engine.
-    """
-    config = resolve_parallelism(config)
-    shards = [] if config is None else config.dp_shard_cp_dim_names
-    by_mesh_alone = plugin is None and not env.get("ACCELERATE_USE_FSDP")
-    if by_mesh_alone and not shards:
-        return None
-    if by_mesh_alone and (deepspeed is not None or megatron is not None):
-        other = "megatron_lm_plugin" if deepspeed is None else "deepspeed_plugin"
-        sizes = " and ".join(f"{name}_size={getattr(config, f'{name}_size')}" for name in shards)
-        raise ValueError(
-            f"parallelism_config has {sizes}, over which FSDP shards models, beside {other}, which asks for "
-            f"another engine. Leave it out ({_INSTEAD_OF_SHARDS[other]}), or train without {other}."
-        )
-    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
-
-    if plugin is None:
-        version = None if env.get("ACCELERATE_USE_FSDP") else 2
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError(f"fsdp_plugin takes a FullyShardedDataParallelPlugin, not {plugin!r}.")
-    if config is not None and config.active_mesh_dims and plugin.fsdp_version == 1:
-        raise ValueError(
-            f"parallelism_config arranges {', '.join(config.active_mesh_dims)}, and fsdp_version=1 has no "
-            "mesh. Set FullyShardedDataParallelPlugin(fsdp_version=2)."
-        )
-    return plugin
-
-
-def resolve_megatron(plugin: Any) -> Any:
-    """The Megatron-LM options: as given, or the environment's; None without any.
-
-    Raises:
-        TypeError: If they are no MegatronLMPlugin.
-    """
-    if plugin is None and not env.get("ACCELERATE_USE_MEGATRON_LM"):
-        return None
-    from accel.engines.megatron.plugin import MegatronLMPlugin
-
-    if plugin is None:
-        return MegatronLMPlugin()
-    if not isinstance(plugin, MegatronLMPlugin):
-        raise TypeError(f"megatron_lm_plugin takes a MegatronLMPlugin, not {plugin!r}.")
-    return plugin
 
 
 def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

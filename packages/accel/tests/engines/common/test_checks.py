@@ -19,7 +19,8 @@ from accel.engines.megatron.engine import MegatronLMEngine
 from accel.engines.mesh.shard import check_layout, check_sparse
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine
-from accel.training.arguments import Handlers, resolve_fsdp, tell_unread
+from accel.training.arguments import Handlers, tell_unread
+from accel.training.choice import resolve_fsdp
 from accel_ops.collectives import operations
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_optim.local_sgd import LocalSGD

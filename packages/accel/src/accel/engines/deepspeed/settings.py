@@ -33,8 +33,13 @@ def active_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     return plugin
 
 
-def resolve_deepspeed(plugin: Any, plugins: Any) -> Any:
-    """The plugin, or several by name: as given, or the environment's; None without any.
+def resolve_deepspeed(plugin: Any, plugins: Any, *, switched_on: bool = False) -> Any:
+    """The plugin, or several by name: as given, or that of the environment; None without any.
+
+    Args:
+        plugin: One plugin.
+        plugins: Several by name.
+        switched_on: Whether the environment asks for DeepSpeed.
 
     Raises:
         TypeError: If one is no DeepSpeedPlugin.
@@ -43,7 +48,7 @@ def resolve_deepspeed(plugin: Any, plugins: Any) -> Any:
     if plugin is not None and plugins is not None:
         raise ValueError("Accelerator got deepspeed_plugin and deepspeed_plugins: pass one of them.")
     given = plugin if plugins is None else plugins
-    if given is None and not env.get("ACCELERATE_USE_DEEPSPEED"):
+    if given is None and not switched_on:
         return None
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 
