@@ -10,7 +10,8 @@ import pytest
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder import manifest
 from accel_ckpt.folder.staging import opened_at, staged
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 
 def files(folder: Path) -> list[str]:

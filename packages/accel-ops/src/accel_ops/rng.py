@@ -14,7 +14,8 @@ from accel_ops.collectives.objects import broadcast_object_list
 from accel_state.devices.table import row
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 

@@ -18,7 +18,8 @@ from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, 
 from accel_ops.collectives.pack import SMALL_BYTES
 from accel_ops.collectives.pack_parts import as_bytes
 from accel_ops.trees.walk import flatten, recursively_apply
-from accel_state.process.state import PartialState, Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import PartialState, current_process
 
 Pair = namedtuple("Pair", "x y")
 Leaf = namedtuple("Leaf", "dtype shape layout seed")  # describes a tensor; each rank makes its own

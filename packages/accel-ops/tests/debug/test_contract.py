@@ -25,7 +25,8 @@ from accel_ops.collectives.padding import pad_across_processes
 from accel_ops.debug import contract, monitor, session
 from accel_ops.debug.contract import DistributedOperationException
 from accel_state.logging.loggers import get_logger
-from accel_state.process.state import PartialState, Process, current_process, wait_for_everyone
+from accel_state.process.facts import Process
+from accel_state.process.state import PartialState, current_process, wait_for_everyone
 from accel_world.ports import lease_port
 
 SECONDS = 4.0  # within which every process must have raised

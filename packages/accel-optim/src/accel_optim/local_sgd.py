@@ -14,7 +14,7 @@ from accel_state.enums import DistributedType
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["LocalSGD"]
 

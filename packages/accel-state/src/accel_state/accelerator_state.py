@@ -15,8 +15,9 @@ from accel_state.devices.table import row
 from accel_state.enums import DistributedType, PrecisionType
 from accel_state.process import rendezvous
 from accel_state.process.control import ProcessControl, describe
+from accel_state.process.facts import Process
 from accel_state.process.shared_dict import ThreadLocalSharedDict, shared_dict
-from accel_state.process.state import PartialState, Process
+from accel_state.process.state import PartialState
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
 

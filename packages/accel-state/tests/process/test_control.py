@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from accel_state.enums import DistributedType
 from accel_state.process.control import ProcessControl, describe
-from accel_state.process.state import PartialState, Process
+from accel_state.process.facts import Process
+from accel_state.process.state import PartialState
 from accel_world.pool import World
 
 SIZES = (1, 2, 3, 4)

@@ -16,7 +16,8 @@ from accel_state.devices import affinity, table
 from accel_state.devices.row import DeviceRow
 from accel_state.enums import DistributedType
 from accel_state.process import state as state_module
-from accel_state.process.state import PartialState, Process, current_process, wait_for_everyone
+from accel_state.process.facts import Process
+from accel_state.process.state import PartialState, current_process, wait_for_everyone
 from accel_world.pool import World
 from accel_world.told import warns_once
 

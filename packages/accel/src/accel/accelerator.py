@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from accel_state.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
     from accel_state.handlers import KwargsHandler, ProfileKwargs, TorchDynamoPlugin
     from accel_state.parallelism.config import ParallelismConfig
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
 

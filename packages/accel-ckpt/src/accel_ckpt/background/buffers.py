@@ -14,7 +14,7 @@ from accel_ops.collectives.pack_parts import as_bytes
 from accel_state.devices.table import row
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["Memory"]
 

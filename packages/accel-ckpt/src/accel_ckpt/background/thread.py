@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accel_state.process.rendezvous import before_destroy
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["group_for", "in_flight", "settle", "start", "wait"]
 

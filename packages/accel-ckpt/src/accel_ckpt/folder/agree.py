@@ -11,7 +11,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["agree", "collect", "from_main", "together"]
 

@@ -27,7 +27,8 @@ from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
 from accel_ckpt.folder.agree import agree, collect, from_main, together
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = ["Staging", "opened_at", "release_memory", "staged"]
 

@@ -26,7 +26,8 @@ from accel_ckpt.run.rng import set_rng_state
 from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
     from accel_ckpt.sharded.save_load import Parts

@@ -20,7 +20,7 @@ from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.fill import fill
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = ["Reading", "open_checkpoint"]
 

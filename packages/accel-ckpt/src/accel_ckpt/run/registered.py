@@ -24,7 +24,7 @@ from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_parts
 from accel_ops.trees.walk import children, keys, rebuild
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = ["digest", "load_registered_parts", "refuse_local_parts", "save_registered_parts"]
 

@@ -11,7 +11,7 @@ import torch
 from accel_state.devices.table import row
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["get_rng_state", "set_rng_state"]
 

@@ -13,7 +13,8 @@ from accel_ckpt import file_names
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.staging import opened_at, staged
 from accel_ckpt.run.rng import get_rng_state
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = ["save_accelerator_state", "save_custom_state"]
 

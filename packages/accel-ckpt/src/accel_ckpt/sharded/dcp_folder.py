@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = ["read_folder", "read_index", "write_folder"]
 

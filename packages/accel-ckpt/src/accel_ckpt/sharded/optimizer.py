@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = [
     "different_state",

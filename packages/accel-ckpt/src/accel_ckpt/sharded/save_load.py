@@ -35,7 +35,8 @@ from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save
 from accel_ops.trees.walk import recursively_apply
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = [
     "Parts",

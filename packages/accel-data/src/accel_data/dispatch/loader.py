@@ -26,7 +26,8 @@ from accel_data.stream.dataset import IterableDatasetShard, WholeStream, count_r
 from accel_ops.debug import contract
 from accel_ops.trees.tensors import slice_tensors
 from accel_state.logging.warning import warn
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

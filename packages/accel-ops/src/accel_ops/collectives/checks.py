@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.trees.walk import find_path
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = ["require_devices", "require_group", "require_plain", "require_rank"]
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from accel_ops.collectives.checks import require_group, require_rank
 from accel_ops.debug import contract
 from accel_ops.trees.walk import is_namedtuple
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = ["broadcast_object_list", "gather_object"]
 

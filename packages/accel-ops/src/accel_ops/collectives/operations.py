@@ -19,7 +19,8 @@ from accel_ops.collectives.pack import Plan, plan
 from accel_ops.collectives.pack_parts import SHARED_BYTES, as_bytes, put_together, stack_if_alike
 from accel_ops.debug import contract
 from accel_ops.trees.walk import find_path, flatten
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = ["broadcast", "copy_tensor_to_devices", "gather", "reduce"]
 

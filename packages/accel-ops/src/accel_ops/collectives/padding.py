@@ -11,7 +11,8 @@ from accel_ops.collectives.checks import require_group, require_plain
 from accel_ops.debug import contract
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.logging.warning import warn
-from accel_state.process.state import Process, current_process
+from accel_state.process.facts import Process
+from accel_state.process.state import current_process
 
 __all__ = ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"]
 

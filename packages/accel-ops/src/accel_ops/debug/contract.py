@@ -23,7 +23,7 @@ from accel_ops.debug.session import DistributedOperationException, Session, curr
 from accel_ops.trees.walk import children, keys
 from accel_state.logging.warning import user_frame, warn
 from accel_state.process import hooks
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = ["DistributedOperationException", "check", "leave"]
 

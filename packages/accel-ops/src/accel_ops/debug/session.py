@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from accel_ops.debug.monitor import Monitor
 from accel_state.logging.warning import warn
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

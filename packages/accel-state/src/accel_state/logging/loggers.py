@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:

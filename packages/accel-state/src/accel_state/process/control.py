@@ -20,7 +20,7 @@ from accel_state.process import hooks, rendezvous
 from accel_state.process.split import split
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["ProcessControl", "describe", "wait"]
 

@@ -1,4 +1,4 @@
-"""This process: its rank, its device, and the process group that it belongs to.
+"""The state of this process: who it is, which device it has, and the process group that it belongs to.
 
 One holder has a frozen `Process`; `PartialState` is a handle on it that makes it when there is none.
 Functions that need a rank or a size take a `Process` and default to `current_process()`, which works without
@@ -7,7 +7,7 @@ any state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,61 +15,16 @@ import torch
 from accel_state import env
 from accel_state.devices.affinity import set_numa_affinity
 from accel_state.devices.table import DEVICES, DeviceRow, default_device, detect, row
-from accel_state.enums import DistributedType
 from accel_state.env import CPUInformation
 from accel_state.logging.tracebacks import set_tracebacks
 from accel_state.logging.warning import warn
 from accel_state.process import failure, hooks, rendezvous
 from accel_state.process.control import ProcessControl, describe, wait
+from accel_state.process.facts import Process
 from accel_state.process.ranks import device_index, find_place
 from accel_state.process.shared_dict import shared_dict
 
-__all__ = ["PartialState", "Process", "current_process", "wait_for_everyone"]
-
-
-@dataclass(frozen=True)
-class Process:
-    """The facts of one process.
-
-    Args:
-        rank: Place among all processes, from 0.
-        world_size: Number of processes.
-        local_rank: Place among the processes of this machine, from 0.
-        local_world_size: Number of processes on this machine.
-        device: Where its tensors live.
-        backend: Communication backend; None when it runs alone.
-        distributed_type: How the processes work together.
-        debug: Whether collectives are compared between processes before they run.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: torch.device
-    backend: str | None
-    distributed_type: DistributedType
-    debug: bool = False
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the first process of the run."""
-        return self.rank == 0
-
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this is the first process on its machine."""
-        return self.local_rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last process of the run."""
-        return self.rank == self.world_size - 1
-
-    @property
-    def node_rank(self) -> int:
-        """Place of this machine among all, from 0 (every machine runs equally many processes)."""
-        return self.rank // self.local_world_size
+__all__ = ["PartialState", "current_process", "wait_for_everyone"]
 
 
 class PartialState(ProcessControl):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.handlers import TorchDynamoPlugin
     from accel_state.parallelism.config import ParallelismConfig
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["EngineContext", "Prepared"]
 

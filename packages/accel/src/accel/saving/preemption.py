@@ -14,7 +14,7 @@ from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["EXIT_CODE", "SIGNALS", "Preemption", "save_on_preemption"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.trackers.base import GeneralTracker
 from accel.trackers.registry import tracker_class
-from accel_state.process.state import Process
+from accel_state.process.facts import Process
 
 __all__ = ["find", "log", "start"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accel_ops.debug import contract
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["Agreement"]
 

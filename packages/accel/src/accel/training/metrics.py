@@ -17,7 +17,7 @@ from accel_ops.trees.walk import children, flatten, is_namedtuple, rebuild, recu
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["gather_for_metrics"]
 

@@ -11,7 +11,7 @@ from accel_state.env import CPUInformation
 from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["ensure_group"]
 

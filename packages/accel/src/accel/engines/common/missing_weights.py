@@ -11,7 +11,7 @@ import torch
 from accel_ops.collectives import operations
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["refusing_together"]
 

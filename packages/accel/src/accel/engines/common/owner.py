@@ -14,7 +14,7 @@ from accel.engines.common.replica_check import ReplicaCheck
 from accel_optim.owner import ParameterOwner
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["ShardOwner", "TrainingOwner"]
 

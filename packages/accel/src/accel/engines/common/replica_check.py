@@ -14,7 +14,7 @@ from accel.engines.fsdp1 import flat
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["ReplicaCheck"]
 

@@ -14,7 +14,7 @@ from accel.engines.common.owner import TrainingOwner
 from accel_ops.trees.walk import flatten
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["ReplicaOwner"]
 

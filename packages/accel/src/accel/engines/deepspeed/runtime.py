@@ -25,7 +25,7 @@ from accel_state.process import rendezvous
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["GatheredParameters", "deepspeed_required", "forget_groups", "load", "part", "started"]
 

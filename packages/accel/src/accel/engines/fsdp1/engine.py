@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload
 
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["FSDP1Engine"]
 

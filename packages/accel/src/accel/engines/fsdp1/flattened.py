@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.engines.fsdp1 import flat
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["Flattened", "check_apart", "check_saved_whole", "check_stateless", "check_whole_units"]
 

@@ -13,7 +13,7 @@ from accel.engines.fsdp1.freezing import Freezing, drop_hooks_of_others
 
 if TYPE_CHECKING:
     from accel.engines.fsdp1.flattened import Flattened
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["FlatOwner"]
 

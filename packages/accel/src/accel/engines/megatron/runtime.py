@@ -17,7 +17,7 @@ from accel_state.imports.packages import require
 from accel_state.process import rendezvous
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 _SIZES = (
     "tensor_model_parallel_size",

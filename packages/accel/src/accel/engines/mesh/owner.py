@@ -14,7 +14,7 @@ from accel.engines.common.repoint import Replaced
 from accel.engines.mesh import unsharded
 
 if TYPE_CHECKING:
-    from accel_state.process.state import Process
+    from accel_state.process.facts import Process
 
 __all__ = ["MeshOwner"]
 
