@@ -13,7 +13,7 @@ Nothing here waits for the device, except where processes hold parts of gradient
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,9 +21,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_state.enums import DistributedType
 from accel_state.process.state import current_process
-
-if TYPE_CHECKING:
-    from accel_optim.optimizer import AcceleratedOptimizer
 
 __all__ = [
     "agreed",
@@ -39,7 +36,16 @@ __all__ = [
     "unscale",
 ]
 
-_SHARING: WeakKeyDictionary[GradScaler, list[ref[AcceleratedOptimizer]]] = WeakKeyDictionary()
+
+class _Wrapper(Protocol):
+    """An optimizer's wrapper."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself."""
+
+
+_SHARING: WeakKeyDictionary[GradScaler, list[ref[_Wrapper]]] = WeakKeyDictionary()
 """The optimizers of each scaler, in the order in which they came, which is that of all processes."""
 
 
@@ -122,7 +128,7 @@ def _sharing(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
         yield None if wrapper is None else wrapper.optimizer
 
 
-def share(scaler: GradScaler, optimizer: AcceleratedOptimizer) -> None:
+def share(scaler: GradScaler, optimizer: _Wrapper) -> None:
     """Note that an optimizer steps through a scaler. It is forgotten when the optimizer is.
 
     Args:
