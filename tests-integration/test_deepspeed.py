@@ -23,6 +23,7 @@ from accel.engines.deepspeed.runtime import GatheredParameters
 from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper
 from accel_ckpt.errors import CheckpointError
+from accel_ops.memory import find_executable_batch_size
 from accel_ops.modules import has_compiled_regions
 from accel_state.handlers import TorchDynamoPlugin
 from accel_world.told import warns_once
@@ -752,6 +753,34 @@ def test_what_one_stage_replaces_in_torch_is_not_there_in_the_next_run_of_a_rank
     assert own != replaced
 
     assert world.run(linear_of_stage, 2, timeout_s=100) == [(own, own)] * 2
+
+
+def retry(stage: int) -> tuple[list[float], int]:
+    """A training that ends in its first step as long as batches are too large."""
+    accelerator = make(stage)
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size: int) -> tuple[list[float], int]:
+        accelerator.free_memory()
+        model, optimizer, loader = prepared(accelerator, batch_size)
+        batches = iter(loader)
+        if batch_size > 2:
+            x, y = next(batches)
+            accelerator.backward(F.mse_loss(model(x), y))
+            raise RuntimeError("CUDA out of memory.")
+        return trained(accelerator, model, optimizer, batches, 6), batch_size
+
+    sizes = iter([4, 2])
+    found = train()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, *SHARDED])
+def test_a_loop_begins_anew_with_batches_that_fit(world, stage):
+    for losses, batch_size in world.run(retry, stage, timeout_s=100):
+        assert batch_size == 2
+        assert losses == pytest.approx(plain(), rel=1e-5)
 
 
 def with_an_old_state() -> bool:

@@ -370,6 +370,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             drop_gradients(self)
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
+        self.engine.release()
         self._lomo = None
         self.window.reset()
         return release_memory(*objects)

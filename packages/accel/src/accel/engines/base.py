@@ -206,6 +206,9 @@ class Engine:
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return inner
 
+    def release(self) -> None:
+        """Let go of what was prepared, so that it can be freed, and other objects be prepared."""
+
     @property
     def holds_gradients_back(self) -> bool:
         """Whether `no_sync` does something; where it does not, nobody enters it."""

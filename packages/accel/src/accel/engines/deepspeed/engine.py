@@ -224,6 +224,14 @@ class DeepSpeedEngine(Engine):
             return loader
         return ulysses.SequenceParallelLoader(loader, self._groups, self.context.process.device)
 
+    def release(self) -> None:
+        """Take the engine's hooks off the model, and forget it; "auto" settings are filled in anew."""
+        if self._driver is not None:
+            self._driver.engine.destroy()
+        self._driver, self._groups = None, None
+        self._schedules.clear()
+        self.plugin.forget_filled()
+
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
         """The schedule that a stand-in stands for.
 

@@ -114,6 +114,10 @@ class MegatronLMEngine(Engine):
                 "prepare(), or call MegatronLMPlugin.set_training_args(micro_batch_size, dp_degree) before."
             )
 
+    def release(self) -> None:
+        """Forget the model, its optimizer and the loaders that were built for it."""
+        self._model = self._optimizer = self._loaders = None
+
     def prepare(self, objects: Prepared) -> Prepared:
         """Build the model, its optimizer and its schedule."""
         if not objects.models:
