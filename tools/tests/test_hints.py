@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel import tracking
+from accel.trackers import registry
 from accel_state.imports.packages import install_hint
 from repo_checks.declared import extras
 from repo_checks.hints import check_hints, wrong_commands
@@ -35,7 +35,7 @@ def test_what_the_helper_writes_for_a_package_alone_is_complete(package):
 
 
 def test_every_tracker_has_an_extra_of_its_name():
-    for name in tracking._TRACKERS:
+    for name in registry._TRACKERS:
         assert list(wrong_commands(install_hint(name), FOUND)) == []
 
 
