@@ -17,7 +17,7 @@ def package(monkeypatch, tmp_path):
     file = tmp_path / "__init__.py"
     file.with_suffix(".pyi").write_text(
         "from fractions import Fraction as Fraction\n"
-        "from json.decoder import JSONDecoder as JSONDecoder\n"
+        "from json.decoder import (\n    JSONDecoder as JSONDecoder,\n)\n"
         "from lazy_sample import part as part\n"
     )
     module.__getattr__, module.__dir__, module.__all__ = attach("lazy_sample", str(file))

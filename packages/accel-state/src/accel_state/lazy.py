@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 __all__ = ["attach"]
@@ -26,13 +24,16 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         `__getattr__`, `__dir__` and `__all__` (sorted), to be assigned in the package.
     """
     module_of, submodules = {}, set()
-    for line in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
-        if isinstance(line, ast.ImportFrom) and line.module:
-            names = [alias.name for alias in line.names]
-            if line.module == package:
-                submodules.update(names)
-            else:
-                module_of.update(dict.fromkeys(names, line.module))
+    # Cut by hand: ast and pathlib would take most of the time in which a launcher starts.
+    with open(f"{file}i", encoding="utf-8") as stub:
+        statements = f"\n{stub.read()}".split("\nfrom ")[1:]
+    for statement in statements:
+        module, _, exported = statement.partition(" import ")
+        names = [item.split()[0] for item in exported.strip("() \n").split(",") if item.strip()]
+        if module == package:
+            submodules.update(names)
+        else:
+            module_of.update(dict.fromkeys(names, module))
 
     def get(name: str) -> Any:
         if name in module_of:
