@@ -64,14 +64,15 @@ class Freezing:
         self._trained.clear()
 
 
-def drop_hooks_of_others(model: torch.nn.Module, args: Any = ()) -> None:
+def drop_hooks_of_others(handles: Iterable[Any], model: torch.nn.Module, args: Any) -> None:
     """Drop hooks for a backward pass of what was trained before, and is frozen now, or the reverse.
 
     Args:
-        model: The wrapper that trains; it is a hook before its forward pass.
+        handles: Those of the model's flat parameters.
+        model: The wrapper that trains; with the first argument bound it is a hook before its forward pass.
         args: Of the forward pass.
     """
-    for _, handle in parts([model]):
+    for handle in handles:
         flat = handle.flat_param
         waiting = getattr(flat, "_post_backward_hook_state", None)
         is_trained = any(item.requires_grad for item in flat._params or (flat,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,8 @@ class FlatOwner(ShardOwner):
     def add(self, model: torch.nn.Module) -> None:
         """Note a wrapped model."""
         self._models[model] = None
-        model.register_forward_pre_hook(drop_hooks_of_others)
+        handles = [handle for _, handle in flat.parts([model])]  # found once: a forward pass walks no modules
+        model.register_forward_pre_hook(partial(drop_hooks_of_others, handles))
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is stepped: it itself, or the flat one that it lies in."""
