@@ -120,16 +120,26 @@ class Worker:
         return data.decode(errors="replace")
 
     def stack(self) -> str:
-        """Return the Python stack of each of its threads, as it stands now."""
+        """Return the Python stack of each of its threads and of its children's, as they stand now."""
         if not self.alive:
             return ""
-        os.kill(self.pid, signal.SIGUSR1)
+        text = self._stack_of(self.pid) or "(no stack: the process does not answer signals)"
+        for child in _children(self.pid):  # loaders' workers, say: forked with the handler and its file
+            text += f"\nchild process {child}:\n"
+            text += self._stack_of(child) or "(no stack: it does not answer signals, or is another program)"
+        return text
+
+    def _stack_of(self, pid: int) -> str:
+        """What a process writes into the worker's stack file when it is asked to."""
+        start = self._stack_file.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
         until = time.monotonic() + 10.0  # on a busy machine
-        text = previous = ""
+        text = previous = b""
         while time.monotonic() < until and (not text or text != previous):
             time.sleep(0.05)
-            previous, text = text, self._stack_file.read_text(errors="replace")
-        return text or "(no stack: the process does not answer signals)"
+            previous, text = text, self._stack_file.read_bytes()[start:]
+        return text.decode(errors="replace")
 
     def kill(self) -> None:
         """End the worker and everything in its process group."""
@@ -140,3 +150,14 @@ class Worker:
         self.returncode = self._starter.reap(self.pid)
         self.connection.close()
         os.close(self.end)
+
+
+def _children(pid: int) -> list[int]:
+    """The child processes of a process; none where the system does not tell (not Linux)."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = file.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == pid:
+                found.append(int(file.parent.name))
+    return found

@@ -45,6 +45,16 @@ def sleep_on(rank: int, seconds: float) -> int:
     return os.getpid()
 
 
+def sleep_in_a_child():
+    time.sleep(60)
+
+
+def wait_for_a_child():
+    if os.fork() == 0:
+        sleep_in_a_child()
+    os.wait()
+
+
 def take_the_signal() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -190,6 +200,13 @@ def test_a_run_with_a_handler_of_its_own_leaves_stacks_to_be_told(world):
     with pytest.raises(WorldFailure, match="rank 1 stuck") as info:
         world.run(sleep_on, 1, 60.0, timeout_s=0.5)
     assert "in sleep_on" in str(info.value)
+
+
+def test_a_stuck_rank_comes_with_the_stacks_of_its_children(world):
+    with pytest.raises(WorldFailure, match="rank 0 stuck") as info:
+        world.run(wait_for_a_child, size=1, timeout_s=0.5)
+    assert "in wait_for_a_child" in str(info.value)
+    assert "in sleep_in_a_child" in str(info.value)
 
 
 def test_exception_while_the_other_rank_does_something_else(world, monkeypatch):
