@@ -148,7 +148,7 @@ def measure_load(rank: int, size: int, layers: int, rounds: int, cold: bool) -> 
         contestants: dict[str, Callable[[], object]] = {
             name: partial(_load_raw, Path(base, "accel"), model, optimizer) for name in (BASELINE, CONTROL)
         }
-        optimizers = [optimizer, ours._optimizers[0].optimizer]
+        optimizers = [optimizer, ours.run.optimizers[0].optimizer]
         contestants["accel"] = partial(_load, ours, f"{base}/accel")
         contestants["unverified"] = partial(_load, ours, f"{base}/accel", verify=False)
         if importlib.util.find_spec("accelerate"):
@@ -234,7 +234,7 @@ def _load(accelerator: Any, folder: str, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator.load_state(folder, **options)
-    _read(accelerator._optimizers[0])
+    _read(accelerator.run.optimizers[0])
 
 
 def _read(optimizer: torch.optim.Optimizer) -> None:

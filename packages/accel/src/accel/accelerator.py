@@ -6,10 +6,9 @@ import contextlib
 import inspect
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -35,6 +34,7 @@ from accel.training.prepare import (
     prepare_scheduler,
 )
 from accel.training.profiling import profile
+from accel.training.run import Run
 from accel.training.uneven import join_uneven_inputs
 from accel_data.config import DataLoaderConfiguration
 from accel_data.prepare import skip_first_batches
@@ -45,22 +45,73 @@ from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 from accel_optim.window import Window
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient import GradientState
-from accel_state.handlers import GradientAccumulationPlugin
+from accel_state.handlers import GradientAccumulationPlugin, ProfileKwargs
 from accel_state.process.control import ProcessControl
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
+    from accel.engines import Engine
     from accel.trackers.base import GeneralTracker
     from accel_ckpt.config import ProjectConfiguration
     from accel_optim.handlers import AutocastKwargs
     from accel_optim.scheduler import AcceleratedScheduler
     from accel_state.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
-    from accel_state.handlers import KwargsHandler, ProfileKwargs, TorchDynamoPlugin
+    from accel_state.handlers import KwargsHandler, TorchDynamoPlugin
     from accel_state.parallelism.config import ParallelismConfig
     from accel_state.process.facts import Process
 
+_T = TypeVar("_T")
+
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
+
+
+class _Part(Generic[_T]):
+    """An attribute of the Accelerator that is a part of its run, to read and to replace."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name or ""
+
+    def __set_name__(self, owner: type[Accelerator], name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, accelerator: Accelerator, owner: type[Accelerator]) -> _T:
+        return getattr(accelerator.run, self._name)  # type: ignore[no-any-return]
+
+    def __set__(self, accelerator: Accelerator, value: _T) -> None:
+        setattr(accelerator.run, self._name, value)
+
+
+def _make_scaler(state: AcceleratorState, handlers: arguments.Handlers) -> torch.amp.GradScaler | None:
+    scales_itself = state.deepspeed_plugin is not None or state.megatron_lm_plugin is not None
+    if state.mixed_precision != "fp16" or scales_itself:
+        return None
+    options = handlers.scaler.to_kwargs() if handlers.scaler is not None else {}
+    if choose_engine(state).gradients_in_parts:
+        return get_fsdp2_grad_scaler(device_type=state.device.type, **options)
+    return get_grad_scaler(state.distributed_type, device_type=state.device.type, **options)
+
+
+def _engine_context(
+    state: AcceleratorState,
+    gradient_state: GradientState,
+    scaler: torch.amp.GradScaler | None,
+    handlers: arguments.Handlers,
+) -> EngineContext:
+    return EngineContext(
+        process=state.process,
+        precision=Precision(state.mixed_precision, handlers.autocast),
+        gradient_state=gradient_state,
+        scaler=scaler,
+        mesh=state.device_mesh,
+        ddp=handlers.ddp,
+        dynamo=state.dynamo_plugin,
+        fsdp=state.fsdp_plugin,
+        parallelism=state.parallelism_config,
+        fp8=resolve_fp8(state.mixed_precision, handlers.fp8),
+        deepspeed=partial(active_plugin, state),
+        megatron=state.megatron_lm_plugin,
+    )
 
 
 class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessControl):
@@ -131,9 +182,8 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
                 deprecated, mixed_precision, dataloader_config, project_config, known=[*known]
             )
             mixed_precision, dataloader_config, project_config = old
-        self.project_configuration = arguments.resolve_project(project_dir, project_config)
-        self.dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
-        self.rng_types = arguments.resolve_rng_types(rng_types)
+        project_configuration = arguments.resolve_project(project_dir, project_config)
+        dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
         self.handlers = arguments.sort_handlers(kwargs_handlers)
         choice = choose(
             deepspeed_plugin=deepspeed_plugin,
@@ -146,9 +196,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         )
         steps = steps_under(choice.deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
         accumulation = arguments.resolve_accumulation(steps, gradient_accumulation_plugin)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.state = AcceleratorState(
+        state = AcceleratorState(
             mixed_precision=choice.mixed_precision,
             cpu=cpu,
             dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
@@ -160,62 +208,52 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             _from_accelerator=True,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
-        self.gradient_state = GradientState.new(accumulation)
-        self.window = Window(self.gradient_state)
-        self.scaler = self._make_scaler()
-        self.engine = start_engine(self.state, self._engine_context(), choice)
+        gradient_state = GradientState.new(accumulation)
+        scaler = _make_scaler(state, self.handlers)
+        context = _engine_context(state, gradient_state, scaler, self.handlers)
+        self.run = Run(
+            state=state,
+            gradient_state=gradient_state,
+            window=Window(gradient_state),
+            scaler=scaler,
+            engine=start_engine(state, context, choice),
+            watch=Watch(),
+            project_configuration=project_configuration,
+            dataloader_config=dataloader_config,
+            rng_types=arguments.resolve_rng_types(rng_types),
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        )
         arguments.tell_unread(self.handlers, self.engine)
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[GeneralTracker] = []
         self.flag_tensor: torch.Tensor | None = None
         self._triggers = Agreement(self.process)
-        self._preemption = None
-        self._models: list[torch.nn.Module] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._watch = Watch()
-        self._dataloaders: list[Any] = []
-        self._custom_objects = []
-        self._unknown_types: set[type] = set()
-        self._save_state_hooks = OrderedDict()
-        self._load_state_hooks = OrderedDict()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for optimizer in self._optimizers:  # which are pickled without the state that they follow
-            optimizer.gradient_state = self.gradient_state  # type: ignore[attr-defined]
+    state: _Part[AcceleratorState] = _Part()
+    gradient_state: _Part[GradientState] = _Part()
+    window: _Part[Window] = _Part()
+    scaler: _Part[torch.amp.GradScaler | None] = _Part()
+    engine: _Part[Engine] = _Part()
+    project_configuration: _Part[ProjectConfiguration] = _Part()
+    dataloader_config: _Part[DataLoaderConfiguration] = _Part()
+    rng_types: _Part[list[RNGType]] = _Part()
+    device_placement: _Part[bool] = _Part()
+    step_scheduler_with_optimizer: _Part[bool] = _Part()
 
-    def _make_scaler(self) -> torch.amp.GradScaler | None:
-        scales_itself = self.deepspeed_plugin is not None or self.state.megatron_lm_plugin is not None
-        if self.mixed_precision != "fp16" or scales_itself:
-            return None
-        options = self.handlers.scaler.to_kwargs() if self.handlers.scaler is not None else {}
-        if choose_engine(self.state).gradients_in_parts:
-            return get_fsdp2_grad_scaler(device_type=self.device.type, **options)
-        return get_grad_scaler(self.distributed_type, device_type=self.device.type, **options)
-
-    def _engine_context(self) -> EngineContext:
-        return EngineContext(
-            process=self.process,
-            precision=Precision(self.mixed_precision, self.handlers.autocast),
-            gradient_state=self.gradient_state,
-            scaler=self.scaler,
-            mesh=self.state.device_mesh,
-            ddp=self.handlers.ddp,
-            dynamo=self.state.dynamo_plugin,
-            fsdp=self.state.fsdp_plugin,
-            parallelism=self.parallelism_config,
-            fp8=resolve_fp8(self.mixed_precision, self.handlers.fp8),
-            deepspeed=partial(active_plugin, self.state),
-            megatron=self.state.megatron_lm_plugin,
-        )
+    # Programs that know them read these, transformers' Trainer among them.
+    _models: _Part[list[torch.nn.Module]] = _Part("models")
+    _optimizers: _Part[list[torch.optim.Optimizer]] = _Part("optimizers")
+    _schedulers: _Part[list[AcceleratedScheduler]] = _Part("schedulers")
+    _dataloaders: _Part[list[Any]] = _Part("loaders")
+    _custom_objects: _Part[list[Any]] = _Part("registered")
 
     # State
 
     @property
     def process(self) -> Process:
         """The facts of this process."""
-        return self.state.process
+        return self.run.state.process
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -316,7 +354,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         Raises:
             ValueError: If the engine cannot train an object; the message names it and the fix.
         """
-        result = prepare(self, args, device_placement)
+        result = prepare(self.run, args, device_placement, caller=self)
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -324,7 +362,9 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
     ) -> torch.nn.Module:
         """Prepare one model; with `evaluation_mode` nothing is set up for gradients."""
         check_kind(model, "model")
-        (prepared,) = prepare_models_and_optimizers(self, [model], [device_placement], evaluation_mode)
+        (prepared,) = prepare_models_and_optimizers(
+            self.run, [model], [device_placement], evaluation_mode, caller=self
+        )
         return prepared  # type: ignore[no-any-return]
 
     def prepare_optimizer(
@@ -332,13 +372,13 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
     ) -> torch.optim.Optimizer:
         """Prepare one optimizer."""
         check_kind(optimizer, "optimizer")
-        (prepared,) = prepare_models_and_optimizers(self, [optimizer], [device_placement])
+        (prepared,) = prepare_models_and_optimizers(self.run, [optimizer], [device_placement], caller=self)
         return prepared  # type: ignore[no-any-return]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one learning rate scheduler."""
         check_kind(scheduler, "scheduler")
-        return prepare_scheduler(self, scheduler)
+        return prepare_scheduler(self.run, scheduler)
 
     def prepare_data_loader(
         self,
@@ -347,7 +387,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepare one loader."""
-        return prepare_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
+        return prepare_loader(self.run, data_loader, device_placement, slice_fn_for_dispatch)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -366,13 +406,14 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
         The gradients of an accumulation window that is open are dropped.
         """
-        if has_gradients(self):
-            drop_gradients(self)
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+        run = self.run
+        if has_gradients(run):
+            drop_gradients(run)
+        for held in (run.models, run.optimizers, run.schedulers, run.loaders):
             held.clear()
-        self.engine.release()
-        self._lomo = None
-        self.window.reset()
+        run.engine.release()
+        run.lomo = None
+        run.window.reset()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
@@ -397,7 +438,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             joinables: Prepared models (or torch's Joinable objects).
             even_batches: Overrides the setting for prepared map-style loaders inside the context.
         """
-        return join_uneven_inputs(self, joinables, even_batches)
+        return join_uneven_inputs(self.run, joinables, even_batches)
 
     def maybe_context_parallel(
         self,
@@ -424,7 +465,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Profile the code inside; traces are written when the handler names a folder."""
-        return profile(self, profile_handler)
+        return profile(self.process, profile_handler or self.handlers.profile or ProfileKwargs())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: torch.nn.Module) -> Any:
         """The prepared loader `dl`, each batch shared by a sequence-parallel group (DeepSpeed's Ulysses).
@@ -435,7 +476,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         Raises:
             ValueError: If there is no sequence parallelism, or `model` is not prepared.
         """
-        if not any(known is model for known in self._models):
+        if not any(known is model for known in self.run.models):
             raise ValueError("deepspeed_ulysses_dl_adapter needs the prepared model: prepare() comes first.")
         if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
             raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
@@ -506,7 +547,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             ending.callback(self.state.destroy_process_group)
             if "accel_ckpt.background.thread" in sys.modules:
                 ending.callback(self.wait_for_save)
-            if self._preemption is not None:
-                ending.callback(self._preemption.stop)
+            if self.run.preemption is not None:
+                ending.callback(self.run.preemption.stop)
             while self.trackers:
                 ending.callback(self.trackers.pop(0).finish)

@@ -190,7 +190,7 @@ def test_walking_nested_data_keeps_nothing():
 
 def run(copied: Any) -> list[float]:
     """Train two epochs with the objects that an Accelerator holds itself."""
-    (model,), (optimizer,), (scheduler,) = copied._models, copied._optimizers, copied._schedulers
+    (model,), (optimizer,), (scheduler,) = copied.run.models, copied.run.optimizers, copied.run.schedulers
     losses = []
     for _ in range(2):
         for batch in copied._dataloaders[0]:
@@ -222,7 +222,7 @@ def test_a_copy_trains_as_the_accelerator_does(way, in_loop, precision):
         copied = way(accelerator)
     Accelerator(gradient_accumulation_steps=7)  # the newest, which the copy does not follow
 
-    assert copied._models[0] is not accelerator._models[0]
+    assert copied.run.models[0] is not accelerator.run.models[0]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*lr_scheduler.step.. before .optimizer.step")  # of copies
         assert run(copied) == run(accelerator)

@@ -289,7 +289,7 @@ def test_what_is_wrong_is_named(tmp_path):
         accelerator.load_state(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"int \(1\)"):
         accelerator.register_for_checkpointing(Counter(), 3)
-    assert accelerator._custom_objects == []
+    assert accelerator.run.registered == []
     with pytest.warns(UserWarning, match="ignores exclude_frozen_parameters"):
         accelerator.save_state(str(tmp_path / "a"), exclude_frozen_parameters=True)
     naming = ProjectConfiguration(automatic_checkpoint_naming=True)

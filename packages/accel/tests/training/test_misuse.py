@@ -480,14 +480,14 @@ def test_nothing_is_left_of_it_after_the_first_steps():
     assert len(_global_optimizer_pre_hooks) == before + 1
     train(accelerator, model, optimizer, steps=1)
     assert len(_global_optimizer_pre_hooks) == before
-    assert accelerator._is_usual
+    assert accelerator.run.is_usual
 
     other = accelerator.prepare(Net())  # which never steps
     train(accelerator, model, optimizer, steps=99)
     assert len(_global_optimizer_pre_hooks) == before + 1
     train(accelerator, model, optimizer, steps=2)
     assert len(_global_optimizer_pre_hooks) == before
-    assert accelerator._is_usual
+    assert accelerator.run.is_usual
     assert other is not None
 
 

@@ -47,8 +47,8 @@ def test_preparing_twice_is_preparing_once():
     assert from_raw[0] is once[0]
     assert from_raw[1] is once[1]
     assert from_raw[2] is once[3]
-    assert (len(accelerator._models), len(accelerator._optimizers)) == (1, 1)
-    assert (len(accelerator._schedulers), len(accelerator._dataloaders)) == (1, 1)
+    assert (len(accelerator.run.models), len(accelerator.run.optimizers)) == (1, 1)
+    assert (len(accelerator.run.schedulers), len(accelerator.run.loaders)) == (1, 1)
 
 
 def test_a_prepared_model_says_so():
@@ -89,11 +89,11 @@ def test_one_loader_is_prepared_once_for_each_way():
     uneven = accelerator.prepare(raw)
     assert uneven is not loader
     assert accelerator.prepare(raw) is uneven
-    assert len(accelerator._dataloaders) == 3
-    assert Accelerator().prepare(raw) not in accelerator._dataloaders
+    assert len(accelerator.run.loaders) == 3
+    assert Accelerator().prepare(raw) not in accelerator.run.loaders
     accelerator.free_memory()
     assert accelerator.prepare(raw) not in (loader, uneven)
-    assert len(accelerator._dataloaders) == 1
+    assert len(accelerator.run.loaders) == 1
 
 
 def test_one_object_given_twice_in_a_call_is_prepared_once():
@@ -104,7 +104,7 @@ def test_one_object_given_twice_in_a_call_is_prepared_once():
 
     assert a is b
     assert c is d
-    assert (len(accelerator._models), len(accelerator._optimizers)) == (1, 1)
+    assert (len(accelerator.run.models), len(accelerator.run.optimizers)) == (1, 1)
 
 
 def test_single_object_comes_back_bare_and_each_kind_has_its_method():

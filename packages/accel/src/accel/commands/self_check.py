@@ -132,7 +132,7 @@ def _train(accelerator: Accelerator) -> Iterator[float]:
 
 
 def _continue(accelerator: Accelerator, first: int) -> Iterator[float]:
-    model, optimizer = accelerator._models[-1], accelerator._optimizers[-1]
+    model, optimizer = accelerator.run.models[-1], accelerator.run.optimizers[-1]
     x, y = _samples(_BATCH * accelerator.num_processes, accelerator.device)
     for step in range(first, _STEPS):
         start = (step * accelerator.num_processes + accelerator.process_index) * _BATCH

@@ -191,7 +191,7 @@ class Engine:
     own_kinds: tuple[type, ...] = ()
     """Types of objects that this engine alone prepares."""
 
-    def prepare_own(self, item: Any, accelerator: Any) -> Any:
+    def prepare_own(self, item: Any, caller: Any) -> Any:
         """The prepared form of an object of `own_kinds`, for an Accelerator."""
         raise NotImplementedError
 

@@ -75,7 +75,7 @@ class Prepared:
         earlier_batch_size: The smallest of loaders that were prepared before; None without any.
         schedule_moves: How often each optimizer step moves a schedule.
         own: Objects of the same call that this engine alone knows.
-        accelerator: Whose call it is, for code of the user's that an engine hands it to. No engine keeps it.
+        caller: The Accelerator, for code of the user's that an engine hands it to. No engine keeps it.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -88,4 +88,4 @@ class Prepared:
     earlier_batch_size: int | None = None
     schedule_moves: int = 1
     own: tuple[Any, ...] = ()
-    accelerator: Any = None
+    caller: Any = None

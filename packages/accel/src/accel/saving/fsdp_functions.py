@@ -27,8 +27,8 @@ from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save, unchanged_by_failure
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+    from accel.training.run import HasRun, Run
 
 __all__ = ["load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"]
 
@@ -37,7 +37,7 @@ Folder = str | os.PathLike[str]
 
 def save_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
+    accelerator: HasRun,
     model: torch.nn.Module,
     output_dir: Folder,
     model_index: int = 0,
@@ -61,20 +61,20 @@ def save_fsdp_model(
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
     if _in_parts(fsdp_plugin, use_dcp):
-        weights = _weights_in_parts(accelerator, model, adapter_only)
+        weights = _weights_in_parts(accelerator.run, model, adapter_only)
         _write_parts(
-            accelerator, {"model": weights}, output_dir, file_names.sharded_model_folder(model_index)
+            accelerator.run, {"model": weights}, output_dir, file_names.sharded_model_folder(model_index)
         )
         return
-    whole = accelerator.get_state_dict(model)
+    whole = accelerator.run.engine.state_dict(model)
     if adapter_only and whole:
         whole = {name: whole[own] for name, own in adapter_names(model, whole).items()}
-    _write_whole(accelerator, whole, output_dir, _whole_file(model_index))
+    _write_whole(accelerator.run, whole, output_dir, _whole_file(model_index))
 
 
 def load_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
+    accelerator: HasRun,
     model: torch.nn.Module,
     input_dir: Folder,
     model_index: int = 0,
@@ -100,15 +100,15 @@ def load_fsdp_model(
         RuntimeError: If a name is missing or too many: of the model, or with adapter_only of its adapters.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    engine, is_part = accelerator.engine, adapter_only and is_peft_model(model)
+    engine, is_part = accelerator.run.engine, adapter_only and is_peft_model(model)
     if _in_parts(fsdp_plugin, use_dcp):
-        weights = _weights_in_parts(accelerator, model, adapter_only)
-        place = _parts_at(accelerator, input_dir, file_names.sharded_model_folder(model_index))
-        read_folder({"model": weights}, place, accelerator.process)
+        weights = _weights_in_parts(accelerator.run, model, adapter_only)
+        place = _parts_at(accelerator.run, input_dir, file_names.sharded_model_folder(model_index))
+        read_folder({"model": weights}, place, accelerator.run.process)
         options = StateDictOptions(strict=not is_part)
         return set_model_state_dict(engine.state_root(model), weights, options=options)
     file = _whole_file(model_index)
-    whole = _read_whole(accelerator, input_dir, file)
+    whole = _read_whole(accelerator.run, input_dir, file)
     target = engine.model_to_load(model)
     if is_part:
         whole = under_own_names(whole, adapter_names(model, target.state_dict()), file)
@@ -117,7 +117,7 @@ def load_fsdp_model(
 
 def save_fsdp_optimizer(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
+    accelerator: HasRun,
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     output_dir: Folder,
@@ -140,17 +140,17 @@ def save_fsdp_optimizer(
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
     if _in_parts(fsdp_plugin, use_dcp):
-        root, inner = accelerator.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
+        root, inner = accelerator.run.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
         state = {"optimizer": parts_to_save(root, inner)}
-        _write_parts(accelerator, state, output_dir, file_names.sharded_optimizer_folder(optimizer_index))
+        _write_parts(accelerator.run, state, output_dir, file_names.sharded_optimizer_folder(optimizer_index))
         return
-    whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
-    _write_whole(accelerator, whole, output_dir, file_names.optimizer_file(optimizer_index))
+    whole = accelerator.run.engine.optimizer_to_save(optimizer).state_dict()
+    _write_whole(accelerator.run, whole, output_dir, file_names.optimizer_file(optimizer_index))
 
 
 def load_fsdp_optimizer(
     fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
+    accelerator: HasRun,
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     input_dir: Folder,
@@ -175,14 +175,14 @@ def load_fsdp_optimizer(
         Exception: What else went wrong here; a CheckpointError on the other processes. The optimizer is as it
             was then.
     """
-    process, inner = accelerator.process, getattr(optimizer, "optimizer", optimizer)
+    process, inner = accelerator.run.process, getattr(optimizer, "optimizer", optimizer)
     if _in_parts(fsdp_plugin, use_dcp):
-        place = _parts_at(accelerator, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
-        load_state_in_parts(accelerator.engine.state_root(model), inner, place, process)
+        place = _parts_at(accelerator.run, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
+        load_state_in_parts(accelerator.run.engine.state_root(model), inner, place, process)
         return
     name = file_names.optimizer_file(optimizer_index)
-    whole = _read_whole(accelerator, input_dir, name)
-    target = accelerator.engine.optimizer_to_load(optimizer)
+    whole = _read_whole(accelerator.run, input_dir, name)
+    target = accelerator.run.engine.optimizer_to_load(optimizer)
     with unchanged_by_failure(inner):
         together(lambda: target.load_state_dict(whole), process, f"loading {name}")
 
@@ -202,8 +202,8 @@ def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
     return in_parts
 
 
-def _weights_in_parts(accelerator: Accelerator, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
-    state = get_model_state_dict(accelerator.engine.state_root(model))
+def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
+    state = get_model_state_dict(run.engine.state_root(model))
     return {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
 
 
@@ -211,31 +211,31 @@ def _whole_file(index: int) -> str:
     return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
 
 
-def _write_parts(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
-    write_folder(state, Path(folder) / name, accelerator.process)
+def _write_parts(run: Run, state: dict[str, Any], folder: Folder, name: str) -> None:
+    write_folder(state, Path(folder) / name, run.process)
 
 
-def _parts_at(accelerator: Accelerator, folder: Folder, name: str) -> Path:
+def _parts_at(run: Run, folder: Folder, name: str) -> Path:
     place = Path(folder) / name
 
     def find() -> None:
         if not (place / METADATA).exists():
             raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
 
-    together(find, accelerator.process, f"looking for {name}")
+    together(find, run.process, f"looking for {name}")
     return place
 
 
-def _write_whole(accelerator: Accelerator, state: dict[str, Any], folder: Folder, name: str) -> None:
-    each_node = accelerator.project_configuration.save_on_each_node
+def _write_whole(run: Run, state: dict[str, Any], folder: Folder, name: str) -> None:
+    each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors.save(state, Path(folder) / name, save_on_each_node=each_node)
 
-    together(write, accelerator.process, f"writing {name}")
+    together(write, run.process, f"writing {name}")
 
 
-def _read_whole(accelerator: Accelerator, folder: Folder, name: str) -> Any:
+def _read_whole(run: Run, folder: Folder, name: str) -> Any:
     path = Path(folder) / name
-    return together(lambda: tensors.load(path, map_location="cpu"), accelerator.process, f"reading {name}")
+    return together(lambda: tensors.load(path, map_location="cpu"), run.process, f"reading {name}")

@@ -19,14 +19,14 @@ from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel.training.run import Run
     from accel_ckpt.sharded.save_load import Parts
 
 __all__ = ["load_state"]
 
 
 def load_state(
-    accelerator: Accelerator,
+    run: Run,
     input_dir: str | None,
     load_kwargs: dict[str, Any] | None,
     strict: bool | None = None,
@@ -41,7 +41,7 @@ def load_state(
     restored; damaged ones are passed over on all processes alike, and told.
 
     Args:
-        accelerator: Whose prepared and registered objects are restored.
+        run: Whose prepared and registered objects are restored.
         input_dir: The folder; None for the newest automatically named one.
         load_kwargs: Options of torch.load for everything but weights.
         strict: True for an error on any difference between the folder and the objects, False to restore what
@@ -60,83 +60,83 @@ def load_state(
         CheckpointError: If it is damaged, or differs from the objects.
     """
     thread.wait()
-    if missing_ok and not _is_any_there(accelerator, input_dir):
+    if missing_ok and not _is_any_there(run, input_dir):
         return False
-    read = (accelerator.process, map_location, dict(load_kwargs or {}), verify)
+    read = (run.process, map_location, dict(load_kwargs or {}), verify)
     if input_dir is not None:
         folder, reading = Path(input_dir), open_checkpoint(Path(input_dir), *read)
     else:
-        folder, reading = _open_newest(accelerator, read)
-    models = list(accelerator._models)
-    for hook in accelerator._load_state_hooks.values():
+        folder, reading = _open_newest(run, read)
+    models = list(run.models)
+    for hook in run.load_hooks.values():
         hook(models, str(reading.folder))
-    engine = accelerator.engine
+    engine = run.engine
     engine.check_own(reading.names)
     others = [model for model in models if not engine.is_own(model)]
-    optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
+    optimizers = [item for item in run.optimizers if not engine.is_own(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reading.names)
     objects = Objects(
         [] if in_parts else [engine.model_to_load(model) for model in others],
         [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in optimizers],
-        accelerator._schedulers,
-        accelerator._dataloaders,
-        accelerator.scaler,
-        accelerator._custom_objects,
-        _parts(accelerator) if in_parts else None,
+        run.schedulers,
+        run.loaders,
+        run.scaler,
+        run.registered,
+        _parts(run) if in_parts else None,
         sharded=engine.gradients_in_parts,
     )
     result = restore(
         reading,
         objects,
-        accelerator.process_index,
-        accelerator.process,
-        hooked={*_left_to_hooks(accelerator, len(models)), "deepspeed", "megatron", "local"},
+        run.process.rank,
+        run.process,
+        hooked={*_left_to_hooks(run, len(models)), "deepspeed", "megatron", "local"},
         strict=strict,
         **options if len(others) == len(models) else {},
     )
     if any(file_names.role_of(name) == "buffers" for name in reading.names):
-        load_own_buffers(accelerator, reading)
+        load_own_buffers(run, reading)
     engine.load_own(reading.folder, **options)
-    forget_round(accelerator.scaler)
-    if has_gradients(accelerator) and not reading.facts.get("open_window"):
-        drop_gradients(accelerator)  # of the window that is left
+    forget_round(run.scaler)
+    if has_gradients(run) and not reading.facts.get("open_window"):
+        drop_gradients(run)  # of the window that is left
     if "window" in result:
-        accelerator.window.load_state_dict(result["window"])
+        run.window.load_state_dict(result["window"])
     else:
-        accelerator.window.step = result.get("step", 0)
-    config = accelerator.project_configuration
+        run.window.step = result.get("step", 0)
+    config = run.project_configuration
     if config.automatic_checkpoint_naming and config.project_dir is not None:
         number = file_names.iteration_of(folder.name)
         # What is saved next comes after what was loaded, and after all that is there.
         above = 0 if number is None else number + 1
-        config.iteration = max(config.iteration, above, free_number(accelerator))
+        config.iteration = max(config.iteration, above, free_number(run))
     return True
 
 
-def _parts(accelerator: Accelerator) -> Parts:
+def _parts(run: Run) -> Parts:
     from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
 
-    return Parts.of(**parts_of(accelerator))
+    return Parts.of(**parts_of(run))
 
 
-def _left_to_hooks(accelerator: Accelerator, left: int) -> set[str]:
+def _left_to_hooks(run: Run, left: int) -> set[str]:
     """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
-    if not accelerator._load_state_hooks:
+    if not run.load_hooks:
         return set()
-    taken = range(left, len(accelerator._models))
+    taken = range(left, len(run.models))
     return {"other", *(name for index in taken for name in file_names.model_files(index))}
 
 
-def _is_any_there(accelerator: Accelerator, input_dir: str | None) -> bool:
+def _is_any_there(run: Run, input_dir: str | None) -> bool:
     """Whether a process sees a checkpoint, also a damaged one."""
-    process = accelerator.process
+    process = run.process
 
     def look() -> bool:
         if not process.is_local_main:
             return False
         if input_dir is None:
-            return bool(rotation.checkpoints(_project_root(accelerator)))
+            return bool(rotation.checkpoints(_project_root(run)))
         try:
             return manifest.is_checkpoint(recovery.find(Path(input_dir)))
         except FileNotFoundError:
@@ -145,8 +145,8 @@ def _is_any_there(accelerator: Accelerator, input_dir: str | None) -> bool:
     return any(collect(together(look, process, "looking for a checkpoint"), process))
 
 
-def _project_root(accelerator: Accelerator) -> Path:
-    config = accelerator.project_configuration
+def _project_root(run: Run) -> Path:
+    config = run.project_configuration
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise ValueError(
             "load_state needs input_dir, unless checkpoints are named automatically: "
@@ -155,10 +155,10 @@ def _project_root(accelerator: Accelerator) -> Path:
     return Path(config.project_dir) / file_names.CHECKPOINTS_DIR
 
 
-def _open_newest(accelerator: Accelerator, read: tuple[Any, ...]) -> tuple[Path, Reading]:
+def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
     """Open the newest sound checkpoint; also return its folder."""
-    process = accelerator.process
-    root = _project_root(accelerator)
+    process = run.process
+    root = _project_root(run)
     found = from_main(lambda: rotation.checkpoints(root), process, "looking for the newest checkpoint")
     if not found:
         raise FileNotFoundError(

@@ -6,17 +6,14 @@ The code behind is imported by the first call, since a run may never save.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
-    from accel.engines import Engine
-    from accel.saving.preemption import Preemption
+    from accel.training.run import Run
 
 __all__ = ["CheckpointControl"]
 
@@ -27,25 +24,18 @@ class CheckpointControl:
     A subclass has the attributes that are declared here.
     """
 
-    engine: Engine
-    _custom_objects: list[Any]
-    _preemption: Preemption | None
-    _save_state_hooks: OrderedDict[int, Callable[..., None]]
-    _load_state_hooks: OrderedDict[int, Callable[..., None]]
-
-    _is_folder_told = False
-    """Whether it was told that a folder is not used, as checkpoints are named automatically."""
+    run: Run
 
     @property
     def should_save_model(self) -> bool:
         """Whether this process holds weights that have to be written."""
-        return self.engine.saves_model
+        return self.run.engine.saves_model
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per job (or once per machine, with save_on_each_node)."""
         from accel.saving import save
 
-        save.save(_whole(self), obj, f, safe_serialization)
+        save.save(self.run, obj, f, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -58,7 +48,7 @@ class CheckpointControl:
         """
         from accel.saving import save
 
-        return save.save_state(_whole(self), output_dir, safe_serialization, **save_model_func_kwargs)
+        return save.save_state(self.run, output_dir, safe_serialization, **save_model_func_kwargs)
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background, if there is one, is committed; raise what went wrong."""
@@ -89,9 +79,15 @@ class CheckpointControl:
             ValueError: If there is no folder to save to.
             RuntimeError: If this is not the main thread.
         """
-        from accel.saving.preemption import save_on_preemption
+        from accel.saving.preemption import save_if_preempted
 
-        save_on_preemption(_whole(self), output_dir, signals, exit_code)
+        if save_if_preempted(self.run, output_dir, signals, exit_code):
+            self.end_training()
+            raise SystemExit(exit_code)
+
+    def end_training(self) -> None:
+        """Finish all that is under way."""
+        raise NotImplementedError
 
     def load_state(
         self,
@@ -121,11 +117,11 @@ class CheckpointControl:
         """
         from accel.saving import load
 
-        return load.load_state(_whole(self), input_dir, load_kwargs, **load_model_func_kwargs)
+        return load.load_state(self.run, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state of a prepared model."""
-        return self.engine.state_dict(model, unwrap)
+        return self.run.engine.state_dict(model, unwrap)
 
     def save_model(
         self,
@@ -137,27 +133,22 @@ class CheckpointControl:
         """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
         from accel.saving import save
 
-        save.save_model(_whole(self), model, save_directory, max_shard_size, safe_serialization)
+        save.save_model(self.run, model, save_directory, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects (with state_dict and load_state_dict) along with the state."""
         from accel.saving import save
 
-        save.register(_whole(self), objects)
+        save.register(self.run, objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` before `save_state` writes."""
-        handle = RemovableHandle(self._save_state_hooks)
-        self._save_state_hooks[handle.id] = hook
+        handle = RemovableHandle(self.run.save_hooks)
+        self.run.save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, input_dir)` before `load_state` reads."""
-        handle = RemovableHandle(self._load_state_hooks)
-        self._load_state_hooks[handle.id] = hook
+        handle = RemovableHandle(self.run.load_hooks)
+        self.run.load_hooks[handle.id] = hook
         return handle
-
-
-def _whole(control: CheckpointControl) -> Accelerator:
-    """The Accelerator that the mixin is a part of."""
-    return cast("Accelerator", control)

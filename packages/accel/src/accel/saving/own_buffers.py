@@ -19,17 +19,17 @@ from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.run.registered import digest
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel.training.run import Run
     from accel_ckpt.folder.staging import Staging
     from accel_ckpt.run.reader import Reading
 
 __all__ = ["load_own_buffers", "save_own_buffers"]
 
 
-def save_own_buffers(accelerator: Accelerator, staging: Staging) -> None:
+def save_own_buffers(run: Run, staging: Staging) -> None:
     """Write the buffers of this process, if they differ between processes; every process calls it."""
-    process = accelerator.process
-    buffers = dict(_buffers(accelerator))
+    process = run.process
+    buffers = dict(_buffers(run))
     own = [digest(buffer) for buffer in buffers.values()]
     if any(other != own for other in collect(own, process)):
         # Copies: buffers may share memory, and a file of safetensors has each name by itself.
@@ -37,24 +37,24 @@ def save_own_buffers(accelerator: Accelerator, staging: Staging) -> None:
         staging.write(state, file_names.buffers_file(process.rank), safe_serialization=True)
 
 
-def load_own_buffers(accelerator: Accelerator, reading: Reading) -> None:
+def load_own_buffers(run: Run, reading: Reading) -> None:
     """Restore what `save_own_buffers` wrote; every process calls it.
 
     On another number of processes all have the first one's, as far as the checkpoint has them.
     """
-    process = accelerator.process
+    process = run.process
     saved = reading.facts.get("world_size")
     name = file_names.buffers_file(process.rank if saved == process.world_size else 0)
     state = together(lambda: reading.load(name), process, f"reading {name}")
-    for key, buffer in _buffers(accelerator) if state else ():
+    for key, buffer in _buffers(run) if state else ():
         if key in state and state[key].shape == buffer.shape:
             buffer.detach().copy_(state[key])
 
 
-def _buffers(accelerator: Accelerator) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers of prepared models that are saved and whole, by names that every engine gives."""
-    for index, model in enumerate(accelerator._models):
-        inner = accelerator.engine.unwrap_model(model, keep_torch_compile=False)
+    for index, model in enumerate(run.models):
+        inner = run.engine.unwrap_model(model, keep_torch_compile=False)
         for path, module in inner.named_modules():
             for name, buffer in module._buffers.items():
                 is_saved = buffer is not None and name not in module._non_persistent_buffers_set

@@ -24,29 +24,29 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     import torch
 
-    from accel.accelerator import Accelerator
+    from accel.training.run import Run
     from accel_ckpt.config import ProjectConfiguration
 
 __all__ = ["free_number", "parts_of", "register", "save", "save_model", "save_state", "wait_for_save"]
 
 
-def save(accelerator: Accelerator, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
+def save(run: Run, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
     """Write one object, once per job or once per machine."""
-    each_node = accelerator.project_configuration.save_on_each_node
+    each_node = run.project_configuration.save_on_each_node
     tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
 
 def save_model(
-    accelerator: Accelerator,
+    run: Run,
     model: torch.nn.Module,
     folder: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
 ) -> None:
     """Write a model's weights into a folder, once per job or once per machine; every process calls it."""
-    process = accelerator.process
-    each_node = accelerator.project_configuration.save_on_each_node
-    state = accelerator.get_state_dict(model)
+    process = run.process
+    each_node = run.project_configuration.save_on_each_node
+    state = run.engine.state_dict(model)
 
     def write() -> None:
         if process.is_local_main if each_node else process.is_main:
@@ -55,7 +55,7 @@ def save_model(
     together(write, process, "saving the model")
 
 
-def register(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+def register(run: Run, objects: Sequence[Any]) -> None:
     """Note objects to save and load along with the state.
 
     Raises:
@@ -74,13 +74,13 @@ def register(accelerator: Accelerator, objects: Sequence[Any]) -> None:
             "one: "
             f"{', '.join(unfit)}."
         )
-    accelerator._custom_objects.extend(objects)
+    run.registered.extend(objects)
 
 
 def save_state(
-    accelerator: Accelerator,
+    run: Run,
     output_dir: str | None,
-    safe_serialization: bool,
+    safe_serialization: bool = True,
     blocking: bool = True,
     **options: Any,
 ) -> str:
@@ -90,7 +90,7 @@ def save_state(
     where it was.
 
     Args:
-        accelerator: Whose prepared and registered objects are saved.
+        run: Whose prepared and registered objects are saved.
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
         blocking: False to copy the state, and write and commit it in the background.
@@ -104,42 +104,42 @@ def save_state(
         Exception: What went wrong here or, for the save before, in the background.
     """
     thread.wait()
-    _check_window(accelerator)
-    accelerator.engine.check_save(accelerator._optimizers)
-    accelerator._watch.before_save(accelerator)
-    end_round(accelerator.scaler)  # or what the last steps found would not count in the scale that is saved
-    config = accelerator.project_configuration
-    folder = _new_folder(accelerator, output_dir)
-    process = accelerator.process
+    _check_window(run)
+    run.engine.check_save(run.optimizers)
+    run.watch.before_save(run)
+    end_round(run.scaler)  # or what the last steps found would not count in the scale that is saved
+    config = run.project_configuration
+    folder = _new_folder(run, output_dir)
+    process = run.process
     each_node = config.save_on_each_node
     with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
-        weights, optimizers = _whole_states(accelerator)
-        for hook in accelerator._save_state_hooks.values():
-            hook(accelerator._models, weights, str(staging.path))
+        weights, optimizers = _whole_states(run)
+        for hook in run.save_hooks.values():
+            hook(run.models, weights, str(staging.path))
         save_accelerator_state(
             staging.path,
             weights,
             optimizers,
-            accelerator._schedulers,
-            accelerator._dataloaders,
+            run.schedulers,
+            run.loaders,
             process.rank,
-            accelerator.step,
-            accelerator.scaler,
+            run.window.step,
+            run.scaler,
             each_node,
             safe_serialization,
-            gradients=get_gradients(accelerator._models) if accelerator.step else None,
-            window=accelerator.window.state_dict(),
+            gradients=get_gradients(run.models) if run.window.step else None,
+            window=run.window.state_dict(),
             process=process,
         )
-        if accelerator.engine.saves_parts:
+        if run.engine.saves_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
-            save_sharded_state(staging.path, **parts_of(accelerator), process=process)
-        if accelerator.engine.gradients_in_parts:
-            save_own_buffers(accelerator, staging)
-        accelerator.engine.save_own(staging.path, **options)
-        for index, item in enumerate(accelerator._custom_objects):
-            _save_registered(accelerator, item, index, staging)
+            save_sharded_state(staging.path, **parts_of(run), process=process)
+        if run.engine.gradients_in_parts:
+            save_own_buffers(run, staging)
+        run.engine.save_own(staging.path, **options)
+        for index, item in enumerate(run.registered):
+            _save_registered(run, item, index, staging)
         if config.automatic_checkpoint_naming:
             limit = config.total_limit
             staging.after_commit(lambda: rotation.prune(folder.parent, limit, staging.target))
@@ -148,15 +148,15 @@ def save_state(
     return str(staging.target)
 
 
-def _save_registered(accelerator: Accelerator, item: Any, index: int, staging: Staging) -> None:
+def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
     """Write a registered object's state; what is in parts is written by all processes."""
-    if not accelerator.engine.gradients_in_parts:
-        each_node = accelerator.project_configuration.save_on_each_node
+    if not run.engine.gradients_in_parts:
+        each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return
     from accel_ckpt.run.registered import refuse_local_parts, save_registered_parts
 
-    process = accelerator.process
+    process = run.process
     state = together(item.state_dict, process, f"state_dict of registered object {index}")
     refuse_local_parts(item, index, state, process)
     state = save_registered_parts(index, state, staging, process)
@@ -169,27 +169,27 @@ def wait_for_save() -> None:
     thread.wait()
 
 
-def _whole_states(accelerator: Accelerator) -> tuple[list[dict[str, Any]], list[Any]]:
+def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     """The states that one process writes for all; none where each process writes its parts."""
-    engine = accelerator.engine
+    engine = run.engine
     if engine.saves_parts:
         return [], []
-    weights = [accelerator.get_state_dict(model) for model in accelerator._models if not engine.is_own(model)]
-    optimizers = [item for item in accelerator._optimizers if not engine.is_own(item)]
+    weights = [run.engine.state_dict(model) for model in run.models if not engine.is_own(model)]
+    optimizers = [item for item in run.optimizers if not engine.is_own(item)]
     return weights, [engine.optimizer_to_save(item) for item in optimizers]
 
 
-def parts_of(accelerator: Accelerator) -> dict[str, Any]:
+def parts_of(run: Run) -> dict[str, Any]:
     """The models and optimizers whose parts are saved, and which model each optimizer belongs to.
 
     Raises:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
-    engine = accelerator.engine
-    models = [engine.state_root(model) for model in accelerator._models]
+    engine = run.engine
+    models = [engine.state_root(model) for model in run.models]
     owned = [{id(item) for item in engine.with_gradients(model.parameters())} for model in models]
     optimizers, owners = [], []
-    for item in accelerator._optimizers:
+    for item in run.optimizers:
         owner = next((index for index, wanted in enumerate(owned) if holds_any(item, wanted)), None)
         if owner is None:
             raise ValueError(
@@ -201,18 +201,18 @@ def parts_of(accelerator: Accelerator) -> dict[str, Any]:
     return {"models": models, "optimizers": optimizers, "owners": owners}
 
 
-def _check_window(accelerator: Accelerator) -> None:
-    if accelerator.step and not accelerator.engine.keeps_open_window:
+def _check_window(run: Run) -> None:
+    if run.window.step and not run.engine.keeps_open_window:
         raise ValueError(
-            f"save_state in the middle of an accumulation window ({accelerator.step} of "
-            f"{accelerator.gradient_accumulation_steps} micro-batches): the {accelerator.engine.name} engine "
+            f"save_state in the middle of an accumulation window ({run.window.step} of "
+            f"{run.gradient_state.num_steps} micro-batches): the {run.engine.name} engine "
             "holds its gradients back. Save where accelerator.sync_gradients is True, after the optimizer's "
             "step."
         )
 
 
-def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
-    config = accelerator.project_configuration
+def _new_folder(run: Run, output_dir: str | None) -> Path:
+    config = run.project_configuration
     if not config.automatic_checkpoint_naming:
         if output_dir is None:
             raise ValueError(
@@ -222,13 +222,13 @@ def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
         return Path(output_dir)
     if config.project_dir is None:
         raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
-    number = free_number(accelerator)
+    number = free_number(run)
     if number > config.iteration:
         _tell_other_run(config, number)
     config.iteration = max(config.iteration, number)
     folder = file_names.checkpoint_dir(config.project_dir, config.iteration)
-    if output_dir is not None and not accelerator._is_folder_told:
-        accelerator._is_folder_told = True
+    if output_dir is not None and not run.has_warned_of_folder:
+        run.has_warned_of_folder = True
         warn(
             f"save_state ignores output_dir={str(output_dir)!r}, as checkpoints are named automatically: "
             f"this one is {folder}. Turn automatic_checkpoint_naming off to name folders yourself."
@@ -236,13 +236,13 @@ def _new_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
     return folder
 
 
-def free_number(accelerator: Accelerator) -> int:
+def free_number(run: Run) -> int:
     """The lowest number above all automatically named checkpoints of the project; every process calls it.
 
     Machines with disks of their own may have different ones.
     """
-    root = Path(str(accelerator.project_dir)) / file_names.CHECKPOINTS_DIR
-    process = accelerator.process
+    root = Path(str(run.project_configuration.project_dir)) / file_names.CHECKPOINTS_DIR
+    process = run.process
     own = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
     number: int = max(collect(own, process))
     return number

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.engines import Engine
-    from accel_state.accelerator_state import AcceleratorState
+    from accel.training.run import Run
     from accel_state.parallelism.config import ParallelismConfig
 
 __all__ = ["MeshCoordinates"]
@@ -20,23 +19,22 @@ class MeshCoordinates:
     A subclass has the attributes that are declared here.
     """
 
-    state: AcceleratorState
-    engine: Engine
+    run: Run
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """The sizes of the mesh dimensions, when they were given."""
-        return cast("ParallelismConfig | None", self.state.parallelism_config)
+        return cast("ParallelismConfig | None", self.run.state.parallelism_config)
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """The device mesh of the parallelism config, or the one that the engine made, else None."""
-        return self.engine.mesh
+        return self.run.engine.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether the engine works on mesh dimensions that compose."""
-        return bool(self.state.is_fsdp2)
+        return bool(self.run.state.is_fsdp2)
 
     @property
     def data_parallel_rank(self) -> int:

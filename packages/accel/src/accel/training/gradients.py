@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,27 +19,25 @@ from accel_optim.scaler import agreed
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from accel.accelerator import Accelerator
     from accel.engines import Engine
-    from accel.training.misuse import Watch
+    from accel.training.run import Run
     from accel_optim.weight import Weight
     from accel_optim.window import Window
-    from accel_state.gradient import GradientState
 
 __all__ = ["GradientControl", "drop_gradients", "has_gradients"]
 
 
-def drop_gradients(accelerator: Accelerator) -> None:
+def drop_gradients(run: Run) -> None:
     """Drop the gradients of everything prepared, also those that an engine holds back."""
-    optimizers = (getattr(item, "optimizer", item) for item in accelerator._optimizers)
-    for holder in (*accelerator._models, *optimizers):
+    optimizers = (getattr(item, "optimizer", item) for item in run.optimizers)
+    for holder in (*run.models, *optimizers):
         holder.zero_grad()
-    accelerator.engine.owner.forget_gradients()
+    run.engine.owner.forget_gradients()
 
 
-def has_gradients(accelerator: Accelerator) -> bool:
+def has_gradients(run: Run) -> bool:
     """Whether an accumulation window is open, or an engine holds gradients back in `no_sync`."""
-    return bool(accelerator.step) or accelerator.engine.owner.holds_back
+    return bool(run.window.step) or run.engine.owner.holds_back
 
 
 class GradientControl:
@@ -48,41 +46,31 @@ class GradientControl:
     A subclass has the attributes that are declared here.
     """
 
-    window: Window
-    engine: Engine
-    gradient_state: GradientState
-    scaler: torch.amp.GradScaler | None
-    _models: list[torch.nn.Module]
-    _optimizers: list[torch.optim.Optimizer]
-    _watch: Watch
-    _lomo: Any = None
-
-    _is_usual = False
-    """Whether the next backward pass is one as most are: watched no more, and of no LOMO."""
+    run: Run
 
     @property
     def step(self) -> int:
         """Micro-batches in the open accumulation window; 0 at a boundary."""
-        return self.window.step
+        return self.run.window.step
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch ends an accumulation window."""
-        return self.gradient_state.sync_gradients
+        return self.run.gradient_state.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state._set_sync_gradients(sync_gradients)
+        self.run.gradient_state._set_sync_gradients(sync_gradients)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
+        return self.run.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
         steps = arguments.check_steps(gradient_accumulation_steps)
-        self.gradient_state.plugin_kwargs.update({"num_steps": steps})
+        self.run.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -91,15 +79,15 @@ class GradientControl:
         Each optimizer answers for its own last step, so that of two that step in turn one may be meant that
         has not stepped in this micro-batch yet; its own `step_was_skipped` tells which.
         """
-        return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self._optimizers)
+        return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.run.optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
-        return _MicroBatch(self.window, self.engine, models)
+        return _MicroBatch(self.run.window, self.run.engine, models)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward leaves the gradients of `model` on their own process."""
-        return self.engine.no_sync(model)
+        return self.run.engine.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -134,25 +122,22 @@ class GradientControl:
                 the window has losses of the other kind.
             RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
         """
-        if not self._is_usual or "learning_rate" in kwargs:
-            self._note_backward(is_mean=weight is None)
-            if self._lomo is not None or "learning_rate" in kwargs:
+        run = self.run
+        if not run.is_usual or "learning_rate" in kwargs:
+            run.is_usual = not run.watch.before_backward(run, weight is None) and run.lomo is None
+            if run.lomo is not None or "learning_rate" in kwargs:
                 given: dict[str, Any] = {} if weight is None else {"weight": weight}
-                self._backward_that_steps(loss, **given, **kwargs)
+                _backward_that_steps(run, loss, **given, **kwargs)
                 return
         if weight is None:
-            steps = self.window.loss_divisor()
-            self.engine.backward(loss if steps == 1 else loss / steps, **kwargs)
+            steps = run.window.loss_divisor()
+            run.engine.backward(loss if steps == 1 else loss / steps, **kwargs)
             return
         precise = torch.promote_types(loss.dtype, torch.float32)
-        factor = self.window.weigh(weight, _Gathered(self, precise))
+        factor = run.window.weigh(weight, _Gathered(run, precise))
         if isinstance(factor, torch.Tensor):
             factor = factor.to(loss.device, precise, non_blocking=True)
-        self.engine.backward(loss * factor, **kwargs)
-
-    def _note_backward(self, is_mean: bool) -> None:
-        is_watched = self._watch.before_backward(cast("Accelerator", self), is_mean)
-        self._is_usual = self._lomo is None and not is_watched
+        run.engine.backward(loss * factor, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Backward, and with it the step, of a prepared optimizer that steps in backward (LOMO).
@@ -167,19 +152,7 @@ class GradientControl:
         Raises:
             ValueError: If no such optimizer is prepared, or gradients would have to be accumulated.
         """
-        lomo.lomo_backward(self._lomo, loss, learning_rate, self.gradient_accumulation_steps)
-
-    def _backward_that_steps(
-        self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any
-    ) -> None:
-        if kwargs:
-            raise TypeError(
-                "backward got " + ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) + ", and "
-                "the backward of an optimizer that steps in it (LOMO) takes learning_rate alone."
-            )
-        if learning_rate is None:
-            learning_rate = self._lomo.param_groups[0]["lr"]
-        self.lomo_backward(loss, learning_rate)
+        lomo.lomo_backward(self.run.lomo, loss, learning_rate, self.gradient_accumulation_steps)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16 gradients by the loss scale, once per step; nothing to do in other precisions.
@@ -190,38 +163,7 @@ class GradientControl:
         Raises:
             ValueError: If one is not prepared.
         """
-        if self.scaler is None or not self.sync_gradients:
-            return
-        self.engine.owner.finish_window()
-        chosen: Sequence[Any] = self._optimizers
-        if optimizer is not None:
-            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-            chosen = [prepared_optimizer(cast("Accelerator", self), item) for item in given]
-        for item in chosen:
-            item.unscale_gradients()
-
-    def _unscale_gradients_of(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor
-    ) -> Iterable[torch.Tensor] | torch.Tensor:
-        """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
-        if self.scaler is None and self._lomo is None:
-            return parameters
-        tensors = self.engine.with_gradients(parameters)
-        if self._lomo is not None and holds_any(self._lomo, {id(tensor) for tensor in tensors}):
-            lomo.warn_of_clipping(self._lomo)
-        if self.scaler is not None and self.scaler.is_enabled():
-            wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
-            holding = agreed(self.scaler, [holds_any(item, wanted) for item in self._optimizers])
-            owners = [item for item, holds in zip(self._optimizers, holding, strict=True) if holds]
-            held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
-            if wanted - held:
-                raise ValueError(
-                    f"{len(wanted - held)} of the {len(wanted)} gradients to clip are multiplied by the loss "
-                    "scale of fp16 training, and no prepared optimizer has their parameters, so that nobody "
-                    "divides them by it. Pass the optimizer to prepare() as well."
-                )
-            self.unscale_gradients(owners)
-        return tensors
+        _unscale_gradients(self.run, optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -235,22 +177,70 @@ class GradientControl:
         Raises:
             ValueError: If fp16 gradients belong to no prepared optimizer.
         """
-        if self.sync_gradients:
-            self.engine.owner.finish_window()
-            parameters = self._unscale_gradients_of(parameters)
-            return self.engine.clip_grad_norm(parameters, max_norm, norm_type)
-        norm = self.engine.grad_norm(parameters, norm_type)
-        if norm is None or self.scaler is None:
+        run = self.run
+        if run.gradient_state.sync_gradients:
+            run.engine.owner.finish_window()
+            return run.engine.clip_grad_norm(_unscaled(run, parameters), max_norm, norm_type)
+        norm = run.engine.grad_norm(parameters, norm_type)
+        if norm is None or run.scaler is None:
             return norm
-        return norm / self.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
+        return norm / run.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
-        if not self.sync_gradients:
-            return
-        self.engine.owner.finish_window()
-        parameters = self._unscale_gradients_of(parameters)
-        self.engine.clip_grad_value(parameters, clip_value)
+        run = self.run
+        if run.gradient_state.sync_gradients:
+            run.engine.owner.finish_window()
+            run.engine.clip_grad_value(_unscaled(run, parameters), clip_value)
+
+
+def _backward_that_steps(
+    run: Run, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any
+) -> None:
+    if kwargs:
+        raise TypeError(
+            "backward got " + ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) + ", and "
+            "the backward of an optimizer that steps in it (LOMO) takes learning_rate alone."
+        )
+    if learning_rate is None:
+        learning_rate = run.lomo.param_groups[0]["lr"]
+    lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
+
+
+def _unscale_gradients(run: Run, optimizer: Any) -> None:
+    if run.scaler is None or not run.gradient_state.sync_gradients:
+        return
+    run.engine.owner.finish_window()
+    chosen: Sequence[Any] = run.optimizers
+    if optimizer is not None:
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        chosen = [prepared_optimizer(run, item) for item in given]
+    for item in chosen:
+        item.unscale_gradients()
+
+
+def _unscaled(
+    run: Run, parameters: Iterable[torch.Tensor] | torch.Tensor
+) -> Iterable[torch.Tensor] | torch.Tensor:
+    """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
+    if run.scaler is None and run.lomo is None:
+        return parameters
+    tensors = run.engine.with_gradients(parameters)
+    if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
+        lomo.warn_of_clipping(run.lomo)
+    if run.scaler is not None and run.scaler.is_enabled():
+        wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
+        holding = agreed(run.scaler, [holds_any(item, wanted) for item in run.optimizers])
+        owners = [item for item, holds in zip(run.optimizers, holding, strict=True) if holds]
+        held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
+        if wanted - held:
+            raise ValueError(
+                f"{len(wanted - held)} of the {len(wanted)} gradients to clip are multiplied by the loss "
+                "scale of fp16 training, and no prepared optimizer has their parameters, so that nobody "
+                "divides them by it. Pass the optimizer to prepare() as well."
+            )
+        _unscale_gradients(run, owners)
+    return tensors
 
 
 class _MicroBatch:
@@ -290,27 +280,27 @@ class _MicroBatch:
 class _Gathered:
     """The gradients that the window gathers: those of everything prepared, as the engine reduces them."""
 
-    control: GradientControl
+    run: Run
     precision: torch.dtype
 
     @property
     def divisor(self) -> int:
         """The number of processes where the engine averages their gradients, 1 where it adds them up."""
-        engine = self.control.engine
+        engine = self.run.engine
         return engine.gradient_shards if engine.gradient_reduction == "mean" else 1
 
     def total_weight(self, weight: Weight) -> Weight:
         """Add up a weight over the processes."""
-        return self.control.engine.total_weight(weight, self.precision)
+        return self.run.engine.total_weight(weight, self.precision)
 
     def scale(self, factor: Weight) -> None:
         """Multiply the gradients of all prepared models and optimizers, each once."""
         parameters = {
             id(parameter): parameter
             for group in (
-                *(model.parameters() for model in self.control._models),
-                *(group["params"] for item in self.control._optimizers for group in item.param_groups),
+                *(model.parameters() for model in self.run.models),
+                *(group["params"] for item in self.run.optimizers for group in item.param_groups),
             )
             for parameter in group
         }
-        self.control.engine.scale_gradients(parameters.values(), factor)
+        self.run.engine.scale_gradients(parameters.values(), factor)

@@ -19,7 +19,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel.training.run import Run
 
 __all__ = ["Watch"]
 
@@ -47,22 +47,22 @@ class Watch:
     def __del__(self) -> None:
         self._stop()
 
-    def begin(self, accelerator: Accelerator) -> None:
+    def begin(self, run: Run) -> None:
         """Look at the first steps: something was prepared that is not trained itself."""
         if not (self._passes or self._steps):
-            self._start(accelerator)
+            self._start(run)
 
-    def resume(self, accelerator: Accelerator) -> None:
+    def resume(self, run: Run) -> None:
         """Look at the next steps too: something was prepared."""
         self._passes = self._steps = 0
         self._is_over = self._is_save_checked = False
-        self._start(accelerator)
+        self._start(run)
 
-    def before_backward(self, accelerator: Accelerator, is_mean: bool) -> bool:
+    def before_backward(self, run: Run, is_mean: bool) -> bool:
         """Note a backward pass, and begin or end to look at steps.
 
         Args:
-            accelerator: Whose it is.
+            run: Whose it is.
             is_mean: Whether its loss is divided by the number of accumulation steps.
 
         Returns:
@@ -72,43 +72,43 @@ class Watch:
         if self._is_over or self._passes > _MOST:
             self._stop()
             return False
-        self._start(accelerator)
-        self._outside += is_mean and not accelerator.window.in_micro_batch
+        self._start(run)
+        self._outside += is_mean and not run.window.in_micro_batch
         return True
 
-    def before_step(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
         """Judge the step that an optimizer, prepared or not, is about to make."""
         self._steps += 1
         if self._is_over or self._steps > _MOST:
             return  # torch is going through its hooks: this one is taken out at the next save or backward
         given = {id(item): item for item in _parameters(optimizer)}
-        held = {id(item) for prepared in accelerator._optimizers for item in _parameters(prepared)}
-        known = {id(item): item for item in _prepared_parameters(accelerator)}
+        held = {id(item) for prepared in run.optimizers for item in _parameters(prepared)}
+        known = {id(item): item for item in _prepared_parameters(run)}
         if given.keys() <= held:  # it is prepared, or inside of what is
-            self._check_window(accelerator)
-            self._check_model(accelerator, given, known)
-        elif _is_meant(accelerator, given, known):
-            self._check_window(accelerator)
-            self._check_optimizer(accelerator, optimizer, given)
-            self._check_model(accelerator, given, known)
+            self._check_window(run)
+            self._check_model(run, given, known)
+        elif _is_meant(run, given, known):
+            self._check_window(run)
+            self._check_optimizer(run, optimizer, given)
+            self._check_model(run, given, known)
         else:
             return
         self._stepped |= given.keys()
         trained = {key for key, item in known.items() if item.requires_grad}
         self._is_over = held <= self._stepped and trained <= self._stepped
 
-    def before_save(self, accelerator: Accelerator) -> None:
+    def before_save(self, run: Run) -> None:
         """Tell of what trains and does not go into the checkpoint, at the first save."""
         if self._is_over or self._steps > _MOST:
             self._stop()
-        if self._is_save_checked or accelerator._save_state_hooks:  # which may save anything
+        if self._is_save_checked or run.save_hooks:  # which may save anything
             return
         self._is_save_checked = True
-        saved = {id(getattr(item, "optimizer", item)) for item in accelerator._optimizers}
-        saved |= {id(item) for item in accelerator._custom_objects}
+        saved = {id(getattr(item, "optimizer", item)) for item in run.optimizers}
+        saved |= {id(item) for item in run.registered}
         left = [type(item).__name__ for item in self._unprepared if id(item) not in saved]
-        known = {id(item) for item in _prepared_parameters(accelerator)}
-        optimizers = [*accelerator._optimizers, *self._unprepared]
+        known = {id(item) for item in _prepared_parameters(run)}
+        optimizers = [*run.optimizers, *self._unprepared]
         family = _family([i for each in optimizers for i in _parameters(each) if id(i) not in known], known)
         if family and not any(id(module) in saved for module in family):
             left.append(type(family[-1]).__name__)
@@ -119,8 +119,8 @@ class Watch:
                 "trained to accelerator.prepare(), or to register_for_checkpointing()."
             )
 
-    def _check_window(self, accelerator: Accelerator) -> None:
-        state, outside = accelerator.gradient_state, self._outside
+    def _check_window(self, run: Run) -> None:
+        state, outside = run.gradient_state, self._outside
         self._outside = 0
         if 0 < outside < state.num_steps and state.sync_gradients and not state.end_of_dataloader:
             steps = state.num_steps
@@ -131,14 +131,12 @@ class Watch:
                 f"{steps} backward passes, or leave gradient_accumulation_steps out."
             )
 
-    def _check_model(
-        self, accelerator: Accelerator, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]
-    ) -> None:
-        size = accelerator.engine.data_shard[1]
+    def _check_model(self, run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> None:
+        size = run.engine.data_shard[1]
         if size == 1 or self._is_model_told:
             return
         new = given.keys() - known.keys() - self._judged
-        owner = accelerator.engine.owner
+        owner = run.engine.owner
         loose = [given[key] for key in new if _is_on_its_own(given[key]) and not owner.averages(given[key])]
         self._judged |= {id(item) for item in loose}
         family = _family(loose, known)
@@ -151,21 +149,21 @@ class Watch:
             )
 
     def _check_optimizer(
-        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]
+        self, run: Run, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]
     ) -> None:
         if optimizer in self._unprepared:
             return
         self._unprepared.add(optimizer)
-        wrong = list(_wrong_steps(accelerator, optimizer, given))
+        wrong = list(_wrong_steps(run, optimizer, given))
         if wrong:
             warn(
                 f"{type(optimizer).__name__} is not prepared, and {', and '.join(wrong)}. Pass it to "
                 "accelerator.prepare(), and use the optimizer that comes back."
             )
 
-    def _start(self, accelerator: Accelerator) -> None:
+    def _start(self, run: Run) -> None:
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(accelerator)))
+            self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(run)))
 
     def _stop(self) -> None:
         if self._handle is not None:
@@ -173,12 +171,10 @@ class Watch:
             self._handle = None
 
 
-def _before_step(
-    owner: ReferenceType[Accelerator], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> None:
-    accelerator = owner()
-    if accelerator is not None and not torch.compiler.is_compiling():
-        accelerator._watch.before_step(accelerator, optimizer)
+def _before_step(owner: ReferenceType[Run], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    run = owner()
+    if run is not None and not torch.compiler.is_compiling():
+        run.watch.before_step(run, optimizer)
 
 
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -186,37 +182,33 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _prepared_parameters(accelerator: Accelerator) -> Iterator[torch.Tensor]:
+def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
     """The parameters of prepared models, whole and in parts where a forward pass has gathered them."""
-    for model in accelerator._models:
+    for model in run.models:
         yield from model.parameters()
-        yield from accelerator.engine.with_gradients(model.parameters())
+        yield from run.engine.with_gradients(model.parameters())
 
 
-def _is_meant(
-    accelerator: Accelerator, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]
-) -> bool:
+def _is_meant(run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> bool:
     """Whether an optimizer that is not prepared is one of this training's, and not one for something else."""
-    prepares_training = accelerator._optimizers or any(item.requires_grad for item in known.values())
-    return bool(given.keys() & known.keys()) or not prepares_training or _is_replaced(accelerator, given)
+    prepares_training = run.optimizers or any(item.requires_grad for item in known.values())
+    return bool(given.keys() & known.keys()) or not prepares_training or _is_replaced(run, given)
 
 
-def _is_replaced(accelerator: Accelerator, given: dict[int, torch.Tensor]) -> bool:
+def _is_replaced(run: Run, given: dict[int, torch.Tensor]) -> bool:
     """Whether others are in the place of an optimizer's parameters, since their model was sharded."""
-    present = accelerator.engine.owner.present
+    present = run.engine.owner.present
     return any(present(item) is not item for item in given.values() if isinstance(item, torch.nn.Parameter))
 
 
-def _wrong_steps(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]
-) -> Iterator[str]:
+def _wrong_steps(run: Run, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]) -> Iterator[str]:
     """What is wrong with the steps of an optimizer that is not prepared; nothing is with many."""
-    if _is_replaced(accelerator, given):
+    if _is_replaced(run, given):
         yield "steps parameters that its model no longer has, since it was sharded"
-    scaler = accelerator.scaler
+    scaler = run.scaler
     if scaler is not None and scaler.is_enabled() and id(optimizer) not in scaler._per_optimizer_states:
         yield "steps with gradients that are multiplied by the loss scale of fp16 training"
-    if not accelerator.sync_gradients:
+    if not run.gradient_state.sync_gradients:
         yield "steps in the middle of an accumulation window"
 
 

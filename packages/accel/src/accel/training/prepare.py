@@ -24,7 +24,7 @@ from accel_optim.scheduler import AcceleratedScheduler
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel.training.run import Run
 
 __all__ = [
     "check_kind",
@@ -52,14 +52,15 @@ _BESIDE = ("scheduler", "loader", "own")
 
 
 def prepare(
-    accelerator: Accelerator, objects: Sequence[Any], placement: Sequence[bool | None] | None
+    run: Run, objects: Sequence[Any], placement: Sequence[bool | None] | None, caller: Any = None
 ) -> list[Any]:
     """Prepare objects of any kinds; returns them in the order given.
 
     Args:
-        accelerator: Whose engine, loaders and windows the objects join.
+        run: Whose engine, loaders and windows the objects join.
         objects: Models, optimizers, schedulers, loaders; None and other objects come back as they are.
         placement: Per object, whether it is put on the device; None: the Accelerator's default.
+        caller: The Accelerator, for code of the user's that an engine hands it to.
 
     Raises:
         ValueError: If `placement` has another length than `objects`, or the engine refuses an object.
@@ -71,27 +72,28 @@ def prepare(
             f"prepare got {len(objects)} objects and a device_placement of {len(placement)}: give one entry "
             f"for each."
         )
-    kinds = [_kind_of(accelerator, item) for item in objects]
-    _tell_unknown(accelerator, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
+    kinds = [_kind_of(run, item) for item in objects]
+    _tell_unknown(run, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
     result = list(objects)
     trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
     done = prepare_models_and_optimizers(
-        accelerator,
+        run,
         [objects[index] for index in trained],
         [placement[index] for index in trained],
         beside=[item for item, kind in zip(objects, kinds, strict=True) if kind in _BESIDE],
+        caller=caller,
     )
     for index, item in zip(trained, done, strict=True):
         result[index] = item
     for index, kind in enumerate(kinds):
         if kind == "scheduler":
-            result[index] = prepare_scheduler(accelerator, objects[index])
+            result[index] = prepare_scheduler(run, objects[index])
         elif kind == "loader":
-            result[index] = prepare_loader(accelerator, objects[index], placement[index])
+            result[index] = prepare_loader(run, objects[index], placement[index])
             if "model" in kinds:
-                result[index] = accelerator.engine.share_loader(result[index])
+                result[index] = run.engine.share_loader(result[index])
         elif kind == "own":
-            result[index] = accelerator.engine.prepare_own(objects[index], accelerator)
+            result[index] = run.engine.prepare_own(objects[index], caller)
     return result
 
 
@@ -111,28 +113,30 @@ def check_kind(item: Any, kind: str) -> None:
 
 
 def prepare_models_and_optimizers(
-    accelerator: Accelerator,
+    run: Run,
     objects: Sequence[Any],
     placement: Sequence[bool | None],
     evaluation_mode: bool = False,
     beside: Sequence[Any] = (),
+    caller: Any = None,
 ) -> list[Any]:
     """Hand the models and optimizers that are not prepared yet to the engine, together.
 
     Args:
-        accelerator: Whose engine they join.
+        run: Whose engine they join.
         objects: The models and optimizers.
         placement: Per object, whether it is put on the device; None: the Accelerator's default.
         evaluation_mode: Whether models are only evaluated.
         beside: Schedules, loaders and the engine's own objects of the same call, which are prepared
             afterwards.
+        caller: See `prepare`.
     """
     if not evaluation_mode:
-        _wrap_what_trains_now(accelerator, objects)
+        _wrap_what_trains_now(run, objects)
     fresh: dict[int, Any] = {}
     for item, put in zip(objects, placement, strict=True):
-        if _already(accelerator, item) is None and id(item) not in fresh:
-            fresh[id(item)] = (item, accelerator.device_placement if put is None else put)
+        if _already(run, item) is None and id(item) not in fresh:
+            fresh[id(item)] = (item, run.device_placement if put is None else put)
     models = [pair for pair in fresh.values() if isinstance(pair[0], torch.nn.Module)]
     optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
     request = Prepared(
@@ -141,34 +145,34 @@ def prepare_models_and_optimizers(
         place_models=tuple(put for _, put in models),
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
-        accelerator=accelerator,
-        **_around(accelerator, beside),
+        caller=caller,
+        **_around(run, beside),
     )
-    accelerator.engine.check_together(request)
-    done = accelerator.engine.prepare(request)
-    accelerator._models.extend(map(_marked, done.models))
-    accelerator._optimizers.extend(done.optimizers)
-    accelerator._lomo = find_lomo(accelerator._optimizers)
+    run.engine.check_together(request)
+    done = run.engine.prepare(request)
+    run.models.extend(map(_marked, done.models))
+    run.optimizers.extend(done.optimizers)
+    run.lomo = find_lomo(run.optimizers)
     if fresh:
-        accelerator._watch.resume(accelerator)
-        accelerator._is_usual = False
-    _attach_schedulers(accelerator)
+        run.watch.resume(run)
+        run.is_usual = False
+    _attach_schedulers(run)
     asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
     new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}
-    return [new[id(item)] if id(item) in new else _already(accelerator, item) for item in objects]
+    return [new[id(item)] if id(item) in new else _already(run, item) for item in objects]
 
 
-def _around(accelerator: Accelerator, beside: Sequence[Any]) -> dict[str, Any]:
+def _around(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
     """What an engine may want to know of schedules and loaders."""
-    config, state = accelerator.dataloader_config, accelerator.gradient_state
-    size = accelerator.engine.data_shard[1]
+    config, state = run.dataloader_config, run.gradient_state
+    size = run.engine.data_shard[1]
     given = [item for item in beside if isinstance(item, DataLoader)]
     sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
-    earlier = [_batch_size(item) for item in accelerator._dataloaders]
+    earlier = [_batch_size(item) for item in run.loaders]
     moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
         "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
-        "own": tuple(item for item in beside if isinstance(item, accelerator.engine.own_kinds)),
+        "own": tuple(item for item in beside if isinstance(item, run.engine.own_kinds)),
         "batch_sizes": tuple(known for known in sizes if known is not None),
         "earlier_batch_size": min((known for known in earlier if known is not None), default=None),
         "schedule_moves": moves,
@@ -183,63 +187,63 @@ def _batch_size(loader: Any, split_over: int = 1) -> int | None:
     return size // split_over if isinstance(size, int) else None
 
 
-def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
+def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a scheduler so that it steps when its optimizer really did; twice is once."""
-    if isinstance(scheduler, AcceleratedScheduler) and not _follows(accelerator, scheduler):
+    if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
         scheduler = scheduler.scheduler
-    for known in accelerator._schedulers:
+    for known in run.schedulers:
         if known is scheduler or known.scheduler is scheduler:
             return known
-    scheduler = accelerator.engine.prepare_scheduler(scheduler) or scheduler
+    scheduler = run.engine.prepare_scheduler(scheduler) or scheduler
     if not isinstance(scheduler, AcceleratedScheduler):
         scheduler = AcceleratedScheduler(
             scheduler,
-            accelerator._optimizers,
-            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-            split_batches=accelerator.split_batches,
-            gradient_state=accelerator.gradient_state,
-            num_processes=accelerator.engine.data_shard[1],
+            run.optimizers,
+            step_with_optimizer=run.step_scheduler_with_optimizer,
+            split_batches=run.dataloader_config.split_batches,
+            gradient_state=run.gradient_state,
+            num_processes=run.engine.data_shard[1],
         )
     prepared: AcceleratedScheduler = scheduler
-    accelerator._schedulers.append(prepared)
-    accelerator._watch.begin(accelerator)
-    _attach_schedulers(accelerator)
+    run.schedulers.append(prepared)
+    run.watch.begin(run)
+    _attach_schedulers(run)
     return prepared
 
 
-def _attach_schedulers(accelerator: Accelerator) -> None:
+def _attach_schedulers(run: Run) -> None:
     """Let each scheduler follow its own optimizer, whichever of the two was prepared first."""
-    wrappers = {id(_inner(item)): item for item in accelerator._optimizers}
-    for scheduler in accelerator._schedulers:
+    wrappers = {id(_inner(item)): item for item in run.optimizers}
+    for scheduler in run.schedulers:
         own = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
         if own is not None:
             scheduler.optimizers = [own]
 
 
 def prepare_loader(
-    accelerator: Accelerator, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
+    run: Run, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
 ) -> Any:
     """Shard a loader over the engine's data-parallel processes; twice is once."""
     if isinstance(loader, EngineLoader):
-        inner = prepare_loader(accelerator, loader.loader, place, slice_fn_for_dispatch)
+        inner = prepare_loader(run, loader.loader, place, slice_fn_for_dispatch)
         return loader if inner is loader.loader else loader.around(inner)
-    config = accelerator.dataloader_config
-    place = accelerator.device_placement if place is None else place
-    asked = (place, slice_fn_for_dispatch, list(accelerator.rng_types), *vars(config).values())
-    for known in accelerator._dataloaders:
+    config = run.dataloader_config
+    place = run.device_placement if place is None else place
+    asked = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
+    for known in run.loaders:
         source = _made_from.get(known)
         if source is not None and source[0]() is loader and source[1] == asked:
             return known
-    rank, size = accelerator.engine.data_shard
-    shares_samples = size != accelerator.num_processes
+    rank, size = run.engine.data_shard
+    shares_samples = size != run.process.world_size
     prepared = prepare_data_loader(
-        accelerator.engine.loader_to_prepare(loader),
-        accelerator.device,
+        run.engine.loader_to_prepare(loader),
+        run.process.device,
         num_processes=size,
         process_index=rank,
         split_batches=config.split_batches,
         put_on_device=place,
-        rng_types=list(accelerator.rng_types),
+        rng_types=list(run.rng_types),
         dispatch_batches=config.dispatch_batches,
         even_batches=config.even_batches,
         slice_fn_for_dispatch=slice_fn_for_dispatch,
@@ -247,32 +251,32 @@ def prepare_loader(
         data_seed=config.data_seed,
         non_blocking=config.non_blocking,
         use_stateful_dataloader=config.use_stateful_dataloader,
-        gradient_state=accelerator.gradient_state,
+        gradient_state=run.gradient_state,
         custom_classes=config.custom_classes,
         # Processes that work on one batch together get the same.
-        torch_device_mesh=accelerator.engine.mesh if shares_samples else None,
-        data_ranks=accelerator.engine.data_ranks,
+        torch_device_mesh=run.engine.mesh if shares_samples else None,
+        data_ranks=run.engine.data_ranks,
     )
-    if not _follows(accelerator, prepared):
+    if not _follows(run, prepared):
         # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
         prepared = copy.copy(prepared)
-        prepared.gradient_state = accelerator.gradient_state
-    if accelerator.use_distributed:
-        prepared.tell_uneven = partial(warn_of_uneven, accelerator.engine.joining)
-        prepared.tell_missing = partial(warn_of_missing, accelerator.engine.joining)
-    if not any(known is prepared for known in accelerator._dataloaders):
-        accelerator._dataloaders.append(prepared)
-        accelerator._watch.begin(accelerator)
+        prepared.gradient_state = run.gradient_state
+    if run.process.world_size > 1:
+        prepared.tell_uneven = partial(warn_of_uneven, run.engine.joining)
+        prepared.tell_missing = partial(warn_of_missing, run.engine.joining)
+    if not any(known is prepared for known in run.loaders):
+        run.loaders.append(prepared)
+        run.watch.begin(run)
     if prepared is not loader:
         _made_from[prepared] = ref(loader), asked
     return prepared
 
 
-def _kind_of(accelerator: Accelerator, item: Any) -> str | None:
+def _kind_of(run: Run, item: Any) -> str | None:
     for kind, types in _KINDS.items():
         if isinstance(item, types):
             return kind
-    if isinstance(item, accelerator.engine.own_kinds):
+    if isinstance(item, run.engine.own_kinds):
         return "own"
     if _is_like_an_optimizer(item):
         return "optimizer"
@@ -285,12 +289,12 @@ def _is_like_an_optimizer(item: Any) -> bool:
     return hasattr(item, "param_groups") and all(callable(getattr(item, name, None)) for name in methods)
 
 
-def _tell_unknown(accelerator: Accelerator, items: Sequence[Any]) -> None:
+def _tell_unknown(run: Run, items: Sequence[Any]) -> None:
     """Warn once of each type: programs prepare what they have."""
-    new = {type(item) for item in items if item is not None} - accelerator._unknown_types
+    new = {type(item) for item in items if item is not None} - run.warned_types
     if not new:
         return
-    accelerator._unknown_types |= new
+    run.warned_types |= new
     names = ", ".join(sorted(kind.__name__ for kind in new))
     warn(
         f"prepare gives back unchanged what it does not prepare: {names}. It prepares torch Module, "
@@ -299,13 +303,13 @@ def _tell_unknown(accelerator: Accelerator, items: Sequence[Any]) -> None:
     )
 
 
-def prepared_optimizer(accelerator: Accelerator, optimizer: Any) -> Any:
+def prepared_optimizer(run: Run, optimizer: Any) -> Any:
     """The prepared form of an optimizer.
 
     Raises:
         ValueError: If it is not prepared.
     """
-    found = _already(accelerator, optimizer)
+    found = _already(run, optimizer)
     if found is None:
         raise ValueError(f"The {type(optimizer).__name__} is not prepared: pass it to prepare() first.")
     return found
@@ -316,13 +320,11 @@ def holds_any(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> bool
     return any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _wrap_what_trains_now(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+def _wrap_what_trains_now(run: Run, objects: Sequence[Any]) -> None:
     """Wrap models that were prepared for evaluation, or while they were frozen, and are to train now."""
-    for index, model in enumerate(accelerator._models):
-        if any(
-            isinstance(item, torch.nn.Module) and _is_form_of(accelerator, item, model) for item in objects
-        ):
-            accelerator._models[index] = _marked(accelerator.engine.wrap_model(model))
+    for index, model in enumerate(run.models):
+        if any(isinstance(item, torch.nn.Module) and _is_form_of(run, item, model) for item in objects):
+            run.models[index] = _marked(run.engine.wrap_model(model))
 
 
 def _marked(model: torch.nn.Module) -> torch.nn.Module:
@@ -335,27 +337,27 @@ def _inner(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def _follows(accelerator: Accelerator, item: Any) -> bool:
+def _follows(run: Run, item: Any) -> bool:
     """Whether a wrapper or loader belongs to this Accelerator's accumulation window, and no other's."""
     # Handles on one state share its settings, and no two states do.
-    return item.gradient_state.plugin_kwargs is accelerator.gradient_state.plugin_kwargs
+    return item.gradient_state.plugin_kwargs is run.gradient_state.plugin_kwargs
 
 
-def _is_form_of(accelerator: Accelerator, item: torch.nn.Module, model: torch.nn.Module) -> bool:
+def _is_form_of(run: Run, item: torch.nn.Module, model: torch.nn.Module) -> bool:
     if model is item:
         return True
-    plain = accelerator.engine.unwrap_model(model, keep_torch_compile=False)
+    plain = run.engine.unwrap_model(model, keep_torch_compile=False)
     return plain is item or plain is getattr(item, "_orig_mod", None)
 
 
-def _already(accelerator: Accelerator, item: Any) -> Any | None:
+def _already(run: Run, item: Any) -> Any | None:
     """The prepared form of `item` when there is one: itself, or what wraps it."""
     if isinstance(item, torch.nn.Module):
-        return next((model for model in accelerator._models if _is_form_of(accelerator, item, model)), None)
-    for optimizer in accelerator._optimizers:
+        return next((model for model in run.models if _is_form_of(run, item, model)), None)
+    for optimizer in run.optimizers:
         if optimizer is item or _inner(optimizer) is _inner(item):
             return optimizer
-    if isinstance(item, AcceleratedOptimizer) and _follows(accelerator, item):
-        accelerator._optimizers.append(item)
+    if isinstance(item, AcceleratedOptimizer) and _follows(run, item):
+        run.optimizers.append(item)
         return item
     return None

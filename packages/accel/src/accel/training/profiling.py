@@ -7,31 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_state.handlers import ProfileKwargs
+from accel_state.process.control import wait
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
+    from accel_state.handlers import ProfileKwargs
+    from accel_state.process.facts import Process
 
 __all__ = ["profile"]
 
 
 @contextlib.contextmanager
-def profile(accelerator: Accelerator, handler: ProfileKwargs | None = None) -> Iterator[Any]:
+def profile(process: Process, handler: ProfileKwargs) -> Iterator[Any]:
     """Run torch's profiler around a block.
 
     Args:
-        accelerator: Whose handler is used when none is given, and whose rank names the trace file.
+        process: This process, whose rank names the trace file.
         handler: The profiler's options; `output_trace_dir` makes every process write
             `profile_<rank>.json`, a Chrome trace.
 
     Yields:
         The running `torch.profiler.profile`.
     """
-    handler = handler or accelerator.handlers.profile or ProfileKwargs()
     with handler.build() as profiler:
         yield profiler
     if handler.output_trace_dir is not None:
         folder = Path(handler.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"profile_{accelerator.process_index}.json"))
-        accelerator.wait_for_everyone()
+        profiler.export_chrome_trace(str(folder / f"profile_{process.rank}.json"))
+        wait(process)

@@ -9,33 +9,31 @@ from typing import TYPE_CHECKING, Any
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
     from accel.engines.base import Joining
+    from accel.training.run import Run
     from accel_data.loader.join import Missing
 
 __all__ = ["join_uneven_inputs", "warn_of_missing", "warn_of_uneven"]
 
 
 @contextlib.contextmanager
-def join_uneven_inputs(
-    accelerator: Accelerator, joinables: Sequence[Any], even_batches: bool | None
-) -> Iterator[None]:
+def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let processes that ran out of data shadow the gradient collectives of the others.
 
     Args:
-        accelerator: Whose engine and loaders take part.
+        run: Whose engine and loaders take part.
         joinables: Prepared models or torch Joinable objects.
         even_batches: Overrides the setting of prepared map-style loaders inside the context.
     """
-    engine = accelerator.engine
+    engine = run.engine
     if engine.joining is None:
-        if accelerator.use_distributed:
+        if run.process.world_size > 1:
             warn(
                 f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
             )
         yield
         return
-    with _even_batches(accelerator, even_batches), engine.join(joinables):
+    with _even_batches(run, even_batches), engine.join(joinables):
         yield
 
 
@@ -88,12 +86,12 @@ def _to_train(joining: Joining | None) -> str:
 
 
 @contextlib.contextmanager
-def _even_batches(accelerator: Accelerator, even_batches: bool | None) -> Iterator[None]:
+def _even_batches(run: Run, even_batches: bool | None) -> Iterator[None]:
     """Override even_batches on the loaders that have the setting, and put it back."""
     if even_batches is None:
         yield
         return
-    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in accelerator._dataloaders]
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in run.loaders]
     settable = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(settable) < len(samplers):
         warn(

@@ -141,7 +141,7 @@ class MegatronLMEngine(Engine):
         args = plugin.megatron_lm_default_args
         parts = wrap(build(plugin), args, self.context.process.device)
         assert plugin.num_micro_batches is not None, "filled when the plugin was made"
-        self._model = MegatronEngine(parts, self._make_step(objects.accelerator), plugin.num_micro_batches)
+        self._model = MegatronEngine(parts, self._make_step(objects.caller), plugin.num_micro_batches)
         if not objects.optimizers:
             return replace(objects, models=(self._model.eval(),))
         own = build_optimizer(self._model.parts, plugin)
@@ -203,12 +203,12 @@ class MegatronLMEngine(Engine):
 
     own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
 
-    def prepare_own(self, item: Any, accelerator: Any) -> Any:
+    def prepare_own(self, item: Any, caller: Any) -> Any:
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
         if isinstance(item, IndexedLoader):
             return item
         if not self._loaders:
-            self._loaders = list(item.build_train_valid_test_data_iterators(accelerator))
+            self._loaders = list(item.build_train_valid_test_data_iterators(caller))
         return self._loaders.pop(0)
 
     def unwrap_model(

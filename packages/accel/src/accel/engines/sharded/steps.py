@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -12,9 +12,6 @@ from accel.engines.common.repoint import Replaced, repoint
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.groups import choose_groups, ignored_parameters
 from accel_state import env
-
-if TYPE_CHECKING:
-    from accel.accelerator import Accelerator
 
 __all__ = [
     "disable_fsdp_ram_efficient_loading",
@@ -46,7 +43,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
     env.put_here("FSDP_CPU_RAM_EFFICIENT_LOADING", False)
 
 
-def fsdp2_apply_ac(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     """Checkpoint the activations of the modules that the plugin's auto_wrap_policy chooses, in place.
 
     Args:
@@ -83,7 +80,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Accelerator, model: torch.nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+    accelerator: Any, model: torch.nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
     """Load a whole state into a sharded model, from the first process; every process calls it.
 
@@ -97,7 +94,7 @@ def fsdp2_load_full_state_dict(
     set_model_state_dict(model, dict(full_sd), options=options)
 
 
-def fsdp2_prepare_model(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     """Shard a model as `prepare` does, without its other steps; a sharded model stays as it is.
 
     Args:
@@ -115,7 +112,8 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: torch.nn.Module) -> tor
             f"fsdp2_prepare_model shards with fully_shard, and the engine is {accelerator.engine.name}. Make "
             "the Accelerator with FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
-    return accelerator.engine.wrap_model(model)
+    sharded: torch.nn.Module = accelerator.engine.wrap_model(model)
+    return sharded
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:

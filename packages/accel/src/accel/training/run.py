@@ -1,0 +1,111 @@
+"""The parts of one Accelerator. Functions of training and saving take it, and never the whole Accelerator."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel.engines import Engine
+    from accel.saving.signals import Preemption
+    from accel_ckpt.config import ProjectConfiguration
+    from accel_data.config import DataLoaderConfiguration
+    from accel_optim.scheduler import AcceleratedScheduler
+    from accel_optim.window import Window
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.enums import RNGType
+    from accel_state.gradient import GradientState
+    from accel_state.process.facts import Process
+
+__all__ = ["HasRun", "Run", "Watcher"]
+
+
+class Watcher(Protocol):
+    """What follows the first steps of a run; see `accel.training.misuse`."""
+
+    def begin(self, run: Run) -> None:
+        """Look at the first steps: something was prepared that is not trained itself."""
+
+    def resume(self, run: Run) -> None:
+        """Look at the next steps too: something was prepared."""
+
+    def before_backward(self, run: Run, is_mean: bool) -> bool:
+        """Note a backward pass; returns whether the next one is to be noted too."""
+
+    def before_step(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the step that an optimizer is about to make."""
+
+    def before_save(self, run: Run) -> None:
+        """Warn of what trains and is not saved."""
+
+
+@dataclass(eq=False)
+class Run:
+    """What one Accelerator trains with, and what it has prepared.
+
+    Attributes:
+        state: Precision, plugins and the facts of the process.
+        gradient_state: The accumulation window's state, which optimizers and loaders follow.
+        window: Counts micro-batches.
+        scaler: The loss scaler of fp16 training, else None.
+        engine: How training is parallelized.
+        watch: Follows the first steps.
+        project_configuration: Where checkpoints go.
+        dataloader_config: How loaders are sharded.
+        rng_types: Generators synchronised at the start of each iteration.
+        device_placement: Whether prepared objects and batches go to the device.
+        step_scheduler_with_optimizer: Whether schedulers step only when their optimizer did.
+        models: The prepared models, in order; likewise `optimizers`, `schedulers` and `loaders`.
+        registered: Objects that are saved and loaded along with the state.
+        save_hooks: Called before `save_state` writes.
+        load_hooks: Called before `load_state` reads.
+        lomo: The prepared optimizer that steps in backward, if there is one.
+        is_usual: Whether the next backward pass is one as most are: watched no more, and of no LOMO.
+        preemption: Notes signals that announce the end, once it was asked for.
+        warned_types: Types of which a warning said that `prepare` leaves them as they are.
+        has_warned_of_folder: Whether a warning said that a folder is not used, as names are automatic.
+    """
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    window: Window
+    scaler: torch.amp.GradScaler | None
+    engine: Engine
+    watch: Watcher
+    project_configuration: ProjectConfiguration
+    dataloader_config: DataLoaderConfiguration
+    rng_types: list[RNGType]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)
+    save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    lomo: Any = None
+    is_usual: bool = False
+    preemption: Preemption | None = None
+    warned_types: set[type] = field(default_factory=set)
+    has_warned_of_folder: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for optimizer in self.optimizers:  # which are pickled without the state that they follow
+            optimizer.gradient_state = self.gradient_state  # type: ignore[attr-defined]
+
+    @property
+    def process(self) -> Process:
+        """The facts of this process."""
+        return self.state.process
+
+
+class HasRun(Protocol):
+    """An Accelerator, as documented functions take it that need its run alone."""
+
+    run: Run
