@@ -1,6 +1,7 @@
 """One contract for all engines: the same small transformer and data, and what a plain PyTorch loop gives.
 
-An engine joins by one row of `CASES`. Every test runs real processes; the reference is a loop without accel.
+An engine of accel joins by one row of `CASES`, one of another package by being installed. Every test runs
+real processes; the reference is a loop without accel.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel.engines import find_engine, outside_engines
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
@@ -139,6 +141,12 @@ CASES: dict[str, Case] = {
     },
     "cp": Case(2, "fsdp2 x cp", cp, replicas=2),
 }
+
+for _name in outside_engines():
+    _kind = find_engine(_name)
+    assert _kind.settings_type is not None, f"{_name} has no settings_type that asks for it"
+    _ask = functools.partial(lambda kind: {"kwargs_handlers": [kind()]}, _kind.settings_type)
+    CASES |= {f"{_name} alone": Case(1, _kind.name, _ask), _name: Case(2, _kind.name, _ask)}
 
 FEW = {
     "fsdp2 x cp": Case(4, "fsdp2 x cp", fsdp2_cp, replicas=2),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from accel.big_modeling import init_empty_weights
+from accel.engines.choice import choose
 from accel.engines.common.checks import refuse_spread_training
 from accel.engines.common.replica_check import ReplicaCheck
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
@@ -23,7 +24,6 @@ from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.training.arguments import resolve_accumulation
-from accel.training.choice import choose
 from accel_launch.command import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
@@ -186,9 +186,9 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_INIT_INCLUDE_BUFFERS": Reader(buffers_when_empty),
     "ACCELERATE_GRADIENT_CLIPPING": Reader(deepspeed),
     "ACCELERATE_DEBUG_RDV_FILE": Reader(lambda: _init_method(DEVICES["cpu"], "gloo")),
-    "ACCELERATE_USE_DEEPSPEED": Reader(lambda: choose().deepspeed is None),
-    "ACCELERATE_USE_FSDP": Reader(lambda: choose().fsdp is None),
-    "ACCELERATE_USE_MEGATRON_LM": Reader(lambda: choose().megatron is None),
+    "ACCELERATE_USE_DEEPSPEED": Reader(lambda: "deepspeed_plugin" not in choose().plugins),
+    "ACCELERATE_USE_FSDP": Reader(lambda: "fsdp_plugin" not in choose().plugins),
+    "ACCELERATE_USE_MEGATRON_LM": Reader(lambda: "megatron_lm_plugin" not in choose().plugins),
     "ACCELERATE_USE_PARALLELISM_CONFIG": Reader(lambda: choose().parallelism is None),
     "ACCELERATE_CONFIG_DS_FIELDS": Reader(
         deepspeed,

@@ -16,6 +16,7 @@ from accel_world.program import run_program
 pytestmark = pytest.mark.timeout(300)
 
 DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 MISSING = Path(__file__).parents[1] / "tools" / "reference" / "missing.txt"
 GRADIENTS = """
 gradient of                                  window of 4   tail of 2
@@ -35,6 +36,7 @@ def test_the_numbers_that_the_page_on_gradients_explains(world, processes):
 
 
 ENGINE = """
+engine late_average
 gradient norm 1.157883
 gradient norm 4.853258
 weight 0.566064
@@ -43,8 +45,7 @@ weight 0.566064
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_engine_that_the_page_on_engines_shows_trains_as_one_process_does(launched, processes):
-    # In processes of their own: the script adds an engine to those that are known.
-    run = launched(DOCS / "worked_engine.py", num_processes=processes, timeout_s=120)
+    run = launched(EXAMPLES / "late_average" / "train.py", num_processes=processes, timeout_s=120)
 
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == ENGINE.strip()

@@ -142,7 +142,10 @@ def test_plugin_or_variable_names_the_engine(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setenv(variable, "true")
 
-    assert AcceleratorState(_from_accelerator=True).distributed_type == expected
+    AcceleratorState._reset_state()
+    assert AcceleratorState().distributed_type == expected
+    # An Accelerator has chosen already, and says what it chose.
+    assert AcceleratorState(_from_accelerator=True).distributed_type == DistributedType.NO
 
 
 def test_plugin_wins_over_the_variable_of_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class AcceleratorState(ProcessControl):
         torch_tp_plugin: Settings of tensor parallelism.
         megatron_lm_plugin: Train under Megatron-LM.
         parallelism_config: The dimensions of the device mesh.
-        _from_accelerator: Make a new state in any case.
+        _from_accelerator: Make a new state in any case, whose engine no switch of the environment chooses.
         **kwargs: Options of `torch.distributed.init_process_group`; see `PartialState`.
 
     Raises:
@@ -108,7 +108,9 @@ class AcceleratorState(ProcessControl):
             PartialState._reset_state()  # a second training after end_training() needs a group again
         process = PartialState(cpu, **kwargs).process
         if newest is None or _from_accelerator or newest.differs(given):
-            newest = AcceleratorState._shared_state["newest"] = _settings(given, process)
+            newest = AcceleratorState._shared_state["newest"] = _settings(
+                given, process, asks_environment=not _from_accelerator
+            )
         self._made_with = newest
 
     @property
@@ -276,10 +278,10 @@ def _group_is_gone() -> bool:
     return held is not None and held.world_size > 1 and not rendezvous.has_group()
 
 
-def _settings(given: dict[str, Any], process: Process) -> _Settings:
+def _settings(given: dict[str, Any], process: Process, *, asks_environment: bool) -> _Settings:
     given = {**given, "mixed_precision": given["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION")}
     _check_precision(given["mixed_precision"], process)
-    settings = _Settings(engine=_engine(given, process), **given)
+    settings = _Settings(engine=_engine(given, process, asks_environment), **given)
     plugins = given["deepspeed_plugin"]
     if isinstance(plugins, dict):
         if not plugins:
@@ -318,9 +320,11 @@ def _check_precision(precision: str, process: Process) -> None:
     )
 
 
-def _engine(given: dict[str, Any], process: Process) -> DistributedType | None:
+def _engine(given: dict[str, Any], process: Process, asks_environment: bool) -> DistributedType | None:
     plugins = [(kind, name) for kind, name, _ in _ENGINES if given[name] is not None]
-    asked = plugins or [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
+    asked = plugins
+    if not plugins and asks_environment:
+        asked = [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
     if len(asked) > 1:
         raise ValueError(
             f"{' and '.join(name for _, name in asked)} ask for different engines, and a model is trained by "

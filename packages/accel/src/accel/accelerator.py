@@ -7,22 +7,18 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from accel.engines import EngineContext, choose_engine, start_engine
+from accel.engines.choice import choose
 from accel.engines.common.checks import mapped_devices
-from accel.engines.deepspeed.settings import active_plugin, steps_under
-from accel.models.fp8.choice import resolve_fp8
-from accel.models.precision import Precision
+from accel.engines.start import start_engine
 from accel.saving.methods import CheckpointControl
 from accel.trackers import registry, session
 from accel.training import arguments, metrics
 from accel.training.agreement import Agreement
 from accel.training.arguments import UNSET
-from accel.training.choice import choose
 from accel.training.coordinates import MeshCoordinates
 from accel.training.gradients import GradientControl, drop_gradients, has_gradients
 from accel.training.misuse import Watch
@@ -41,7 +37,6 @@ from accel_data.prepare import skip_first_batches
 from accel_ops.collectives import operations, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
-from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 from accel_optim.window import Window
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient import GradientState
@@ -80,38 +75,6 @@ class _Part(Generic[_T]):
 
     def __set__(self, accelerator: Accelerator, value: _T) -> None:
         setattr(accelerator.run, self._name, value)
-
-
-def _make_scaler(state: AcceleratorState, handlers: arguments.Handlers) -> torch.amp.GradScaler | None:
-    scales_itself = state.deepspeed_plugin is not None or state.megatron_lm_plugin is not None
-    if state.mixed_precision != "fp16" or scales_itself:
-        return None
-    options = handlers.scaler.to_kwargs() if handlers.scaler is not None else {}
-    if choose_engine(state).gradients_in_parts:
-        return get_fsdp2_grad_scaler(device_type=state.device.type, **options)
-    return get_grad_scaler(state.distributed_type, device_type=state.device.type, **options)
-
-
-def _engine_context(
-    state: AcceleratorState,
-    gradient_state: GradientState,
-    scaler: torch.amp.GradScaler | None,
-    handlers: arguments.Handlers,
-) -> EngineContext:
-    return EngineContext(
-        process=state.process,
-        precision=Precision(state.mixed_precision, handlers.autocast),
-        gradient_state=gradient_state,
-        scaler=scaler,
-        mesh=state.device_mesh,
-        ddp=handlers.ddp,
-        dynamo=state.dynamo_plugin,
-        fsdp=state.fsdp_plugin,
-        parallelism=state.parallelism_config,
-        fp8=resolve_fp8(state.mixed_precision, handlers.fp8),
-        deepspeed=partial(active_plugin, state),
-        megatron=state.megatron_lm_plugin,
-    )
 
 
 class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessControl):
@@ -193,30 +156,29 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
             mixed_precision=mixed_precision,
+            outside=self.handlers.engine,
         )
-        steps = steps_under(choice.deepspeed, gradient_accumulation_steps, gradient_accumulation_plugin)
-        accumulation = arguments.resolve_accumulation(steps, gradient_accumulation_plugin)
+        accumulation = arguments.resolve_accumulation(
+            gradient_accumulation_steps, gradient_accumulation_plugin, choice.steps
+        )
         state = AcceleratorState(
             mixed_precision=choice.mixed_precision,
             cpu=cpu,
             dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
-            deepspeed_plugin=choice.deepspeed,
-            fsdp_plugin=choice.fsdp,
             torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=choice.megatron,
             parallelism_config=choice.parallelism,
             _from_accelerator=True,
+            **choice.plugins,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
         gradient_state = GradientState.new(accumulation)
-        scaler = _make_scaler(state, self.handlers)
-        context = _engine_context(state, gradient_state, scaler, self.handlers)
+        engine = start_engine(choice, state, gradient_state, **self.handlers.for_engines())
         self.run = Run(
             state=state,
             gradient_state=gradient_state,
             window=Window(gradient_state),
-            scaler=scaler,
-            engine=start_engine(state, context, choice),
+            scaler=engine.context.scaler,
+            engine=engine,
             watch=Watch(),
             project_configuration=project_configuration,
             dataloader_config=dataloader_config,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.engines import ENGINES, choose_engine, engine_class
+from accel.engines import ENGINES, Engine, find_engine
 from accel.engines.ddp.engine import DDPEngine
 from accel.engines.single import SingleEngine
 from accel_ops.debug.contract import DistributedOperationException
@@ -20,7 +18,6 @@ from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.enums import DistributedType
 from accel_state.env import patch_environment
 from accel_state.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
-from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -38,10 +35,13 @@ def make_data(count: int = 24) -> TensorDataset:
     )
 
 
-def test_every_distributed_type_has_a_row():
-    assert set(ENGINES) == set(DistributedType)
-    assert engine_class(DistributedType.NO) is SingleEngine
-    assert engine_class(DistributedType.MULTI_CPU) is DDPEngine
+def test_every_row_leads_to_an_engine():
+    for name in ENGINES.keys() - {"megatron_lm", "xla"}:  # whose libraries are missing here
+        assert issubclass(find_engine(name), Engine)
+    assert find_engine("single") is SingleEngine
+    assert find_engine("ddp") is DDPEngine
+    with pytest.raises(ValueError, match="no engine 'dpp'; there are single, ddp, fsdp1"):
+        find_engine("dpp")
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,11 @@ def test_every_distributed_type_has_a_row():
 def test_an_engine_whose_library_is_missing_is_refused_by_name(monkeypatch, kind, missing, extra):
     monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
     with pytest.raises(ImportError, match=rf"{kind} engine.*{missing}.*'\./packages/accel\[{extra}\]'"):
-        engine_class(DistributedType(kind))
-
-
-@pytest.mark.parametrize("kind", ["XLA", "MEGATRON_LM"])
-def test_engines_that_arrange_processes_themselves_take_no_mesh(kind):
-    state: Any = SimpleNamespace(
-        parallelism_config=ParallelismConfig(tp_size=2), distributed_type=DistributedType(kind)
-    )
-    with pytest.raises(ValueError, match=rf"asks for tp, and the {kind} engine arranges.*Leave it out"):
-        choose_engine(state)
+        find_engine(kind.lower())
 
 
 def test_a_log_line_says_which_engine_was_chosen_and_why(caplog):
-    with caplog.at_level("INFO", logger="accel.engines"):
+    with caplog.at_level("INFO", logger="accel.engines.start"):
         with patch_environment(ACCELERATE_USE_FSDP="false"):
             Accelerator(cpu=True)
         with patch_environment(

@@ -18,12 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
-from accel.engines import engine_class
+from accel.engines import find_engine
 from accel.engines.context import Prepared
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine, XLALoader
-from accel_state.enums import DistributedType
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -182,9 +181,9 @@ def test_one_process_reduces_nothing(monkeypatch):
 
 def test_what_is_not_there_on_xla_devices_is_refused():
     context = Accelerator(cpu=True).engine.context
-    for plugins in ({"fsdp": FullyShardedDataParallelPlugin()}, {"megatron": MegatronLMPlugin()}):
-        with pytest.raises(ValueError, match=r"not there on XLA devices.*Leave them out"):
-            XLAEngine(replace(context, **plugins))
+    for plugin in (FullyShardedDataParallelPlugin(), MegatronLMPlugin()):
+        with pytest.raises(ValueError, match=f"{type(plugin).__name__} asks for another engine"):
+            XLAEngine(replace(context, settings=plugin))
     engine = XLAEngine(context)
     assert engine.prepare(Prepared()) == Prepared()
 
@@ -192,4 +191,4 @@ def test_what_is_not_there_on_xla_devices_is_refused():
 def test_without_torch_xla_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr("accel.engines.is_package_available", lambda module: False)
     with pytest.raises(ImportError, match=r"torch_xla.*'\./packages/accel\[xla\]'"):
-        engine_class(DistributedType.XLA)
+        find_engine("xla")

@@ -33,6 +33,7 @@ from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import refuse_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.owner import ParameterOwner
+from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Engine:
 
     name = "single"
 
+    settings_type: ClassVar[type | None] = None
+    """For engines of other packages: the class of the settings that ask for it in `kwargs_handlers`."""
+
     gradient_reduction: Literal["mean", "sum"] = "mean"
     """What the gradients of the processes of `data_shard` become: their mean or their sum."""
 
@@ -66,6 +70,18 @@ class Engine:
     def __init__(self, context: EngineContext) -> None:
         self.context = context
         self.owner = self.make_owner()
+
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 training, or None if the engine scales losses by itself.
+
+        Args:
+            device_type: Type of the device that losses are on.
+            **options: Those of torch.amp.GradScaler.
+        """
+        if cls.gradients_in_parts:
+            return get_fsdp2_grad_scaler(device_type=device_type, **options)
+        return get_grad_scaler(device_type=device_type, **options)
 
     def make_owner(self) -> ParameterOwner:
         """Who has parameters and gradients; it holds models weakly, and no engine, as optimizers keep it."""

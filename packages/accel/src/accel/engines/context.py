@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-    from accel.engines.megatron.plugin import MegatronLMPlugin
-    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
     from accel.models.fp8.choice import Fp8
     from accel_optim.handlers import DistributedDataParallelKwargs
     from accel_state.gradient import GradientState
@@ -37,13 +33,12 @@ class EngineContext:
         gradient_state: The accumulation window's state that optimizers follow.
         scaler: The loss scaler of fp16 training, else None.
         mesh: The device mesh, when a ParallelismConfig asked for one.
+        parallelism: The sizes of the mesh's axes.
+        settings: What asked for the engine: its plugin (several by name, of DeepSpeed), or the settings of
+            another package's engine; None where nothing did.
         ddp: Options for DistributedDataParallel.
         dynamo: Options for torch.compile.
-        fsdp: Options for fully sharded data parallelism.
-        parallelism: The sizes of the mesh's axes.
         fp8: The library that computes in fp8, when that is the precision.
-        deepspeed: Returns the DeepSpeedPlugin that is active now, when DeepSpeed is the engine.
-        megatron: Options for Megatron-LM.
     """
 
     process: Process
@@ -51,13 +46,11 @@ class EngineContext:
     gradient_state: GradientState
     scaler: GradScaler | None = None
     mesh: DeviceMesh | None = None
+    parallelism: ParallelismConfig | None = None
+    settings: Any = None
     ddp: DistributedDataParallelKwargs | None = None
     dynamo: TorchDynamoPlugin | None = None
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    parallelism: ParallelismConfig | None = None
     fp8: Fp8 | None = None
-    deepspeed: Callable[[], DeepSpeedPlugin] | None = None
-    megatron: MegatronLMPlugin | None = None
 
 
 @dataclass(frozen=True)

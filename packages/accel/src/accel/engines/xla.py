@@ -20,6 +20,8 @@ from accel.engines.common.whole_state import WholeOptimizer
 from accel.engines.context import EngineContext
 from accel_ops.trees.send import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scaler import get_grad_scaler
+from accel_state.enums import DistributedType
 
 __all__ = ["XLAEngine", "XLALoader", "XLAOptimizer"]
 
@@ -38,16 +40,22 @@ class XLAEngine(Engine):
 
     name = "xla"
 
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler:
+        """The scaler of torch_xla."""
+        scaler: torch.amp.GradScaler = get_grad_scaler(DistributedType.XLA, **options)
+        return scaler
+
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
     }
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        if context.fsdp is not None or context.megatron is not None:
+        if context.settings is not None:
             raise ValueError(
-                "fsdp_plugin and megatron_lm_plugin are not there on XLA devices, where every process holds "
-                "the whole model. Leave them out."
+                f"{type(context.settings).__name__} asks for another engine, and on XLA devices every "
+                "process holds the whole model. Leave it out."
             )
         self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
 

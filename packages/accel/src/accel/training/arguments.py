@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel.engines import outside_engines
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
@@ -57,6 +58,11 @@ class Handlers:
     init: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
     fp8: Any = None
+    engine: Any = None  # the settings of an engine of another package
+
+    def for_engines(self) -> dict[str, Any]:
+        """Those that every engine may read."""
+        return {name: getattr(self, name) for name in ("autocast", "ddp", "scaler", "fp8")}
 
 
 _FIELD_OF = {
@@ -81,9 +87,14 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     found: dict[str, Any] = {}
     for handler in handlers or ():
         field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
+        if field is None and getattr(handler, "engine", None) in outside_engines():
+            field = "engine"
         if field is None:
             names = ", ".join(kind.__name__ for kind in _FIELD_OF)
-            raise TypeError(f"kwargs_handlers got {handler!r}; it takes instances of {names}.")
+            raise TypeError(
+                f"kwargs_handlers got {handler!r}; it takes instances of {names}, and settings of an engine "
+                "that another package adds."
+            )
         if field in found:
             first, second = type(found[field]).__name__, type(handler).__name__
             both = f"two {first}" if first == second else f"{first} and {second}"
@@ -137,13 +148,22 @@ def resolve_dataloader_config(
     return replace(config, split_batches=bool(split_batches))
 
 
-def resolve_accumulation(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+def resolve_accumulation(
+    steps: int, plugin: GradientAccumulationPlugin | None, engine_steps: int | None = None
+) -> GradientAccumulationPlugin:
     """The accumulation plugin; the environment's number of steps (the launcher's flag) comes before the
     argument.
+
+    Args:
+        steps: The argument.
+        plugin: The settings in full, instead.
+        engine_steps: What the engine's settings say, in the place of the default, 1.
 
     Raises:
         ValueError: If both the number and a plugin are given, or the number is not a positive integer.
     """
+    if plugin is None and steps == 1 and engine_steps is not None:
+        steps = engine_steps
     if plugin is not None:
         if steps != 1:
             raise ValueError(

@@ -20,7 +20,6 @@ from accel.engines.mesh.shard import check_layout, check_sparse
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine
 from accel.training.arguments import Handlers, tell_unread
-from accel.training.choice import resolve_fsdp
 from accel_ops.collectives import operations
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_optim.local_sgd import LocalSGD
@@ -325,7 +324,7 @@ def test_what_the_trainer_always_passes_is_logged_and_not_warned_of(caplog):
 
 
 def test_compiling_under_megatron_is_refused():
-    context: Any = SimpleNamespace(megatron=object(), dynamo=TorchDynamoPlugin(backend="inductor"))
+    context: Any = SimpleNamespace(settings=object(), dynamo=TorchDynamoPlugin(backend="inductor"))
     with pytest.raises(ValueError, match=r"dynamo_backend=INDUCTOR under Megatron-LM.*Leave it out"):
         MegatronLMEngine(context)
 
@@ -337,19 +336,6 @@ def test_replicas_beside_zero_are_told_to_be_ignored():
     tell_replicas(config, 0)
     tell_replicas(ParallelismConfig(dp_replicate_size=2, sp_size=2), 2)
     tell_replicas(None, 2)
-
-
-@pytest.mark.parametrize(
-    ("other", "instead"),
-    [("deepspeed", "zero_stage"), ("megatron", "context_parallel_size")],
-)
-def test_shards_of_the_mesh_beside_another_engine_are_refused_by_what_was_given(other, instead):
-    config = ParallelismConfig(dp_shard_size=2, cp_size=3)
-    said = rf"dp_shard_size=2 and cp_size=3, .* beside {other}\w*, .*Leave it out \(.*{instead}"
-    with pytest.raises(ValueError, match=said) as error:
-        resolve_fsdp(None, config, **{other: object()})
-    assert "fsdp_plugin" not in str(error.value)
-    resolve_fsdp(FullyShardedDataParallelPlugin(), None, **{other: object()})  # the state refuses two plugins
 
 
 def local_steps() -> str:

@@ -17,7 +17,7 @@ from accel.engines.deepspeed import checkpoint, gradients, ulysses
 from accel.engines.deepspeed.auto_values import Facts, complete
 from accel.engines.deepspeed.checks import refuse_axes, refuse_precision
 from accel.engines.deepspeed.runtime import load, started
-from accel.engines.deepspeed.settings import tell_replicas
+from accel.engines.deepspeed.settings import active_plugin, tell_replicas
 from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.whole_state import SharedOutModel, gather_whole, is_shared_out
 from accel.engines.deepspeed.wrappers import (
@@ -62,8 +62,11 @@ class DeepSpeedEngine(Engine):
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The plugin that is active now."""
-        assert self.context.deepspeed is not None, "it chose this engine"
-        return self.context.deepspeed()
+        return active_plugin(self.context.settings)
+
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> None:
+        """None: losses are scaled by the library."""
 
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",

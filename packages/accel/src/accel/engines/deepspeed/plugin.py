@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from accel.engines.deepspeed.config import AUTO, HfDeepSpeedConfig, find, put
-from accel.engines.deepspeed.settings import tell_unused
 from accel.engines.deepspeed.transformers import show_to_transformers
+from accel.engines.deepspeed.unused import tell_unused
 from accel_state import env
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn

@@ -62,8 +62,7 @@ class FSDP1Engine(ShardedEngine):
     version = 1
 
     def __init__(self, context: EngineContext) -> None:
-        if context.fsdp is not None:
-            _check_offload(context.fsdp.cpu_offload, context.process)
+        _check_offload(context.settings.cpu_offload, context.process)
         super().__init__(context)
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()

@@ -52,6 +52,10 @@ class MegatronLMEngine(Engine):
 
     name = "megatron_lm"
 
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> None:
+        """None: losses are scaled by the library."""
+
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",
         "scaler": "Megatron-LM scales losses by itself. Set other_megatron_args of MegatronLMPlugin",
@@ -60,8 +64,7 @@ class MegatronLMEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        assert context.megatron is not None, "it chose this engine"
-        self.plugin: MegatronLMPlugin = context.megatron
+        self.plugin: MegatronLMPlugin = context.settings
         if context.dynamo is not None and context.dynamo.backend != "NO":
             raise ValueError(
                 f"dynamo_backend={context.dynamo.backend} under Megatron-LM: its layers are not compiled "

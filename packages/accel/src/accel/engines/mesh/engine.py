@@ -40,7 +40,7 @@ class MeshEngine(ShardedEngine):
         super().__init__(context)
         forget_meshes()
         self._meshes = find_meshes(context)
-        data = "ddp" if self._meshes.has_one_shard and context.fsdp is None else "fsdp2"
+        data = "ddp" if self._meshes.has_one_shard and context.settings is None else "fsdp2"
         axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
         self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
         self._sequences = _share_sequences(context, self._meshes)

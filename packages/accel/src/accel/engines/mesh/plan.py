@@ -141,7 +141,7 @@ def plan_for(
     check_dtypes(model, groups, is_mixed)
     policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
     # Replicas that nobody asked to shard keep their parameters, as those of DDP do: autocast alone casts.
-    is_plain = meshes.has_one_shard and context.fsdp is None
+    is_plain = meshes.has_one_shard and context.settings is None
     policy.set_mixed_precision("no" if is_plain else context.precision.name)
     sharding = Sharding(
         filling=filling,
@@ -178,7 +178,7 @@ def find_meshes(context: EngineContext) -> Meshes:
         return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
     if tensor is None:  # replicas alone: each is one shard
         return Meshes(init_device_mesh(kind, (size, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
-    if context.fsdp is not None:
+    if context.settings is not None:
         raise ValueError(
             f"fsdp_plugin beside tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "
             "Give dp_shard_size (and that many times the processes), or leave fsdp_plugin out."

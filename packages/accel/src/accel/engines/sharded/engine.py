@@ -39,7 +39,7 @@ class ShardedEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self.plugin = context.fsdp or FullyShardedDataParallelPlugin(fsdp_version=self.version)
+        self.plugin = context.settings or FullyShardedDataParallelPlugin(fsdp_version=self.version)
         ensure_group(context.process)
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

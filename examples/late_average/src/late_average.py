@@ -1,0 +1,70 @@
+"""An engine in its own package: replicas whose gradients are averaged once per window, after backward."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from accel.engines import Engine
+from accel_ops.collectives import operations
+
+
+@dataclass
+class LateAverageSettings:
+    """Passed in `kwargs_handlers`, it asks for the engine.
+
+    Args:
+        average_in: The dtype in which gradients travel; None: their own.
+    """
+
+    engine: ClassVar[str] = "late_average"  # the entry point's name
+
+    average_in: torch.dtype | None = None
+
+
+class LateAverage(Engine):
+    """Every process holds the whole model, and nothing is sent while backward runs."""
+
+    name = "late_average"
+    settings_type = LateAverageSettings
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.trained = []
+
+    @property
+    def data_shard(self):
+        """Every process has its own share of the data."""
+        return self.context.process.rank, self.context.process.world_size
+
+    def wrap_model(self, model):
+        """Start from the first process's weights."""
+        if self.context.process.world_size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+        self.trained += [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model
+
+    def release(self):
+        """Let go of the parameters, for `free_memory`."""
+        self.trained.clear()
+
+    def backward(self, loss, **kwargs):
+        """Average at the end of a window; what was averaged already stays as it is."""
+        super().backward(loss, **kwargs)
+        if self.context.gradient_state.sync_gradients:
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    parameter.grad = self.average(parameter.grad)
+
+    def average(self, gradient):
+        """The mean over all processes."""
+        dtype = self.context.settings.average_in or gradient.dtype
+        mean = operations.reduce(gradient.to(dtype), "mean", process=self.context.process)
+        return mean.to(gradient.dtype)
+
+    def total_weight(self, weight, dtype):
+        """Add up the weight of backward(loss, weight=...) over the processes."""
+        weight = torch.as_tensor(weight, dtype=dtype, device=self.context.process.device)
+        return float(operations.reduce(weight, "sum", process=self.context.process))

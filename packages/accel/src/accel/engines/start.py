@@ -1,0 +1,83 @@
+"""Making the engine that was chosen, from the settings of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel.engines import Engine, find_engine
+from accel.engines.context import EngineContext
+from accel.models.fp8.choice import resolve_fp8
+from accel.models.precision import Precision
+from accel_state.logging.loggers import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel.engines.choice import Choice
+    from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.gradient import GradientState
+
+__all__ = ["start_engine"]
+
+_logger = get_logger(__name__)
+
+
+def start_engine(
+    choice: Choice,
+    state: AcceleratorState,
+    gradient_state: GradientState,
+    *,
+    autocast: AutocastKwargs | None = None,
+    ddp: DistributedDataParallelKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+    fp8: Any = None,
+) -> Engine:
+    """Make the engine that was chosen; a log line says which one, where, and what asked for it.
+
+    Args:
+        choice: What was chosen, and why.
+        state: Precision, mesh and the facts of the process.
+        gradient_state: The accumulation window's state.
+        autocast: Options of autocast.
+        ddp: Options of DistributedDataParallel.
+        scaler: Options of the loss scaler of fp16 training.
+        fp8: The recipe of the library that computes in fp8.
+
+    Raises:
+        ImportError: If something that the engine needs is missing.
+        ValueError: If the engine cannot work with the settings.
+    """
+    kind = find_engine(choice.engine_on(state.process.distributed_type))
+    precision, device = state.mixed_precision, state.device.type
+    options = {} if scaler is None else scaler.to_kwargs()
+    engine = kind(
+        EngineContext(
+            process=state.process,
+            precision=Precision(precision, autocast),
+            gradient_state=gradient_state,
+            scaler=kind.make_scaler(device, **options) if precision == "fp16" else None,
+            mesh=state.device_mesh,
+            parallelism=choice.parallelism,
+            settings=choice.settings,
+            ddp=ddp,
+            dynamo=state.dynamo_plugin,
+            fp8=resolve_fp8(precision, fp8),
+        )
+    )
+    _logger.info(
+        "engine %s, because of %s; %d process(es) on %s, mesh %s; precision %s, because of %s",
+        engine.name,
+        " and ".join(choice.engine_reasons) or "the number of processes",
+        state.num_processes,
+        device,
+        _sizes(engine.mesh),
+        precision,
+        choice.precision_reason,
+    )
+    return engine
+
+
+def _sizes(mesh: DeviceMesh | None) -> str:
+    names = None if mesh is None else mesh.mesh_dim_names
+    return " x ".join(f"{name}={mesh[name].size()}" for name in names) if mesh and names else "none"
