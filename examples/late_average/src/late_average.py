@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from accel.engines import Engine
+from accel.engines import Engine, Gradients, Loaders
 from accel_ops.collectives import operations
 
 
@@ -23,20 +23,34 @@ class LateAverageSettings:
     average_in: torch.dtype | None = None
 
 
+class LateLoaders(Loaders):
+    """Every process has its own share of the data."""
+
+    @property
+    def data_shard(self):
+        """(rank, size)."""
+        return self.engine.context.process.rank, self.engine.context.process.world_size
+
+
+class LateGradients(Gradients):
+    """Gradients of replicas, averaged."""
+
+    def total_weight(self, weight, dtype):
+        """Add up the weight of backward(loss, weight=...) over the processes."""
+        return float(self.sum_weight(weight, dtype))
+
+
 class LateAverage(Engine):
     """Every process holds the whole model, and nothing is sent while backward runs."""
 
     name = "late_average"
     settings_type = LateAverageSettings
+    loaders_type = LateLoaders
+    gradients_type = LateGradients
 
     def __init__(self, context):
         super().__init__(context)
         self.trained = []
-
-    @property
-    def data_shard(self):
-        """Every process has its own share of the data."""
-        return self.context.process.rank, self.context.process.world_size
 
     def wrap_model(self, model):
         """Start from the first process's weights."""
@@ -63,8 +77,3 @@ class LateAverage(Engine):
         dtype = self.context.settings.average_in or gradient.dtype
         mean = operations.reduce(gradient.to(dtype), "mean", process=self.context.process)
         return mean.to(gradient.dtype)
-
-    def total_weight(self, weight, dtype):
-        """Add up the weight of backward(loss, weight=...) over the processes."""
-        weight = torch.as_tensor(weight, dtype=dtype, device=self.context.process.device)
-        return float(operations.reduce(weight, "sum", process=self.context.process))

@@ -442,7 +442,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             raise ValueError("deepspeed_ulysses_dl_adapter needs the prepared model: prepare() comes first.")
         if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
             raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
-        return self.engine.share_loader(dl)
+        return self.engine.loaders.share_loader(dl)
 
     # Collectives
 
@@ -456,7 +456,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
             input_data,
             loader=self.gradient_state.active_dataloader,
             process=self.process,
-            shard=self.engine.data_shard,
+            shard=self.engine.loaders.data_shard,
             use_gather_object=use_gather_object,
             shares_sequences=self.parallelism_config is not None and self.parallelism_config.cp_enabled,
         )

@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
 
 def data(accelerator: Accelerator) -> torch.Tensor:
-    rank, size = accelerator.engine.data_shard
+    rank, size = accelerator.engine.loaders.data_shard
     return torch.linspace(-1, 1, 16).view(4, 4).chunk(size)[rank]
 
 

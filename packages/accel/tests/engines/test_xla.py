@@ -78,7 +78,7 @@ def two_windows(max_norm: float) -> tuple[list[str], list[float], dict[str, torc
     with pytest.MonkeyPatch.context() as patch:
         calls = stand_in(patch)
         accelerator, model, optimizer = make(steps=2)
-        assert accelerator.engine.data_shard == (accelerator.process_index, 2)
+        assert accelerator.engine.loaders.data_shard == (accelerator.process_index, 2)
         x, y = (part.chunk(8) for part in data())
         norms = []
         for step in range(4):
@@ -146,7 +146,7 @@ def test_a_prepared_loader_ends_a_step_after_each_batch(monkeypatch):
         torch.nn.Linear(3, 2).requires_grad_(False), torch.utils.data.DataLoader(range(4), batch_size=2)
     )
     assert isinstance(loader, XLALoader)
-    assert accelerator.engine.share_loader(loader) is loader
+    assert accelerator.engine.loaders.share_loader(loader) is loader
     assert [len(batch) for batch in loader] == [2, 2]
     assert (len(loader), calls) == (2, ["sync", "sync"])
 

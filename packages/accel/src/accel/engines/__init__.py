@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from accel.engines.base import Engine
+from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.context import EngineContext, Prepared
 from accel_state.imports.packages import install_hint, is_package_available
 
@@ -21,7 +21,10 @@ __all__ = [
     "Engine",
     "EngineContext",
     "EngineRow",
+    "Gradients",
+    "Loaders",
     "Prepared",
+    "States",
     "find_engine",
     "outside_engines",
 ]

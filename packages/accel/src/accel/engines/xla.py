@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from accel.engines.base import Engine
+from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.common.loader import EngineLoader
 from accel.engines.common.whole_state import WholeOptimizer
 from accel.engines.context import EngineContext
@@ -35,8 +35,64 @@ def _end_step() -> None:
     import_module("torch_xla").sync()
 
 
+class XLALoaders(Loaders):
+    """Every process has data of its own."""
+
+    engine: XLAEngine
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data."""
+        return self.engine.context.process.rank, self.engine.context.process.world_size
+
+    def share_loader(self, loader: Any) -> Any:
+        """The prepared loader, with a step marked after each batch, for loops that only evaluate."""
+        return loader if isinstance(loader, XLALoader) else XLALoader(loader)
+
+
+class XLAGradients(Gradients):
+    """Gradients that are averaged before they are clipped."""
+
+    engine: XLAEngine
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes."""
+        return self.sum_weight(weight, dtype)
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Average the gradients if that is still to be done, and clip them by their norm."""
+        self.engine.reduce_gradients()
+        return super().clip_norm(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Average the gradients if that is still to be done, and clip each."""
+        self.engine.reduce_gradients()
+        super().clip_value(parameters, clip_value)
+
+
+class XLAStates(States):
+    """States that go to the CPU first."""
+
+    engine: XLAEngine
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the CPU: files know nothing of XLA devices."""
+        state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
+        return state
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its state on the CPU."""
+        return WholeOptimizer(optimizer, send_to_device(optimizer.state_dict(), "cpu"))
+
+
 class XLAEngine(Engine):
     """Every process holds the whole model on one XLA device."""
+
+    loaders_type = XLALoaders
+    gradients_type = XLAGradients
+    states_type = XLAStates
 
     name = "xla"
 
@@ -59,11 +115,6 @@ class XLAEngine(Engine):
             )
         self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data."""
-        return self.context.process.rank, self.context.process.world_size
-
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Give the model the weights of the first process."""
         if self.context.process.world_size > 1:
@@ -82,10 +133,6 @@ class XLAEngine(Engine):
         self._known[prepared] = None
         return prepared
 
-    def share_loader(self, loader: Any) -> Any:
-        """The prepared loader, with a step marked after each batch, for loops that only evaluate."""
-        return loader if isinstance(loader, XLALoader) else XLALoader(loader)
-
     # Gradients
 
     def reduce_gradients(self) -> None:
@@ -97,32 +144,7 @@ class XLAEngine(Engine):
             _xla_model().reduce_gradients(optimizer.optimizer)
         state.is_xla_gradients_synced = True
 
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over all processes."""
-        return self.sum_weight(weight, dtype)
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Average the gradients if that is still to be done, and clip them by their norm."""
-        self.reduce_gradients()
-        return super().clip_grad_norm(parameters, max_norm, norm_type)
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Average the gradients if that is still to be done, and clip each."""
-        self.reduce_gradients()
-        super().clip_grad_value(parameters, clip_value)
-
     # States
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state, on the CPU: files know nothing of XLA devices."""
-        state: dict[str, Any] = send_to_device(dict(super().state_dict(model, unwrap)), "cpu")
-        return state
-
-    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its state on the CPU."""
-        return WholeOptimizer(optimizer, send_to_device(optimizer.state_dict(), "cpu"))
 
 
 class XLAOptimizer(AcceleratedOptimizer):

@@ -66,7 +66,7 @@ def save_fsdp_model(
             accelerator.run, {"model": weights}, output_dir, file_names.sharded_model_folder(model_index)
         )
         return
-    whole = accelerator.run.engine.state_dict(model)
+    whole = accelerator.run.engine.states.state_dict(model)
     if adapter_only and whole:
         whole = {name: whole[own] for name, own in adapter_names(model, whole).items()}
     _write_whole(accelerator.run, whole, output_dir, _whole_file(model_index))
@@ -106,10 +106,10 @@ def load_fsdp_model(
         place = _parts_at(accelerator.run, input_dir, file_names.sharded_model_folder(model_index))
         read_folder({"model": weights}, place, accelerator.run.process)
         options = StateDictOptions(strict=not is_part)
-        return set_model_state_dict(engine.state_root(model), weights, options=options)
+        return set_model_state_dict(engine.states.state_root(model), weights, options=options)
     file = _whole_file(model_index)
     whole = _read_whole(accelerator.run, input_dir, file)
-    target = engine.model_to_load(model)
+    target = engine.states.model_to_load(model)
     if is_part:
         whole = under_own_names(whole, adapter_names(model, target.state_dict()), file)
     return target.load_state_dict(whole, strict=not is_part)
@@ -140,11 +140,14 @@ def save_fsdp_optimizer(
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
     if _in_parts(fsdp_plugin, use_dcp):
-        root, inner = accelerator.run.engine.state_root(model), getattr(optimizer, "optimizer", optimizer)
+        root, inner = (
+            accelerator.run.engine.states.state_root(model),
+            getattr(optimizer, "optimizer", optimizer),
+        )
         state = {"optimizer": parts_to_save(root, inner)}
         _write_parts(accelerator.run, state, output_dir, file_names.sharded_optimizer_folder(optimizer_index))
         return
-    whole = accelerator.run.engine.optimizer_to_save(optimizer).state_dict()
+    whole = accelerator.run.engine.states.optimizer_to_save(optimizer).state_dict()
     _write_whole(accelerator.run, whole, output_dir, file_names.optimizer_file(optimizer_index))
 
 
@@ -178,11 +181,11 @@ def load_fsdp_optimizer(
     process, inner = accelerator.run.process, getattr(optimizer, "optimizer", optimizer)
     if _in_parts(fsdp_plugin, use_dcp):
         place = _parts_at(accelerator.run, input_dir, file_names.sharded_optimizer_folder(optimizer_index))
-        load_state_in_parts(accelerator.run.engine.state_root(model), inner, place, process)
+        load_state_in_parts(accelerator.run.engine.states.state_root(model), inner, place, process)
         return
     name = file_names.optimizer_file(optimizer_index)
     whole = _read_whole(accelerator.run, input_dir, name)
-    target = accelerator.run.engine.optimizer_to_load(optimizer)
+    target = accelerator.run.engine.states.optimizer_to_load(optimizer)
     with unchanged_by_failure(inner):
         together(lambda: target.load_state_dict(whole), process, f"loading {name}")
 
@@ -203,7 +206,7 @@ def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
 
 
 def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
-    state = get_model_state_dict(run.engine.state_root(model))
+    state = get_model_state_dict(run.engine.states.state_root(model))
     return {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
 
 

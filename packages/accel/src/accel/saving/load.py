@@ -71,14 +71,14 @@ def load_state(
     for hook in run.load_hooks.values():
         hook(models, str(reading.folder))
     engine = run.engine
-    engine.check_own(reading.names)
-    others = [model for model in models if not engine.is_own(model)]
-    optimizers = [item for item in run.optimizers if not engine.is_own(item)]
+    engine.states.check_own(reading.names)
+    others = [model for model in models if not engine.states.is_own(model)]
+    optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     # On any number of processes, and under any engine.
     in_parts = any(file_names.role_of(name) == "sharded" for name in reading.names)
     objects = Objects(
-        [] if in_parts else [engine.model_to_load(model) for model in others],
-        [] if in_parts else [engine.optimizer_to_load(optimizer) for optimizer in optimizers],
+        [] if in_parts else [engine.states.model_to_load(model) for model in others],
+        [] if in_parts else [engine.states.optimizer_to_load(optimizer) for optimizer in optimizers],
         run.schedulers,
         run.loaders,
         run.scaler,
@@ -97,7 +97,7 @@ def load_state(
     )
     if any(file_names.role_of(name) == "buffers" for name in reading.names):
         load_own_buffers(run, reading)
-    engine.load_own(reading.folder, **options)
+    engine.states.load_own(reading.folder, **options)
     forget_round(run.scaler)
     if has_gradients(run) and not reading.facts.get("open_window"):
         drop_gradients(run)  # of the window that is left

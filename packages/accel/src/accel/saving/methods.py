@@ -29,7 +29,7 @@ class CheckpointControl:
     @property
     def should_save_model(self) -> bool:
         """Whether this process holds weights that have to be written."""
-        return self.run.engine.saves_model
+        return self.run.engine.states.saves_model
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per job (or once per machine, with save_on_each_node)."""
@@ -121,7 +121,7 @@ class CheckpointControl:
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state of a prepared model."""
-        return self.run.engine.state_dict(model, unwrap)
+        return self.run.engine.states.state_dict(model, unwrap)
 
     def save_model(
         self,

@@ -46,7 +46,7 @@ def save_model(
     """Write a model's weights into a folder, once per job or once per machine; every process calls it."""
     process = run.process
     each_node = run.project_configuration.save_on_each_node
-    state = run.engine.state_dict(model)
+    state = run.engine.states.state_dict(model)
 
     def write() -> None:
         if process.is_local_main if each_node else process.is_main:
@@ -105,7 +105,7 @@ def save_state(
     """
     thread.wait()
     _check_window(run)
-    run.engine.check_save(run.optimizers)
+    run.engine.states.check_save(run.optimizers)
     run.watch.before_save(run)
     end_round(run.scaler)  # or what the last steps found would not count in the scale that is saved
     config = run.project_configuration
@@ -131,13 +131,13 @@ def save_state(
             window=run.window.state_dict(),
             process=process,
         )
-        if run.engine.saves_parts:
+        if run.engine.states.saves_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
             save_sharded_state(staging.path, **parts_of(run), process=process)
         if run.engine.gradients_in_parts:
             save_own_buffers(run, staging)
-        run.engine.save_own(staging.path, **options)
+        run.engine.states.save_own(staging.path, **options)
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
         if config.automatic_checkpoint_naming:
@@ -172,11 +172,11 @@ def wait_for_save() -> None:
 def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     """The states that one process writes for all; none where each process writes its parts."""
     engine = run.engine
-    if engine.saves_parts:
+    if engine.states.saves_parts:
         return [], []
-    weights = [run.engine.state_dict(model) for model in run.models if not engine.is_own(model)]
-    optimizers = [item for item in run.optimizers if not engine.is_own(item)]
-    return weights, [engine.optimizer_to_save(item) for item in optimizers]
+    weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.is_own(model)]
+    optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
+    return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
 
 
 def parts_of(run: Run) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def parts_of(run: Run) -> dict[str, Any]:
         ValueError: If an optimizer has no parameter of a prepared model.
     """
     engine = run.engine
-    models = [engine.state_root(model) for model in run.models]
-    owned = [{id(item) for item in engine.with_gradients(model.parameters())} for model in models]
+    models = [engine.states.state_root(model) for model in run.models]
+    owned = [{id(item) for item in engine.gradients.with_gradients(model.parameters())} for model in models]
     optimizers, owners = [], []
     for item in run.optimizers:
         owner = next((index for index, wanted in enumerate(owned) if holds_any(item, wanted)), None)
@@ -202,7 +202,7 @@ def parts_of(run: Run) -> dict[str, Any]:
 
 
 def _check_window(run: Run) -> None:
-    if run.window.step and not run.engine.keeps_open_window:
+    if run.window.step and not run.engine.states.keeps_open_window:
         raise ValueError(
             f"save_state in the middle of an accumulation window ({run.window.step} of "
             f"{run.gradient_state.num_steps} micro-batches): the {run.engine.name} engine "

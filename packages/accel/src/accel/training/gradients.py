@@ -180,8 +180,8 @@ class GradientControl:
         run = self.run
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
-            return run.engine.clip_grad_norm(_unscaled(run, parameters), max_norm, norm_type)
-        norm = run.engine.grad_norm(parameters, norm_type)
+            return run.engine.gradients.clip_norm(_unscaled(run, parameters), max_norm, norm_type)
+        norm = run.engine.gradients.norm(parameters, norm_type)
         if norm is None or run.scaler is None:
             return norm
         return norm / run.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
@@ -191,7 +191,7 @@ class GradientControl:
         run = self.run
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
-            run.engine.clip_grad_value(_unscaled(run, parameters), clip_value)
+            run.engine.gradients.clip_value(_unscaled(run, parameters), clip_value)
 
 
 def _backward_that_steps(
@@ -225,7 +225,7 @@ def _unscaled(
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
     if run.scaler is None and run.lomo is None:
         return parameters
-    tensors = run.engine.with_gradients(parameters)
+    tensors = run.engine.gradients.with_gradients(parameters)
     if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
         lomo.warn_of_clipping(run.lomo)
     if run.scaler is not None and run.scaler.is_enabled():
@@ -287,11 +287,11 @@ class _Gathered:
     def divisor(self) -> int:
         """The number of processes where the engine averages their gradients, 1 where it adds them up."""
         engine = self.run.engine
-        return engine.gradient_shards if engine.gradient_reduction == "mean" else 1
+        return engine.gradients.shards if engine.gradients.reduction == "mean" else 1
 
     def total_weight(self, weight: Weight) -> Weight:
         """Add up a weight over the processes."""
-        return self.run.engine.total_weight(weight, self.precision)
+        return self.run.engine.gradients.total_weight(weight, self.precision)
 
     def scale(self, factor: Weight) -> None:
         """Multiply the gradients of all prepared models and optimizers, each once."""
@@ -303,4 +303,4 @@ class _Gathered:
             )
             for parameter in group
         }
-        self.run.engine.scale_gradients(parameters.values(), factor)
+        self.run.engine.gradients.scale(parameters.values(), factor)

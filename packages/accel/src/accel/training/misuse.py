@@ -132,7 +132,7 @@ class Watch:
             )
 
     def _check_model(self, run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> None:
-        size = run.engine.data_shard[1]
+        size = run.engine.loaders.data_shard[1]
         if size == 1 or self._is_model_told:
             return
         new = given.keys() - known.keys() - self._judged
@@ -186,7 +186,7 @@ def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
     """The parameters of prepared models, whole and in parts where a forward pass has gathered them."""
     for model in run.models:
         yield from model.parameters()
-        yield from run.engine.with_gradients(model.parameters())
+        yield from run.engine.gradients.with_gradients(model.parameters())
 
 
 def _is_meant(run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> bool:

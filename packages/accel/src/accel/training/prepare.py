@@ -91,9 +91,9 @@ def prepare(
         elif kind == "loader":
             result[index] = prepare_loader(run, objects[index], placement[index])
             if "model" in kinds:
-                result[index] = run.engine.share_loader(result[index])
+                result[index] = run.engine.loaders.share_loader(result[index])
         elif kind == "own":
-            result[index] = run.engine.prepare_own(objects[index], caller)
+            result[index] = run.engine.loaders.prepare_own(objects[index], caller)
     return result
 
 
@@ -165,14 +165,14 @@ def prepare_models_and_optimizers(
 def _around(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
     """What an engine may want to know of schedules and loaders."""
     config, state = run.dataloader_config, run.gradient_state
-    size = run.engine.data_shard[1]
+    size = run.engine.loaders.data_shard[1]
     given = [item for item in beside if isinstance(item, DataLoader)]
     sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
     earlier = [_batch_size(item) for item in run.loaders]
     moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
         "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
-        "own": tuple(item for item in beside if isinstance(item, run.engine.own_kinds)),
+        "own": tuple(item for item in beside if isinstance(item, run.engine.loaders.own_kinds)),
         "batch_sizes": tuple(known for known in sizes if known is not None),
         "earlier_batch_size": min((known for known in earlier if known is not None), default=None),
         "schedule_moves": moves,
@@ -202,7 +202,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
             step_with_optimizer=run.step_scheduler_with_optimizer,
             split_batches=run.dataloader_config.split_batches,
             gradient_state=run.gradient_state,
-            num_processes=run.engine.data_shard[1],
+            num_processes=run.engine.loaders.data_shard[1],
         )
     prepared: AcceleratedScheduler = scheduler
     run.schedulers.append(prepared)
@@ -234,10 +234,10 @@ def prepare_loader(
         source = _made_from.get(known)
         if source is not None and source[0]() is loader and source[1] == asked:
             return known
-    rank, size = run.engine.data_shard
+    rank, size = run.engine.loaders.data_shard
     shares_samples = size != run.process.world_size
     prepared = prepare_data_loader(
-        run.engine.loader_to_prepare(loader),
+        run.engine.loaders.loader_to_prepare(loader),
         run.process.device,
         num_processes=size,
         process_index=rank,
@@ -255,15 +255,15 @@ def prepare_loader(
         custom_classes=config.custom_classes,
         # Processes that work on one batch together get the same.
         torch_device_mesh=run.engine.mesh if shares_samples else None,
-        data_ranks=run.engine.data_ranks,
+        data_ranks=run.engine.loaders.data_ranks,
     )
     if not _follows(run, prepared):
         # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
         prepared = copy.copy(prepared)
         prepared.gradient_state = run.gradient_state
     if run.process.world_size > 1:
-        prepared.tell_uneven = partial(warn_of_uneven, run.engine.joining)
-        prepared.tell_missing = partial(warn_of_missing, run.engine.joining)
+        prepared.tell_uneven = partial(warn_of_uneven, run.engine.loaders.joining)
+        prepared.tell_missing = partial(warn_of_missing, run.engine.loaders.joining)
     if not any(known is prepared for known in run.loaders):
         run.loaders.append(prepared)
         run.watch.begin(run)
@@ -276,7 +276,7 @@ def _kind_of(run: Run, item: Any) -> str | None:
     for kind, types in _KINDS.items():
         if isinstance(item, types):
             return kind
-    if isinstance(item, run.engine.own_kinds):
+    if isinstance(item, run.engine.loaders.own_kinds):
         return "own"
     if _is_like_an_optimizer(item):
         return "optimizer"

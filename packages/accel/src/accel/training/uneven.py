@@ -26,14 +26,14 @@ def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | 
         even_batches: Overrides the setting of prepared map-style loaders inside the context.
     """
     engine = run.engine
-    if engine.joining is None:
+    if engine.loaders.joining is None:
         if run.process.world_size > 1:
             warn(
                 f"join_uneven_inputs has no effect with the {engine.name} engine: only DDP can join.",
             )
         yield
         return
-    with _even_batches(run, even_batches), engine.join(joinables):
+    with _even_batches(run, even_batches), engine.loaders.join(joinables):
         yield
 
 

@@ -300,14 +300,14 @@ def optimizer_states(use_orig_params: bool) -> list[Any]:
             optimizer = accelerator.prepare(optimizer)
         for _ in range(2):
             step(accelerator, model, optimizer)
-        whole = accelerator.engine.optimizer_to_save(optimizer).state_dict()
+        whole = accelerator.engine.states.optimizer_to_save(optimizer).state_dict()
         own = {index: values["momentum_buffer"] for index, values in whole["state"].items()}
         found.append((order, own, whole["param_groups"][0]["params"]))
         # Loaded again, it is what it was.
         objects = [whole]
         torch.distributed.broadcast_object_list(objects)
-        accelerator.engine.optimizer_to_load(optimizer).load_state_dict(objects[0])
-        again = accelerator.engine.optimizer_to_save(optimizer).state_dict()
+        accelerator.engine.states.optimizer_to_load(optimizer).load_state_dict(objects[0])
+        again = accelerator.engine.states.optimizer_to_save(optimizer).state_dict()
         if accelerator.is_main_process:
             assert all(
                 torch.equal(again["state"][index]["momentum_buffer"], value) for index, value in own.items()

@@ -66,7 +66,7 @@ def make(**options: Any) -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**options))
     model = GPT2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    shards = accelerator.engine.data_shard[1]
+    shards = accelerator.engine.loaders.data_shard[1]
     # Schedules count the steps that one process would need.
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=100 * shards, warmup_num_steps=2 * shards)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -183,7 +183,7 @@ def read_in_groups(**options: Any) -> tuple[tuple[int, int], list[int], list[int
         set_seed(7, device_specific=True)
         loaders = accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(16), 2, shuffle=True))
         stream, shuffled = ([index for batch in loader for index in batch.tolist()] for loader in loaders)
-        place = accelerator.engine.data_shard
+        place = accelerator.engine.loaders.data_shard
         accelerator.end_training()
     return place, stream, shuffled
 

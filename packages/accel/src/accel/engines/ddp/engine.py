@@ -13,7 +13,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.engines.base import Engine, Joining
+from accel.engines.base import Engine, Gradients, Joining, Loaders
 from accel.engines.common.loose import parameters_of
 from accel.engines.common.missing_weights import refusing_together
 from accel.engines.context import EngineContext, Prepared
@@ -26,14 +26,72 @@ __all__ = ["DDPEngine", "sync_in_backward"]
 _HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
 
 
+class DDPLoaders(Loaders):
+    """Every process has data of its own, and may have less of it than others."""
+
+    engine: DDPEngine
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data."""
+        return self.engine.context.process.rank, self.engine.context.process.world_size
+
+    @property
+    def joining(self) -> Joining:
+        """Whether torch's Join is at work."""
+        return self.engine.owner.joining
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Torch's Join: a process out of data shadows the collectives of the others.
+
+        Raises:
+            TypeError: If an object can take no part in it.
+        """
+        members = [member for item in joinables if (member := _joinable(item)) is not None]
+        return self._joined(members) if members else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _joined(self, members: list[Joinable]) -> Iterator[None]:
+        self.joining.active = True
+        try:
+            with Join(members):
+                yield
+        finally:
+            self.joining.active = False
+
+
+class DDPGradients(Gradients):
+    """Replicas whose gradients are averaged."""
+
+    engine: DDPEngine
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes, in one small collective.
+
+        Raises:
+            RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
+        """
+        if self.engine.owner.joining.active:
+            raise RuntimeError(
+                "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
+                "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
+                "(the default) or give each process as many batches, the missing ones with a loss and a "
+                "weight of 0."
+            )
+        total = self.sum_weight(weight, dtype)
+        return total if total.device.type != "cpu" else float(total)
+
+
 class DDPEngine(Engine):
     """Every process holds the whole model; gradients are averaged in backward."""
+
+    loaders_type = DDPLoaders
+    gradients_type = DDPGradients
 
     name = "ddp"
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self.joining: Joining = self.owner.joining  # torch has a Join for DDP
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
 
     owner: ReplicaOwner
@@ -48,11 +106,6 @@ class DDPEngine(Engine):
         self._known.update(dict.fromkeys(done.optimizers))
         self.owner.take(parameters_of(self._known))
         return done
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data."""
-        return self.context.process.rank, self.context.process.world_size
 
     def check(self, objects: Prepared) -> None:
         """Refuse also models whose weights are split: they are no replicas."""
@@ -111,40 +164,6 @@ class DDPEngine(Engine):
             if ddp is None or _learns_graph(ddp)
             else self.owner.holding(ddp.no_sync())
         )
-
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over all processes, in one small collective.
-
-        Raises:
-            RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
-        """
-        if self.joining.active:
-            raise RuntimeError(
-                "backward(loss, weight=...) inside join_uneven_inputs: a process that is out of data takes "
-                "no part in adding up the weights. Leave join_uneven_inputs out, and keep even_batches=True "
-                "(the default) or give each process as many batches, the missing ones with a loss and a "
-                "weight of 0."
-            )
-        total = self.sum_weight(weight, dtype)
-        return total if total.device.type != "cpu" else float(total)
-
-    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Torch's Join: a process out of data shadows the collectives of the others.
-
-        Raises:
-            TypeError: If an object can take no part in it.
-        """
-        members = [member for item in joinables if (member := _joinable(item)) is not None]
-        return self._joined(members) if members else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _joined(self, members: list[Joinable]) -> Iterator[None]:
-        self.joining.active = True
-        try:
-            with Join(members):
-                yield
-        finally:
-            self.joining.active = False
 
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:

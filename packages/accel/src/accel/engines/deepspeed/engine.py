@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from accel.engines.base import Engine
+from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.deepspeed import checkpoint, gradients, ulysses
 from accel.engines.deepspeed.auto_values import Facts, complete
@@ -35,6 +35,143 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedEngine"]
 
 
+class DeepSpeedStates(States):
+    """DeepSpeed's own checkpoint of what it trains, and whole states of what it shares out."""
+
+    engine: DeepSpeedEngine
+
+    keeps_open_window = False
+
+    def is_own(self, item: Any) -> bool:
+        """Whether it is in DeepSpeed's own checkpoint: the model that is trained, and its optimizer."""
+        driver = self.engine._driver
+        return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write DeepSpeed's own checkpoint; the options are those of its `save_checkpoint`."""
+        if self.engine._driver is None:
+            super().save_own(folder, **options)
+        else:
+            checkpoint.save(self.engine._driver.engine, folder, options)
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
+        if self.engine._driver is None:
+            super().check_own(names)
+        else:
+            checkpoint.check(self.engine._driver.engine, names)
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load DeepSpeed's own checkpoint; the options are those of its `load_checkpoint`."""
+        if self.engine._driver is not None:
+            checkpoint.load(self.engine._driver.engine, folder, options)
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state; under stage 3 on the main process, and others get an empty dict."""
+        return gather_whole(model) if is_shared_out(model) else super().state_dict(model, unwrap)
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        return SharedOutModel(model) if is_shared_out(model) else model
+
+
+class DeepSpeedLoaders(Loaders):
+    """Every process has data of its own; sequence-parallel groups exchange it."""
+
+    engine: DeepSpeedEngine
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data; sequence-parallel groups exchange theirs."""
+        return self.engine.context.process.rank, self.engine.context.process.world_size
+
+    def share_loader(self, loader: Any) -> Any:
+        """Under sequence parallelism, the loader with the processes of a group working on each batch."""
+        if self.engine._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
+            return loader
+        return ulysses.SequenceParallelLoader(loader, self.engine._groups, self.engine.context.process.device)
+
+
+class DeepSpeedGradients(Gradients):
+    """Gradients in DeepSpeed's buffers, from stage 1 on."""
+
+    engine: DeepSpeedEngine
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over all processes."""
+        total = self.sum_weight(weight, dtype)
+        return total if total.device.type != "cpu" else float(total)
+
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients gathered in this window; those in parts are multiplied by the step."""
+        if gradients.in_parameters(self.engine._training.engine):
+            super().scale(parameters, factor)
+        else:
+            self.engine._training.scale(factor)
+
+    def norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The norm so far, at stage 0; None where gradients are in parts that are not complete yet."""
+        if gradients.in_parameters(self.engine._training.engine):
+            return super().norm(parameters, norm_type)
+        return None
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Have the next step clip by the norm; returns the norm before clipping.
+
+        A `gradient_clipping` of the configuration counts too: the smaller one does.
+
+        Raises:
+            ValueError: If gradients are in parts, and the norm is not the 2-norm of all of them.
+        """
+        driver = self.engine._training
+        if gradients.in_parameters(driver.engine):
+            scale = gradients.loss_scale(driver.engine)
+            scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
+            own: torch.Tensor = scaled / scale
+            return own
+        self._check_clipping(parameters, max_norm, norm_type)
+        norm = driver.norm()
+        gradients.set_clipping(driver.engine, float(max_norm))
+        return norm
+
+    def _check_clipping(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
+    ) -> None:
+        if norm_type != 2 or max_norm <= 0:
+            raise ValueError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.engine.name} clips by "
+                "the 2-norm, to a positive one."
+            )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        held = {id(item) for item in given}
+        named = self.engine._training.engine.module.named_parameters()
+        own = {name: id(item) for name, item in named if item.requires_grad}
+        missing = [name for name in own if own[name] not in held]
+        if missing:
+            raise ValueError(
+                f"clip_grad_norm_ got {len(own) - len(missing)} of the {len(own)} parameters that are "
+                f"trained (not {missing[0]}): {self.engine.name} clips all gradients by one norm. Pass "
+                "model.parameters()."
+            )
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, at stage 0.
+
+        Raises:
+            ValueError: If gradients are in parts.
+        """
+        if not gradients.in_parameters(self.engine._training.engine):
+            raise ValueError(
+                f"clip_grad_value_: {self.engine.name} keeps gradients in parts of its own, and clips them "
+                "by their norm alone. Use clip_grad_norm_, or zero_stage=0."
+            )
+        super().clip_value(parameters, clip_value)
+
+
 class DeepSpeedEngine(Engine):
     """One model is trained by an engine of DeepSpeed's; others beside it are evaluated.
 
@@ -42,7 +179,9 @@ class DeepSpeedEngine(Engine):
     parameters, under others as it is.
     """
 
-    keeps_open_window = False
+    states_type = DeepSpeedStates
+    loaders_type = DeepSpeedLoaders
+    gradients_type = DeepSpeedGradients
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -82,11 +221,6 @@ class DeepSpeedEngine(Engine):
     def _sequence_parallel_size(self) -> int:
         config = self.context.parallelism
         return (config.sp_size or 1) if config is not None else 1
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data; sequence-parallel groups exchange theirs."""
-        return self.context.process.rank, self.context.process.world_size
 
     # Preparing
 
@@ -143,7 +277,7 @@ class DeepSpeedEngine(Engine):
             batch_sizes=objects.batch_sizes,
             known_batch_size=objects.earlier_batch_size,
             num_steps=self.context.gradient_state.num_steps,
-            num_processes=self.data_shard[1] // self._sequence_parallel_size,
+            num_processes=self.loaders.data_shard[1] // self._sequence_parallel_size,
             sequence_parallel_size=self._sequence_parallel_size,
             moves=objects.schedule_moves,
             device_type=self.context.process.device.type,
@@ -221,12 +355,6 @@ class DeepSpeedEngine(Engine):
         engine: torch.nn.Module = self._start(model, complete(self.plugin, self._facts(objects, model, None)))
         return engine
 
-    def share_loader(self, loader: Any) -> Any:
-        """Under sequence parallelism, the loader with the processes of a group working on each batch."""
-        if self._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
-            return loader
-        return ulysses.SequenceParallelLoader(loader, self._groups, self.context.process.device)
-
     def release(self) -> None:
         """Take the engine's hooks off the model, and forget it; "auto" settings are filled in anew."""
         if self._driver is not None:
@@ -277,113 +405,7 @@ class DeepSpeedEngine(Engine):
         """Have the engine run the backward pass; the window says whether a step follows."""
         self._training.backward(loss, self.context.gradient_state.sync_gradients, **kwargs)
 
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over all processes."""
-        total = self.sum_weight(weight, dtype)
-        return total if total.device.type != "cpu" else float(total)
-
-    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients gathered in this window; those in parts are multiplied by the step."""
-        if gradients.in_parameters(self._training.engine):
-            super().scale_gradients(parameters, factor)
-        else:
-            self._training.scale(factor)
-
-    def grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """The norm so far, at stage 0; None where gradients are in parts that are not complete yet."""
-        if gradients.in_parameters(self._training.engine):
-            return super().grad_norm(parameters, norm_type)
-        return None
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Have the next step clip by the norm; returns the norm before clipping.
-
-        A `gradient_clipping` of the configuration counts too: the smaller one does.
-
-        Raises:
-            ValueError: If gradients are in parts, and the norm is not the 2-norm of all of them.
-        """
-        driver = self._training
-        if gradients.in_parameters(driver.engine):
-            scale = gradients.loss_scale(driver.engine)
-            scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
-            own: torch.Tensor = scaled / scale
-            return own
-        self._check_clipping(parameters, max_norm, norm_type)
-        norm = driver.norm()
-        gradients.set_clipping(driver.engine, float(max_norm))
-        return norm
-
-    def _check_clipping(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
-    ) -> None:
-        if norm_type != 2 or max_norm <= 0:
-            raise ValueError(
-                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.name} clips by the "
-                "2-norm, to a positive one."
-            )
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        held = {id(item) for item in given}
-        named = self._training.engine.module.named_parameters()
-        own = {name: id(item) for name, item in named if item.requires_grad}
-        missing = [name for name in own if own[name] not in held]
-        if missing:
-            raise ValueError(
-                f"clip_grad_norm_ got {len(own) - len(missing)} of the {len(own)} parameters that are "
-                f"trained (not {missing[0]}): {self.name} clips all gradients by one norm. Pass "
-                "model.parameters()."
-            )
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each gradient, at stage 0.
-
-        Raises:
-            ValueError: If gradients are in parts.
-        """
-        if not gradients.in_parameters(self._training.engine):
-            raise ValueError(
-                f"clip_grad_value_: {self.name} keeps gradients in parts of its own, and clips them by their "
-                "norm alone. Use clip_grad_norm_, or zero_stage=0."
-            )
-        super().clip_grad_value(parameters, clip_value)
-
     # States
-
-    def is_own(self, item: Any) -> bool:
-        """Whether it is in DeepSpeed's own checkpoint: the model that is trained, and its optimizer."""
-        driver = self._driver
-        return driver is not None and (item is driver.engine or getattr(item, "driver", None) is driver)
-
-    def save_own(self, folder: Path, **options: Any) -> None:
-        """Write DeepSpeed's own checkpoint; the options are those of its `save_checkpoint`."""
-        if self._driver is None:
-            super().save_own(folder, **options)
-        else:
-            checkpoint.save(self._driver.engine, folder, options)
-
-    def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
-        if self._driver is None:
-            super().check_own(names)
-        else:
-            checkpoint.check(self._driver.engine, names)
-
-    def load_own(self, folder: Path, **options: Any) -> None:
-        """Load DeepSpeed's own checkpoint; the options are those of its `load_checkpoint`."""
-        if self._driver is not None:
-            checkpoint.load(self._driver.engine, folder, options)
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state; under stage 3 on the main process, and others get an empty dict."""
-        return gather_whole(model) if is_shared_out(model) else super().state_dict(model, unwrap)
-
-    def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model as a whole state is loaded into it."""
-        return SharedOutModel(model) if is_shared_out(model) else model
 
 
 def _schedules(scheduler: Any, optimizer: Any) -> bool:

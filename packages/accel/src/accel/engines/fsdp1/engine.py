@@ -34,7 +34,7 @@ from accel.engines.fsdp1.state import (
 )
 from accel.engines.mesh.shard import check_ignored
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
-from accel.engines.sharded.engine import ShardedEngine, tell_upcast
+from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedStates, tell_upcast
 from accel.engines.sharded.groups import aliases, choose_groups
 from accel.engines.sharded.initial_weights import Filling
 from accel_ckpt import file_names
@@ -54,8 +54,156 @@ __all__ = ["FSDP1Engine"]
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
+class FSDP1Gradients(ShardedGradients):
+    """Gradients of flat parameters, beside those of others."""
+
+    engine: FSDP1Engine
+
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of this window, reduced ones and those that are held back."""
+        managed = flat.managed(self.engine._models)
+        others = [item for item in parameters if id(item) not in managed]
+        norms.scale([*norms.gradients_of(others), *flat.gradients(self.engine._models)], factor)
+
+    def norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the reduced gradients, over all shards."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return norms.norm_of_sets(
+            flat.gradient_sets(tensors, self.engine._models), norm_type, self.engine.context.process.device
+        )
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        flat.free_gathered(self.engine._models)
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.norm(tensors, norm_type)
+        assert norm is not None
+        norms.scale(norms.gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, in shards."""
+        flat.free_gathered(self.engine._models)
+        super().clip_value(parameters, clip_value)
+
+
+class FSDP1States(ShardedStates):
+    """Whole states, parts, or each process's own file, as the plugin's state_dict_type says."""
+
+    engine: FSDP1Engine
+
+    def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The wrapper, which knows the parts of all parameters."""
+        return _root(model) or super().state_root(model)
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the first process of each machine; others take part and get an empty dict."""
+        root = _root(model)
+        if root is None:
+            return super().state_dict(model, unwrap)
+        keep = self.engine.context.process.is_local_main
+        whole = whole_weights(root, self.engine._records[root], keep)
+        return whole if keep else {}
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        root = _root(model)
+        return model if root is None else WholeFlatModel(root, self.engine._records[root])
+
+    def check_save(self, optimizers: Iterable[Any]) -> None:
+        """Refuse optimizers of which torch cannot save the state; every process calls it."""
+        for optimizer in optimizers:
+            check_saved_whole(optimizer, self.engine._models, self.engine.context.process)
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its whole state, which is gathered now, by all processes."""
+        inner, root, names = self.engine._placed(optimizer)
+        if root is None:
+            return optimizer
+        return WholeFlatOptimizer.gathered(inner, root, names, self.engine.context.process.is_local_main)
+
+    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as a whole state is loaded into it."""
+        inner, root, names = self.engine._placed(optimizer)
+        return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
+
+    @property
+    def _is_local(self) -> bool:
+        return self.engine.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
+
+    def is_own(self, item: Any) -> bool:
+        """Whether an object goes into this process's own file: with LOCAL_STATE_DICT all that is in parts."""
+        if not self._is_local:
+            return False
+        return (
+            self.engine.is_done(item)
+            if isinstance(item, torch.nn.Module)
+            else self.engine._root_of(item) is not None
+        )
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write this process's own file, with LOCAL_STATE_DICT; there are no options."""
+        super().save_own(folder, **options)
+        if self._is_local:
+            state = {
+                "models": [flat.local_state(root) for root in self.engine._records],
+                "optimizers": [item.state_dict() for item in self.engine._known if self.is_own(item)],
+            }
+            with staged(folder, process=self.engine.context.process) as staging:
+                staging.write(state, file_names.local_state_file(self.engine.context.process.rank))
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that is not this engine's, or one of other parts.
+
+        Raises:
+            CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
+                another number of processes.
+        """
+        if not self._is_local:
+            super().check_own(names)
+            return
+        saved, size = (
+            sum(file_names.role_of(name) == "local" for name in names),
+            self.engine.context.process.world_size,
+        )
+        if saved != size:
+            raise CheckpointError(
+                f"The checkpoint has files of {saved} processes of their own, and "
+                f"state_dict_type='LOCAL_STATE_DICT' needs one for each of the {size} here. Load it on as "
+                "many, or with the type that it was saved with."
+            )
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load this process's own file, with LOCAL_STATE_DICT.
+
+        Raises:
+            Exception: If it does not fit; a CheckpointError where it does not for another process.
+        """
+        if self._is_local:
+            together(
+                lambda: self._load_local(folder), self.engine.context.process, "loading each process's part"
+            )
+
+    def _load_local(self, folder: Path) -> None:
+        state = tensors.load(
+            folder / file_names.local_state_file(self.engine.context.process.rank), map_location="cpu"
+        )
+        optimizers = [item for item in self.engine._known if self.is_own(item)]
+        for root, part in zip(self.engine._records, state["models"], strict=True):
+            flat.load_local_state(root, part)
+        for optimizer, part in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+
+
 class FSDP1Engine(ShardedEngine):
     """Modules in wrappers that gather their parameters, which lie in one vector each, while they compute."""
+
+    gradients_type = FSDP1Gradients
+    states_type = FSDP1States
 
     name = "fsdp1"
 
@@ -177,136 +325,9 @@ class FSDP1Engine(ShardedEngine):
         self.owner.before_backward()
         super().backward(loss, **kwargs)
 
-    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients of this window, reduced ones and those that are held back."""
-        managed = flat.managed(self._models)
-        others = [item for item in parameters if id(item) not in managed]
-        norms.scale([*norms.gradients_of(others), *flat.gradients(self._models)], factor)
-
-    def grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """The total norm of the reduced gradients, over all shards."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return norms.norm_of_sets(
-            flat.gradient_sets(tensors, self._models), norm_type, self.context.process.device
-        )
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
-        flat.free_gathered(self._models)
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = self.grad_norm(tensors, norm_type)
-        assert norm is not None
-        norms.scale(norms.gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each gradient, in shards."""
-        flat.free_gathered(self._models)
-        super().clip_grad_value(parameters, clip_value)
-
     # States
 
-    def state_root(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The wrapper, which knows the parts of all parameters."""
-        return _root(model) or super().state_root(model)
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state, on the first process of each machine; others take part and get an empty dict."""
-        root = _root(model)
-        if root is None:
-            return super().state_dict(model, unwrap)
-        keep = self.context.process.is_local_main
-        whole = whole_weights(root, self._records[root], keep)
-        return whole if keep else {}
-
-    def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model as a whole state is loaded into it."""
-        root = _root(model)
-        return model if root is None else WholeFlatModel(root, self._records[root])
-
-    def check_save(self, optimizers: Iterable[Any]) -> None:
-        """Refuse optimizers of which torch cannot save the state; every process calls it."""
-        for optimizer in optimizers:
-            check_saved_whole(optimizer, self._models, self.context.process)
-
-    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its whole state, which is gathered now, by all processes."""
-        inner, root, names = self._placed(optimizer)
-        if root is None:
-            return optimizer
-        return WholeFlatOptimizer.gathered(inner, root, names, self.context.process.is_local_main)
-
-    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer as a whole state is loaded into it."""
-        inner, root, names = self._placed(optimizer)
-        return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
-
     # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
-
-    @property
-    def _is_local(self) -> bool:
-        return self.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
-
-    def is_own(self, item: Any) -> bool:
-        """Whether an object goes into this process's own file: with LOCAL_STATE_DICT all that is in parts."""
-        if not self._is_local:
-            return False
-        return self.is_done(item) if isinstance(item, torch.nn.Module) else self._root_of(item) is not None
-
-    def save_own(self, folder: Path, **options: Any) -> None:
-        """Write this process's own file, with LOCAL_STATE_DICT; there are no options."""
-        super().save_own(folder, **options)
-        if self._is_local:
-            state = {
-                "models": [flat.local_state(root) for root in self._records],
-                "optimizers": [item.state_dict() for item in self._known if self.is_own(item)],
-            }
-            with staged(folder, process=self.context.process) as staging:
-                staging.write(state, file_names.local_state_file(self.context.process.rank))
-
-    def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that is not this engine's, or one of other parts.
-
-        Raises:
-            CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
-                another number of processes.
-        """
-        if not self._is_local:
-            super().check_own(names)
-            return
-        saved, size = (
-            sum(file_names.role_of(name) == "local" for name in names),
-            self.context.process.world_size,
-        )
-        if saved != size:
-            raise CheckpointError(
-                f"The checkpoint has files of {saved} processes of their own, and "
-                f"state_dict_type='LOCAL_STATE_DICT' needs one for each of the {size} here. Load it on as "
-                "many, or with the type that it was saved with."
-            )
-
-    def load_own(self, folder: Path, **options: Any) -> None:
-        """Load this process's own file, with LOCAL_STATE_DICT.
-
-        Raises:
-            Exception: If it does not fit; a CheckpointError where it does not for another process.
-        """
-        if self._is_local:
-            together(lambda: self._load_local(folder), self.context.process, "loading each process's part")
-
-    def _load_local(self, folder: Path) -> None:
-        state = tensors.load(
-            folder / file_names.local_state_file(self.context.process.rank), map_location="cpu"
-        )
-        optimizers = [item for item in self._known if self.is_own(item)]
-        for root, part in zip(self._records, state["models"], strict=True):
-            flat.load_local_state(root, part)
-        for optimizer, part in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(part)
 
     def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
         """The wrapped model whose parameters an optimizer has."""

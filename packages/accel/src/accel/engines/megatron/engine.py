@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from accel.engines.base import Engine
+from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.megatron import checkpoint, runtime
 from accel.engines.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
@@ -43,12 +43,136 @@ _STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
 }
 
 
+class MegatronLMLoaders(Loaders):
+    """Data for each data-parallel group of processes."""
+
+    engine: MegatronLMEngine
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
+        state = runtime.parallel_state()
+        return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+
+    @property
+    def data_ranks(self) -> list[int]:
+        """The data-parallel rank of each process."""
+        return self.engine._data_ranks
+
+    def loader_to_prepare(self, loader: Any) -> Any:
+        """The loader with batches that hold all micro-batches of a step."""
+        assert self.engine.plugin.num_micro_batches is not None, "filled when the plugin was made"
+        return with_micro_batches(loader, self.engine.plugin.num_micro_batches)
+
+    own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
+
+    def prepare_own(self, item: Any, caller: Any) -> Any:
+        """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
+        if isinstance(item, IndexedLoader):
+            return item
+        if not self.engine._loaders:
+            self.engine._loaders = list(item.build_train_valid_test_data_iterators(caller))
+        return self.engine._loaders.pop(0)
+
+
+class MegatronLMGradients(Gradients):
+    """Gradients in Megatron-LM's buffers."""
+
+    engine: MegatronLMEngine
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Megatron-LM weighs by itself.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "backward(loss, weight=...) under Megatron-LM: set "
+            "MegatronLMPlugin(calculate_per_token_loss=True)."
+        )
+
+    def norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Not known before the step; afterwards it is `optimizer.grad_norm`."""
+        return None
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Have the next step clip by this norm, instead of the plugin's; it is known afterwards.
+
+        Raises:
+            ValueError: If it is not the 2-norm.
+        """
+        if norm_type != 2:
+            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): Megatron-LM clips by the 2-norm.")
+        if self.engine._optimizer is not None:
+            self.engine._optimizer.clip_by(float(max_norm))
+        return None
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Megatron-LM clips by the norm alone.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("clip_grad_value_ is not there under Megatron-LM: use clip_grad_norm_.")
+
+
+class MegatronLMStates(States):
+    """megatron-core's checkpoint of the model and its optimizer."""
+
+    engine: MegatronLMEngine
+
+    @property
+    def saves_model(self) -> bool:
+        """Every process writes its part."""
+        return True
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Not there: each process has a part, in Megatron's shapes.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "get_state_dict and save_model under Megatron-LM: the weights are in parts, in shapes of "
+            "Megatron's. "
+            "save_state writes them, and megatron-core's tools convert them."
+        )
+
+    def is_own(self, item: Any) -> bool:
+        """Whether it is in Megatron's checkpoint: the model and its optimizer."""
+        return item is self.engine._model or item is self.engine._optimizer
+
+    def save_own(self, folder: Path, **options: Any) -> None:
+        """Write megatron-core's checkpoint."""
+        super().save_own(folder, **options)
+        if self.engine._model is not None:
+            checkpoint.save(self.engine._model, folder, self.engine.plugin)
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Refuse a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
+        if self.engine._model is not None:
+            checkpoint.check(names)
+
+    def load_own(self, folder: Path, **options: Any) -> None:
+        """Load megatron-core's checkpoint."""
+        if self.engine._model is not None:
+            checkpoint.load(self.engine._model, folder, self.engine.plugin)
+
+
 class MegatronLMEngine(Engine):
     """One model of megatron-core, built from the configuration of the script's model, and its optimizer.
 
     A call of the model runs the micro-batches of a step, forward and backward; `backward` has nothing left to
     do, and `optimizer.step()` clips and steps.
     """
+
+    loaders_type = MegatronLMLoaders
+    gradients_type = MegatronLMGradients
+    states_type = MegatronLMStates
 
     name = "megatron_lm"
 
@@ -80,21 +204,10 @@ class MegatronLMEngine(Engine):
         check_other_arguments(self.plugin.other_megatron_args or {})
         refuse_without_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
-        self._data_ranks: list[int] = gather_object([self.data_shard[0]], process=context.process)
+        self._data_ranks: list[int] = gather_object([self.loaders.data_shard[0]], process=context.process)
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
         self._loaders: list[Any] | None = None
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """(rank, size) of the data-parallel group; processes that share a model get the same batches."""
-        state = runtime.parallel_state()
-        return state.get_data_parallel_rank(), state.get_data_parallel_world_size()
-
-    @property
-    def data_ranks(self) -> list[int]:
-        """The data-parallel rank of each process."""
-        return self._data_ranks
 
     # Preparing
 
@@ -128,7 +241,7 @@ class MegatronLMEngine(Engine):
         plugin = self.plugin
         if sizes := _sizes(objects):
             size = min(sizes) if plugin.is_train_batch_min else max(sizes)
-            plugin.set_training_args(size, self.data_shard[1])
+            plugin.set_training_args(size, self.loaders.data_shard[1])
         if plugin.custom_model_provider_function is None:
             plugin.set_network_size_args(objects.models[0])
         warn(
@@ -199,21 +312,6 @@ class MegatronLMEngine(Engine):
             gradient_state=self.context.gradient_state,
         )
 
-    def loader_to_prepare(self, loader: Any) -> Any:
-        """The loader with batches that hold all micro-batches of a step."""
-        assert self.plugin.num_micro_batches is not None, "filled when the plugin was made"
-        return with_micro_batches(loader, self.plugin.num_micro_batches)
-
-    own_kinds = (MegatronLMDummyDataLoader, IndexedLoader)
-
-    def prepare_own(self, item: Any, caller: Any) -> Any:
-        """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
-        if isinstance(item, IndexedLoader):
-            return item
-        if not self._loaders:
-            self._loaders = list(item.build_train_valid_test_data_iterators(caller))
-        return self._loaders.pop(0)
-
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
@@ -239,83 +337,7 @@ class MegatronLMEngine(Engine):
                 "MegatronLMPlugin(custom_loss_function=...)."
             )
 
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Megatron-LM weighs by itself.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "backward(loss, weight=...) under Megatron-LM: set "
-            "MegatronLMPlugin(calculate_per_token_loss=True)."
-        )
-
-    def grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Not known before the step; afterwards it is `optimizer.grad_norm`."""
-        return None
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Have the next step clip by this norm, instead of the plugin's; it is known afterwards.
-
-        Raises:
-            ValueError: If it is not the 2-norm.
-        """
-        if norm_type != 2:
-            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): Megatron-LM clips by the 2-norm.")
-        if self._optimizer is not None:
-            self._optimizer.clip_by(float(max_norm))
-        return None
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Megatron-LM clips by the norm alone.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("clip_grad_value_ is not there under Megatron-LM: use clip_grad_norm_.")
-
     # States
-
-    @property
-    def saves_model(self) -> bool:
-        """Every process writes its part."""
-        return True
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Not there: each process has a part, in Megatron's shapes.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "get_state_dict and save_model under Megatron-LM: the weights are in parts, in shapes of "
-            "Megatron's. "
-            "save_state writes them, and megatron-core's tools convert them."
-        )
-
-    def is_own(self, item: Any) -> bool:
-        """Whether it is in Megatron's checkpoint: the model and its optimizer."""
-        return item is self._model or item is self._optimizer
-
-    def save_own(self, folder: Path, **options: Any) -> None:
-        """Write megatron-core's checkpoint."""
-        super().save_own(folder, **options)
-        if self._model is not None:
-            checkpoint.save(self._model, folder, self.plugin)
-
-    def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
-        if self._model is not None:
-            checkpoint.check(names)
-
-    def load_own(self, folder: Path, **options: Any) -> None:
-        """Load megatron-core's checkpoint."""
-        if self._model is not None:
-            checkpoint.load(self._model, folder, self.plugin)
 
 
 def _check_stand_in(scheduler: Any) -> None:

@@ -21,7 +21,7 @@ from accel.engines.mesh.context.language_models import check_language_models, te
 from accel.engines.mesh.owner import MeshOwner
 from accel.engines.mesh.plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
 from accel.engines.mesh.tensor.split import forget_meshes
-from accel.engines.sharded.engine import ShardedEngine
+from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedStates
 from accel.engines.sharded.groups import aliases
 
 if TYPE_CHECKING:
@@ -31,8 +31,83 @@ if TYPE_CHECKING:
 __all__ = ["MeshEngine"]
 
 
+class MeshGradients(ShardedGradients):
+    """Gradients in shards over a mesh."""
+
+    engine: MeshEngine
+
+    @property
+    def shards(self) -> int:
+        """All processes but those of one tensor-parallel group have gradients of their own."""
+        return self.engine.context.process.world_size // self.engine._meshes.tensor_size
+
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of this window, reduced ones and those that are held back."""
+        # Parameters that are gathered right now show the gradient that is held back: each is scaled once.
+        every = [*norms.gradients_of(parameters), *self.engine.owner.gradients()]
+        norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
+
+    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """The shards of parameters that have no gradients themselves."""
+        given = super().with_gradients(parameters)
+        if not any(item.requires_grad and item.grad is None for item in given):
+            return given
+        return [self.engine.owner.present(item) if item.grad is None else item for item in given]
+
+    def norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the reduced gradients, over all shards."""
+        gradients = norms.gradients_of(self.with_gradients(parameters))
+        return norms.total_norm(gradients, norm_type, self.engine.context.process.device)
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        gradients = norms.gradients_of(self.with_gradients(parameters))
+        norm = norms.total_norm(gradients, norm_type, self.engine.context.process.device)
+        norms.scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient, in shards."""
+        super().clip_value(self.with_gradients(parameters), clip_value)
+
+
+class MeshStates(ShardedStates):
+    """Whole states, gathered from the shards of a mesh."""
+
+    engine: MeshEngine
+
+    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state, on the first process of each machine; others take part and get an empty dict."""
+        state = self.engine.unwrap_model(model, keep_torch_compile=False).state_dict(keep_vars=True)
+        keep = self.engine.context.process.is_local_main
+        whole = gather_whole(state, keep)
+        return {name: _detached(value) for name, value in whole.items()} if keep else {}
+
+    def model_to_load(self, model: torch.nn.Module) -> Any:
+        """The model as a whole state is loaded into it."""
+        inner = self.engine.unwrap_model(model, keep_torch_compile=False)
+        return WholeModel(inner) if self.engine.is_done(inner) else model
+
+    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer with its whole state, which is gathered now, by all processes."""
+        return WholeOptimizer(
+            optimizer, gather_whole(optimizer.state_dict(), self.engine.context.process.is_local_main)
+        )
+
+    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as a whole state is loaded into it."""
+        return WholeOptimizer(optimizer)
+
+
 class MeshEngine(ShardedEngine):
     """Parameters, gradients and optimizer states in shards over the axes of a mesh."""
+
+    gradients_type = MeshGradients
+    states_type = MeshStates
 
     name = "fsdp2"
 
@@ -60,11 +135,6 @@ class MeshEngine(ShardedEngine):
     def copies(self) -> int:
         """The processes of a group that splits weights or sequences work on the same samples."""
         return self._meshes.copies
-
-    @property
-    def gradient_shards(self) -> int:
-        """All processes but those of one tensor-parallel group have gradients of their own."""
-        return self.context.process.world_size // self._meshes.tensor_size
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be made parallel, before anything is changed."""
@@ -151,62 +221,7 @@ class MeshEngine(ShardedEngine):
         sharded = _sharded(model)
         return contextlib.nullcontext() if sharded is None else self.owner.holding(unsharded.holding(sharded))
 
-    def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Multiply the gradients of this window, reduced ones and those that are held back."""
-        # Parameters that are gathered right now show the gradient that is held back: each is scaled once.
-        every = [*norms.gradients_of(parameters), *self.owner.gradients()]
-        norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
-
-    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-        """The shards of parameters that have no gradients themselves."""
-        given = super().with_gradients(parameters)
-        if not any(item.requires_grad and item.grad is None for item in given):
-            return given
-        return [self.owner.present(item) if item.grad is None else item for item in given]
-
-    def grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """The total norm of the reduced gradients, over all shards."""
-        gradients = norms.gradients_of(self.with_gradients(parameters))
-        return norms.total_norm(gradients, norm_type, self.context.process.device)
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
-        gradients = norms.gradients_of(self.with_gradients(parameters))
-        norm = norms.total_norm(gradients, norm_type, self.context.process.device)
-        norms.scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each gradient, in shards."""
-        super().clip_grad_value(self.with_gradients(parameters), clip_value)
-
     # States
-
-    def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state, on the first process of each machine; others take part and get an empty dict."""
-        state = self.unwrap_model(model, keep_torch_compile=False).state_dict(keep_vars=True)
-        keep = self.context.process.is_local_main
-        whole = gather_whole(state, keep)
-        return {name: _detached(value) for name, value in whole.items()} if keep else {}
-
-    def model_to_load(self, model: torch.nn.Module) -> Any:
-        """The model as a whole state is loaded into it."""
-        inner = self.unwrap_model(model, keep_torch_compile=False)
-        return WholeModel(inner) if self.is_done(inner) else model
-
-    def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its whole state, which is gathered now, by all processes."""
-        return WholeOptimizer(
-            optimizer, gather_whole(optimizer.state_dict(), self.context.process.is_local_main)
-        )
-
-    def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer as a whole state is loaded into it."""
-        return WholeOptimizer(optimizer)
 
 
 def _detached(value: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
-from accel.engines.base import Engine
+from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.common.checks import mapped_devices
 from accel.engines.common.lone_group import ensure_group
 from accel.engines.common.loose import parameters_of
@@ -24,14 +24,59 @@ from accel_state.logging.warning import warn
 __all__ = ["ShardedEngine", "tell_upcast"]
 
 
+class ShardedStates(States):
+    """Models and optimizers whose processes have parts of them."""
+
+    engine: ShardedEngine
+
+    keeps_open_window = False
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
+        return self.engine.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+
+class ShardedLoaders(Loaders):
+    """Data for each process, but for those that work on the same samples together."""
+
+    engine: ShardedEngine
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Every process has its own share of the data, but for those that work on one together."""
+        process = self.engine.context.process
+        return process.rank // self.engine.copies, process.world_size // self.engine.copies
+
+
+class ShardedGradients(Gradients):
+    """Gradients in parts, beside whole ones."""
+
+    engine: ShardedEngine
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient; no operation of torch takes parts and whole tensors together."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for in_parts in (False, True):
+            chosen = [item for item in tensors if isinstance(item.grad, DTensor) is in_parts]
+            super().clip_value(chosen, clip_value)
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over the processes that have data, or parts of it, of their own."""
+        total = self.sum_weight(weight, dtype) / (self.engine.context.process.world_size // self.shards)
+        return total if total.device.type != "cpu" else float(total)
+
+
 class ShardedEngine(Engine):
     """Parameters, gradients and optimizer states in parts; optimizers follow the parameters."""
+
+    states_type = ShardedStates
+    loaders_type = ShardedLoaders
+    gradients_type = ShardedGradients
 
     version = 2
 
     gradients_in_parts = True
-
-    keeps_open_window = False
 
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
@@ -48,12 +93,6 @@ class ShardedEngine(Engine):
     def copies(self) -> int:
         """Processes that work on the same samples together."""
         return 1
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data, but for those that work on one together."""
-        process = self.context.process
-        return process.rank // self.copies, process.world_size // self.copies
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be sharded, before anything is changed."""
@@ -141,27 +180,10 @@ class ShardedEngine(Engine):
         """
         return ("LBFGS", "Adafactor", "Rprop" if self.version == 2 else "Muon")
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip each gradient; no operation of torch takes parts and whole tensors together."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for in_parts in (False, True):
-            chosen = [item for item in tensors if isinstance(item.grad, DTensor) is in_parts]
-            super().clip_grad_value(chosen, clip_value)
-
     @property
     def holds_gradients_back(self) -> bool:
         """Gradients of a window are kept whole on their process, and reduced at its end."""
         return True
-
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over the processes that have data, or parts of it, of their own."""
-        total = self.sum_weight(weight, dtype) / (self.context.process.world_size // self.gradient_shards)
-        return total if total.device.type != "cpu" else float(total)
-
-    @property
-    def saves_parts(self) -> bool:
-        """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
-        return self.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
 
 def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:

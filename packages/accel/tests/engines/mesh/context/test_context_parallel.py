@@ -251,7 +251,7 @@ def group_facts() -> tuple[Any, ...]:
     mesh = model.inputs.weight.device_mesh
     return (
         accelerator.engine.name,
-        accelerator.engine.data_shard,
+        accelerator.engine.loaders.data_shard,
         rows,
         mesh.mesh_dim_names,
         accelerator.is_fsdp2,

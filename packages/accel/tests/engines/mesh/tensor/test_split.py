@@ -83,7 +83,11 @@ def step(sizes: dict[str, int], on_meta: bool) -> tuple[torch.Tensor, dict[str, 
     grads = {}
     for name, item in model.named_parameters():
         grads[name] = (item.grad.full_tensor() if isinstance(item.grad, DTensor) else item.grad).clone()
-    facts = [get_model_tp_size(model), accelerator.tensor_parallel_rank, accelerator.engine.data_shard[1]]
+    facts = [
+        get_model_tp_size(model),
+        accelerator.tensor_parallel_rank,
+        accelerator.engine.loaders.data_shard[1],
+    ]
     return loss.detach(), grads, [*facts, float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
 
 

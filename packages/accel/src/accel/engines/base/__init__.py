@@ -1,0 +1,8 @@
+"""The seam between training and engines: four small classes, whose defaults are right for one process."""
+
+from accel.engines.base.engine import Engine
+from accel.engines.base.gradients import Gradients
+from accel.engines.base.loaders import Joining, Loaders
+from accel.engines.base.states import States
+
+__all__ = ["Engine", "Gradients", "Joining", "Loaders", "States"]

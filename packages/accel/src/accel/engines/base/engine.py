@@ -1,0 +1,229 @@
+"""How training is parallelized: the first part of the seam.
+
+Every default is right for one process, so that an engine overrides only what it changes. An engine is made
+once per Accelerator from a frozen context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+
+from accel.engines.base.gradients import Gradients
+from accel.engines.base.loaders import Loaders
+from accel.engines.base.states import States
+from accel.engines.common.checks import (
+    mapped_devices,
+    refuse_fp16_parameters,
+    refuse_fp16_parameters_of,
+    refuse_offloaded_training,
+    refuse_spread_training,
+    refuse_whole_tensor_steps,
+)
+from accel.engines.context import EngineContext, Prepared
+from accel.models.precision import wrap_forward
+from accel.models.regions import compile_regions
+from accel_ops.modules import extract_model_from_parallel, is_compiled_module
+from accel_optim.lomo import refuse_lomo
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.owner import ParameterOwner
+from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """One process, one device. Other engines override what differs.
+
+    What they do with gradients, states and loaders is in classes of its own, which see the engine.
+    """
+
+    name = "single"
+
+    gradients_type: ClassVar[type[Gradients]] = Gradients
+    states_type: ClassVar[type[States]] = States
+    loaders_type: ClassVar[type[Loaders]] = Loaders
+
+    settings_type: ClassVar[type | None] = None
+    """For engines of other packages: the class of the settings that ask for it in `kwargs_handlers`."""
+
+    gradients_in_parts: ClassVar[bool] = False
+    """Whether processes hold parts of gradients, so that they have to agree on what is left out in fp16."""
+
+    unread_handlers: ClassVar[Mapping[str, str]] = {}
+    """Kwargs handlers, by their field of `Handlers`, that this engine has no use for, and why."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+        self.owner = self.make_owner()
+
+    @property
+    def gradients(self) -> Gradients:
+        """What it does with gradients."""
+        return self.gradients_type(self)
+
+    @property
+    def states(self) -> States:
+        """How models and optimizers are saved and loaded."""
+        return self.states_type(self)
+
+    @property
+    def loaders(self) -> Loaders:
+        """How processes share data."""
+        return self.loaders_type(self)
+
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 training, or None if the engine scales losses by itself.
+
+        Args:
+            device_type: Type of the device that losses are on.
+            **options: Those of torch.amp.GradScaler.
+        """
+        if cls.gradients_in_parts:
+            return get_fsdp2_grad_scaler(device_type=device_type, **options)
+        return get_grad_scaler(device_type=device_type, **options)
+
+    def make_owner(self) -> ParameterOwner:
+        """Who has parameters and gradients; it holds models weakly, and no engine, as optimizers keep it."""
+        return ParameterOwner()
+
+    @property
+    def refused_optimizers(self) -> tuple[str, ...]:
+        """Classes of torch.optim whose steps need tensors that no process has whole here."""
+        return ()
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The device mesh, where processes are arranged in one."""
+        return self.context.mesh
+
+    def check(self, objects: Prepared) -> None:
+        """Refuse combinations this engine cannot train, before anything is changed.
+
+        Raises:
+            ValueError: If some object cannot be prepared; the message names it and the fix.
+        """
+        for model in objects.models:
+            refuse_offloaded_training(model, objects.evaluation_mode)
+            refuse_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
+            if self.context.scaler is not None and not objects.evaluation_mode:
+                refuse_fp16_parameters(model, self.owner.present)
+        for optimizer in objects.optimizers:
+            has_scaler = self.context.scaler is not None
+            if has_scaler:
+                refuse_fp16_parameters_of(optimizer, self.owner.present)
+            refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
+            refuse_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
+
+    def check_together(self, objects: Prepared) -> None:
+        """Check before `prepare`; engines whose processes go on together refuse on all what one refuses."""
+        self.check(objects)
+
+    def prepare(self, objects: Prepared) -> Prepared:
+        """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
+        if self.context.fp8 is not None:
+            objects = self.context.fp8.initialize(objects)
+        place = objects.place_models or (True,) * len(objects.models)
+        models = tuple(
+            self.prepare_model(model, put, objects.evaluation_mode)
+            for model, put in zip(objects.models, place, strict=True)
+        )
+        place = objects.place_optimizers or (True,) * len(objects.optimizers)
+        optimizers = tuple(
+            self.prepare_optimizer(optimizer, put)
+            for optimizer, put in zip(objects.optimizers, place, strict=True)
+        )
+        return replace(objects, models=models, optimizers=optimizers)
+
+    def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """Place, convert to fp8, cast, wrap and compile one model, in this order."""
+        if place and len(mapped_devices(model)) < 2:  # a device map that spreads it has placed it
+            model = model.to(self.context.process.device)
+        self.convert_model(model, evaluation_mode)
+        wrap_forward(model, self.context.precision, self.context.process.device.type)
+        if not evaluation_mode:
+            model = self.wrap_model(model)
+        return self.compile_model(model)
+
+    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
+        """Replace layers by those of fp8, in place, when that is the precision."""
+        if self.context.fp8 is not None:
+            self.context.fp8.convert(model)
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model as it trains under this engine."""
+        return model
+
+    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Compile the model when a dynamo backend was chosen; last, so that the wrapper is compiled too."""
+        dynamo = self.context.dynamo
+        if dynamo is None or dynamo.backend == "NO" or is_compiled_module(model):
+            return model
+        if dynamo.use_regional_compilation:
+            return compile_regions(model, **dynamo.to_kwargs())
+        return cast("torch.nn.Module", torch.compile(model, **dynamo.to_kwargs()))
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, place: bool) -> torch.optim.Optimizer:
+        """Wrap an optimizer so that it steps at the window's boundary only."""
+        return AcceleratedOptimizer(
+            optimizer,
+            device_placement=place,
+            scaler=self.context.scaler,
+            gradient_state=self.context.gradient_state,
+            owner=self.owner,
+        )
+
+    def prepare_scheduler(self, scheduler: Any) -> Any | None:
+        """The schedule that takes this one's place; None for AcceleratedScheduler around it."""
+        return None
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """Undo `wrap_model` (and on request the precision wrapper and compilation)."""
+        inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return inner
+
+    def release(self) -> None:
+        """Let go of what was prepared, so that it can be freed, and other objects be prepared."""
+
+    @property
+    def holds_gradients_back(self) -> bool:
+        """Whether `no_sync` does something; where it does not, nobody enters it."""
+        return False
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context in which backward leaves the gradients of `model` unsynchronised."""
+        return contextlib.nullcontext()
+
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which each process of a group has its part of sequences; nothing without such groups.
+
+        Args:
+            buffers: Tensors with one entry per token.
+            dims: Their dimensions of tokens.
+            no_restore: Those that keep the part afterwards.
+        """
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass on a loss that is already scaled for the window."""
+        if self.context.scaler is not None:
+            loss = self.context.scaler.scale(loss)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self.owner.after_backward(bool(kwargs.get("retain_graph")))

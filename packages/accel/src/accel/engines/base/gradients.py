@@ -1,0 +1,103 @@
+"""What an engine does with gradients: the second part of the seam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from accel_ops.collectives import operations
+
+if TYPE_CHECKING:
+    from accel.engines.base.loaders import Loaders
+    from accel.engines.context import EngineContext
+
+__all__ = ["Gradients"]
+
+
+class _Engine(Protocol):
+    context: EngineContext
+
+    @property
+    def loaders(self) -> Loaders: ...
+
+
+class Gradients:
+    """Gradients that are this process's own, in `.grad`; made anew whenever it is asked for.
+
+    Args:
+        engine: Whose gradients they are.
+    """
+
+    def __init__(self, engine: _Engine) -> None:
+        self.engine = engine
+
+    reduction: Literal["mean", "sum"] = "mean"
+    """What the gradients of the processes of `data_shard` become: their mean or their sum."""
+
+    @property
+    def shards(self) -> int:
+        """Processes whose gradients are reduced together: they have data, or parts of it, of their own."""
+        return self.engine.loaders.data_shard[1]
+
+    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+        """Add up a weight over the processes whose gradients are reduced together.
+
+        Args:
+            weight: A number, or a tensor without dimensions on the accelerator.
+            dtype: The precision of tensors.
+
+        Returns:
+            The same on all processes: a number where the host knows it without waiting, else a tensor.
+        """
+        return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
+
+    def sum_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Add up a weight over all processes, in one small collective."""
+        process = self.engine.context.process
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((), weight, dtype=dtype, device=process.device)  # no copy, no wait
+        total: torch.Tensor = operations.reduce(weight.to(process.device, dtype), "sum", process=process)
+        return total
+
+    @torch.no_grad()
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the gradients gathered in this window, before its last backward pass reduces them."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                gradient = gradient._values()  # also of one that is not coalesced
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            own = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+            torch._foreach_mul_(gradients, own)
+
+    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that have the gradients of parameters: these themselves, as a rule."""
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+    def norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The total norm of the gradients as they are now."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return torch.nn.utils.get_total_norm(
+            [tensor.grad for tensor in tensors if tensor.grad is not None], norm_type
+        )
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm; returns the norm before clipping."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each gradient to [-clip_value, clip_value]."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        clipped = [tensor for tensor in tensors if tensor.grad is not None]
+        if clipped:  # torch 2.13 fails on none
+            torch.nn.utils.clip_grad_value_(clipped, clip_value)
