@@ -20,7 +20,7 @@ from accel.engines.context import EngineContext, Prepared
 from accel.engines.ddp.owner import ReplicaOwner
 from accel_optim.optimizer import AcceleratedOptimizer
 
-__all__ = ["DDPEngine", "sync_in_backward"]
+__all__ = ["DDPEngine", "DDPGradients", "DDPLoaders", "sync_in_backward"]
 
 # Fields of DistributedDataParallelKwargs that configure the communication hook and not the constructor.
 _HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})

@@ -32,7 +32,7 @@ from accel.models.regions import compile_regions_deepspeed
 if TYPE_CHECKING:
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 
-__all__ = ["DeepSpeedEngine"]
+__all__ = ["DeepSpeedEngine", "DeepSpeedGradients", "DeepSpeedLoaders", "DeepSpeedStates"]
 
 
 class DeepSpeedStates(States):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
     from accel.engines.megatron.steps import AbstractTrainStep
 
-__all__ = ["MegatronLMEngine"]
+__all__ = ["MegatronLMEngine", "MegatronLMGradients", "MegatronLMLoaders", "MegatronLMStates"]
 
 _STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
     "gpt": GPTTrainStep,

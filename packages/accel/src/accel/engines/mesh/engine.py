@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-__all__ = ["MeshEngine"]
+__all__ = ["MeshEngine", "MeshGradients", "MeshStates"]
 
 
 class MeshGradients(ShardedGradients):

@@ -21,7 +21,7 @@ from accel.engines.sharded.groups import choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.logging.warning import warn
 
-__all__ = ["ShardedEngine", "tell_upcast"]
+__all__ = ["ShardedEngine", "ShardedGradients", "ShardedLoaders", "ShardedStates", "tell_upcast"]
 
 
 class ShardedStates(States):

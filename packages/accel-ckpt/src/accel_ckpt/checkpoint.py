@@ -1,0 +1,219 @@
+"""The front door: a checkpoint of the objects of a training run, saved and loaded by the same names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from accel_ckpt.background import thread
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.file_names import MANIFEST, role_of
+from accel_ckpt.files import digests
+from accel_ckpt.folder import manifest, recovery
+from accel_ckpt.folder.staging import staged
+from accel_ckpt.run.load import Objects, restore
+from accel_ckpt.run.reader import open_checkpoint
+from accel_ckpt.run.save import save_accelerator_state, save_custom_state
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.process.state import current_process
+
+__all__ = ["load", "save", "verify"]
+
+Folder = str | os.PathLike[str]
+
+_STEP = "training_step"  # in the facts of the manifest
+
+
+def save(
+    folder: Folder,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    others: Any = None,
+    step: int = 0,
+    blocking: bool = True,
+    save_on_each_node: bool = False,
+) -> Path:
+    """Save the objects of a training run, and the random generators. Every process calls it.
+
+    The folder appears, or is replaced, as a whole, when the files of all processes are on the disk. Models
+    that are sharded (`fully_shard`, FullyShardedDataParallel) are saved in parts, each process its own.
+
+    Args:
+        folder: The checkpoint folder. `latest`, `checkpoints` and `prune` find those that are called
+            `checkpoint_<number>`, side by side in one folder.
+        model: A model, in DistributedDataParallel, compiled, sharded or plain, or a list of models.
+        optimizer: An optimizer, or a list.
+        scheduler: A learning rate scheduler, or a list.
+        loader: A loader with a `state_dict`, as those of accel-data, or a list.
+        scaler: The loss scaler of fp16 training.
+        others: Any object with a `state_dict`, or a list.
+        step: How far the training is; `load` returns it.
+        blocking: False to copy the state, and write and commit it in the background: `wait` waits for it, as
+            the next save and load do.
+        save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If a sharded model is saved, and an optimizer has parameters of none.
+        Exception: What else went wrong here, or in the background before; a CheckpointError on the other
+            processes. The folder is as it was before.
+    """
+    process = current_process()
+    models, optimizers = _listed(model), _listed(optimizer)
+    in_parts = any(map(_is_sharded, models))
+    owners = _owners(models, optimizers) if in_parts else []
+    with staged(folder, save_on_each_node=save_on_each_node, blocking=blocking, process=process) as staging:
+        staging.facts[_STEP] = step
+        save_accelerator_state(
+            staging.path,
+            [] if in_parts else [_plain(item).state_dict() for item in models],
+            [] if in_parts else optimizers,
+            _listed(scheduler),
+            _listed(loader),
+            process.rank,
+            step=0,
+            scaler=scaler,
+            process=process,
+        )
+        if in_parts:
+            from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
+
+            roots = list(map(_root, models))
+            save_sharded_state(staging.path, roots, optimizers, owners=owners, process=process)
+        for index, item in enumerate(_listed(others)):
+            save_custom_state(item, staging.path, index)
+        return staging.target
+
+
+def load(
+    folder: Folder,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    others: Any = None,
+    strict: bool | None = None,
+    verify: bool = True,
+) -> int:
+    """Restore what `save` has saved, on any number of processes. Every process calls it.
+
+    Files are checked, and compared with the objects, before anything is changed.
+
+    Args:
+        folder: The checkpoint folder.
+        model: As for `save`, like the next five.
+        optimizer: The optimizers.
+        scheduler: The schedules.
+        loader: The loaders.
+        scaler: The loss scaler.
+        others: The other objects.
+        strict: True for an error on any difference between the folder and the objects, False to restore what
+            fits and warn of the rest. By default strict for folders that accel has written.
+        verify: Whether to check the files' digests.
+
+    Returns:
+        The step that it was saved with; 0 if it does not say.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        CorruptCheckpointError: If files are missing or changed.
+        CheckpointError: If the folder and the objects differ, or another process has failed.
+    """
+    process = current_process()
+    thread.wait()
+    reading = open_checkpoint(Path(folder), process, None, {}, verify)
+    models, optimizers = _listed(model), _listed(optimizer)
+    parts = None
+    if any(role_of(name) == "sharded" for name in reading.names):
+        from accel_ckpt.sharded.save_load import Parts  # takes most of a second to import
+
+        parts = Parts.of(list(map(_root, models)), optimizers, _owners(models, optimizers))
+    elif any(map(_is_sharded, models)):
+        raise CheckpointError(
+            f"{reading.folder} has whole weights, and the model is sharded. Load it before the model is "
+            "sharded, or save it from a sharded model."
+        )
+    objects = Objects(
+        [] if parts else models,
+        [] if parts else optimizers,
+        _listed(scheduler),
+        _listed(loader),
+        scaler,
+        _listed(others),
+        parts,
+    )
+    restore(reading, objects, process.rank, process, strict=strict)
+    return int(reading.facts.get(_STEP, 0))
+
+
+def verify(folder: Folder) -> None:
+    """Check that a checkpoint is complete, and that every file has the bytes that were written.
+
+    Nothing is loaded. One process does it alone, and so can a program beside the training.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        CorruptCheckpointError: If files are missing or changed; it names them.
+        CheckpointError: If it has no manifest, as another implementation wrote it.
+    """
+    found = recovery.find(Path(folder))
+    described = manifest.read(found)
+    if described is None:
+        raise CheckpointError(f"{found} has no {MANIFEST}: there is nothing to check its files by.")
+    digests.verify(found, described.files, described.chunk_bytes, algorithm=described.algorithm)
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    inner: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return inner
+
+
+def _root(model: torch.nn.Module) -> torch.nn.Module:
+    """A model as its parts are saved: FSDP's wrapper stays."""
+    compiled: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return compiled if isinstance(compiled, FullyShardedDataParallel) else _plain(compiled)
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(item, FullyShardedDataParallel) for item in model.modules()) or any(
+        isinstance(item, DTensor) for item in model.parameters()
+    )
+
+
+def _owners(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[int]:
+    """For each optimizer, which model has its parameters."""
+    held = [{id(item) for item in model.parameters()} for model in models]
+    owners = []
+    for index, optimizer in enumerate(optimizers):
+        own = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        owner = next((place for place, known in enumerate(held) if known & own), None)
+        if owner is None:
+            raise ValueError(
+                f"optimizer {index} ({type(optimizer).__name__}) has no parameters of a model that is given, "
+                "so that its state cannot be saved or loaded in parts. Pass its model too."
+            )
+        owners.append(owner)
+    return owners
