@@ -1,6 +1,5 @@
 import contextlib
 import io
-import re
 import socket
 from pathlib import Path
 
@@ -9,11 +8,28 @@ from torch.utils.data import DataLoader, Dataset
 
 import accel_data
 from accel_data import prepare_data_loader
+from accel_world import readme
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-EXAMPLE, AUGMENTED = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+SHORT, EXAMPLE, AUGMENTED = readme.examples(__file__)
+
+
+def epochs():
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        readme.run(SHORT)
+    return [eval(line.split(maxsplit=1)[1]) for line in told.getvalue().splitlines()]
+
+
+def test_the_first_example_has_one_order_on_any_number_of_processes(world):
+    assert readme.num_lines(SHORT) <= readme.MOST_LINES
+    (alone,), both = world.run(epochs, size=1), world.run(epochs, size=2)
+    for epoch in range(2):
+        assert sorted(sample for batch in alone[epoch] for sample in batch) == [*range(10)]
+        steps = [batch for pair in zip(both[0][epoch], both[1][epoch], strict=True) for batch in pair]
+        assert steps[:5] == alone[epoch]
 
 
 def test_the_example_runs_alone(fresh_state, capsys):

@@ -237,3 +237,17 @@ def test_state_is_read_where_it_is_published() -> None:
     assert not window.advance()
     state.end_of_dataloader = True
     assert window.advance()
+
+
+def test_a_number_of_micro_batches_suffices(fresh_state):
+    window = Window(num_steps=3)
+    closes = []
+    for _ in range(6):
+        with window:
+            closes.append(GradientState().sync_gradients)
+    assert closes == [False, False, True] * 2
+    for wrong in ({}, {"num_steps": 2, "gradient_state": GradientState()}):
+        with pytest.raises(ValueError, match=r"Window takes num_steps.*pass one of them"):
+            Window(**wrong)
+    with pytest.raises(ValueError, match="num_steps=0; it takes an integer of at least 1"):
+        Window(num_steps=0)

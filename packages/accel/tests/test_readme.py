@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
-
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLE = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
+from accel_world import readme
+
+(EXAMPLE,) = readme.examples(__file__)
 
 
-def run_example():
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(EXAMPLE, "README.md", "exec"), {})
-    return printed.getvalue()
+def trained() -> tuple[int, float]:
+    names = readme.run(EXAMPLE)
+    loss = names["model"](names["batch"]).square().mean().item()
+    return names["accelerator"].num_processes, loss
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_example_runs(world, processes):
-    first, *others = world.run(run_example, size=processes)
-
-    assert first == f"{processes} process(es), 90 samples\n"
-    assert set(others) <= {""}
+def test_the_example_trains(world, processes):
+    assert readme.num_lines(EXAMPLE) <= readme.MOST_LINES
+    for size, loss in world.run(trained, size=processes):
+        assert size == processes
+        assert loss < 0.01

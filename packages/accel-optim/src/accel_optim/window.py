@@ -19,13 +19,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_optim.weight import Weight, WindowWeight, positive, ratio
+from accel_state.gradient import GradientState
+from accel_state.handlers import GradientAccumulationPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
     from accel_optim.weight import Gradients
-    from accel_state.gradient import GradientState
 
 __all__ = ["Window"]
 
@@ -47,10 +48,24 @@ class Window:
     with a weight, which together are divided by the weight of the whole window (`weigh`); not both.
 
     Args:
-        gradient_state: Where the settings are read, at every micro-batch, and the decision is published.
+        gradient_state: Where the settings are read, at every micro-batch, and the decision is published; by
+            default a new one, which optimizers and schedulers that are made afterwards follow.
+        num_steps: Micro-batches of a window, instead of a gradient_state.
+
+    Raises:
+        ValueError: If neither or both are given, or the number is below 1.
     """
 
-    def __init__(self, gradient_state: GradientState) -> None:
+    def __init__(self, gradient_state: GradientState | None = None, *, num_steps: int | None = None) -> None:
+        if (gradient_state is None) == (num_steps is None):
+            raise ValueError(
+                "Window takes num_steps, the micro-batches of a window, or a GradientState that has it: pass "
+                "one of them."
+            )
+        if gradient_state is None:
+            if num_steps is None or num_steps < 1:
+                raise ValueError(f"Window got num_steps={num_steps}; it takes an integer of at least 1.")
+            gradient_state = GradientState.new(GradientAccumulationPlugin(num_steps=num_steps))
         self.gradient_state = gradient_state
         self._step = 0
         self._depth = 0
