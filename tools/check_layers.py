@@ -1,4 +1,5 @@
-"""Check what the packages import and say to install: layers, dependencies, torch-free modules, short files.
+"""Check what the packages import and say to install: layers, dependencies, torch-free modules, the seam of
+engines, short files.
 
 Run from anywhere: `python tools/check_layers.py [repository]`. Reads source only and imports none of it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from repo_checks import declared, hints, layers, limits, torch_free
+from repo_checks import declared, engine_names, hints, layers, limits, torch_free
 from repo_checks.tree import Module, packages
 
 __all__ = ["main", "problems"]
@@ -28,6 +29,7 @@ def problems(root: Path) -> list[str]:
         *declared.check_examples(root, found),
         *hints.check_hints(root, found),
         *torch_free.check_torch_free(found),
+        *engine_names.check_engine_names(root, modules),
         *limits.check_environment(modules),
         *limits.check_sizes(modules),
         *limits.check_sizes(tools),

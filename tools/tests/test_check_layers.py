@@ -140,6 +140,21 @@ def test_a_dependency_that_points_upwards(repository):
     assert "accel_state may not depend on accel_ops" in check_layers.problems(repository)[0]
 
 
+def test_the_list_of_engine_names_only_shrinks(repository):
+    listed = repository / "tools" / "reference" / "engine_names.txt"
+    plant(repository, "accel_ops.up", "def is_deepspeed(fsdp_plugin):\n    return fsdp_plugin is None")
+    named = [problem.split(" belongs")[0] for problem in check_layers.problems(repository)]
+    assert named == ["accel_ops.up: fsdp_plugin", "accel_ops.up: is_deepspeed"]
+
+    listed.parent.mkdir(parents=True)
+    listed.write_text("# documented\naccel_ops.up: is_deepspeed fsdp_plugin\n")
+    assert check_layers.problems(repository) == []
+
+    plant(repository, "accel_ops.up", "def is_deepspeed():\n    return False")
+    (problem,) = check_layers.problems(repository)
+    assert "accel_ops.up has no fsdp_plugin any more: take the line out" in problem
+
+
 def test_what_the_examples_import_comes_with_their_extra(repository):
     (repository / "examples").mkdir()
     write(repository / "examples" / "data.py", "import os\nimport torch")

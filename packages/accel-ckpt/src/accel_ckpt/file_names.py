@@ -30,6 +30,7 @@ from pathlib import Path
 
 __all__ = [
     "CHECKPOINTS_DIR",
+    "ENGINE_ROLES",
     "MANIFEST",
     "SCALER",
     "buffers_file",
@@ -57,6 +58,9 @@ __all__ = [
 MANIFEST = "accel_manifest.json"
 SCALER = "scaler.pt"
 CHECKPOINTS_DIR = "checkpoints"
+
+ENGINE_ROLES = ("deepspeed", "megatron", "local")
+"""Roles of files that engines write and read by themselves."""
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _SHARD = r"model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin"

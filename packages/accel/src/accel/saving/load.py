@@ -91,7 +91,7 @@ def load_state(
         objects,
         run.process.rank,
         run.process,
-        hooked={*_left_to_hooks(run, len(models)), "deepspeed", "megatron", "local"},
+        hooked={*_left_to_hooks(run, len(models)), *file_names.ENGINE_ROLES},
         strict=strict,
         **options if len(others) == len(models) else {},
     )

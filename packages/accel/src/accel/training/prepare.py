@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.engines.common.loader import EngineLoader
+from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
 from accel.engines.context import Prepared
-from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
-from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
 from accel.training.uneven import warn_of_missing, warn_of_uneven
 from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
@@ -44,8 +43,8 @@ _made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple
 # Schedulers read optimizers, and optimizers read the parameters that models end up with.
 _KINDS: dict[str, Any] = {
     "model": torch.nn.Module,
-    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
-    "optimizer": (torch.optim.Optimizer, DummyOptim),
+    "scheduler": (LRScheduler, AcceleratedScheduler, SchedulerStandIn),
+    "optimizer": (torch.optim.Optimizer, OptimizerStandIn),
     "loader": (DataLoader, EngineLoader),
 }
 _BESIDE = ("scheduler", "loader", "own")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
+
 __all__ = ["DummyOptim", "DummyScheduler"]
 
 
-class DummyOptim:
+class DummyOptim(OptimizerStandIn):
     """Stands for the optimizer of DeepSpeed's configuration; `prepare` returns the real one.
 
     Args:
@@ -37,7 +39,7 @@ class DummyOptim:
         return [{**own, "params": self.params}]
 
 
-class DummyScheduler:
+class DummyScheduler(SchedulerStandIn):
     """Stands for the schedule of DeepSpeed's configuration; `prepare` returns the real one.
 
     Args:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.engines.common.stand_ins import SchedulerStandIn
+
 __all__ = ["MegatronLMDummyScheduler"]
 
 
-class MegatronLMDummyScheduler:
+class MegatronLMDummyScheduler(SchedulerStandIn):
     """Stands for the schedule that Megatron-LM makes.
 
     Args:

@@ -1,0 +1,13 @@
+"""What a script prepares in the place of an optimizer or a schedule that an engine makes by itself."""
+
+from __future__ import annotations
+
+__all__ = ["OptimizerStandIn", "SchedulerStandIn"]
+
+
+class OptimizerStandIn:
+    """Base of what stands for an optimizer; `prepare` hands it to the engine with the models."""
+
+
+class SchedulerStandIn:
+    """Base of what stands for a schedule; `prepare` asks the engine's `prepare_scheduler` for the real one."""
