@@ -1,4 +1,4 @@
-"""Names of single engines stay in `accel/engines`; what is documented elsewhere is listed, and the list shrinks."""
+"""Names of single engines stay in `accel/engines`; what is documented elsewhere is in a list that shrinks."""
 
 from __future__ import annotations
 

@@ -10,4 +10,4 @@ class OptimizerStandIn:
 
 
 class SchedulerStandIn:
-    """Base of what stands for a schedule; `prepare` asks the engine's `prepare_scheduler` for the real one."""
+    """Base of what stands for a schedule; `prepare` asks the engine for the real one."""
