@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from accel.accelerator import Accelerator
 from accel.engines.sharded.groups import choose_groups, ignored_parameters
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 
@@ -49,3 +52,36 @@ def test_a_policy_that_was_set_since_is_taken_without_a_word():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 
     assert choose_groups(model, plugin).modules == (model[0],)  # warnings are errors
+
+
+def choices_of_one_prepare(version: int) -> tuple[int, int, int]:
+    counted = mock.Mock(wraps=choose_groups)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="size_based_wrap")
+    with mock.patch("accel.engines.sharded.engine.choose_groups", counted):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        once = counted.call_count
+        two = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+        accelerator.prepare(*two, torch.optim.SGD(two[0].parameters(), lr=0.1))
+        return once, counted.call_count, len(accelerator.engine._groups)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_groups_are_chosen_once_for_each_model_and_forgotten(world, version):
+    assert world.run(choices_of_one_prepare, version) == [(1, 3, 0)] * 2
+
+
+def changes_after_a_refusal() -> int:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules="1")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).requires_grad_(False))
+    with pytest.raises(ValueError, match="Adafactor"):
+        accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+    model[1] = torch.nn.Linear(4, 3).requires_grad_(False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return sum(isinstance(item, DTensor) for item in model[1].parameters())
+
+
+def test_a_model_that_is_changed_after_a_refusal_is_looked_at_anew(world):
+    assert world.run(changes_after_a_refusal) == [0, 0]

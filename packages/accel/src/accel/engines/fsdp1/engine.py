@@ -35,7 +35,7 @@ from accel.engines.fsdp1.state import (
 from accel.engines.mesh.shard import check_ignored
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedStates, tell_upcast
-from accel.engines.sharded.groups import aliases, choose_groups
+from accel.engines.sharded.groups import aliases
 from accel.engines.sharded.initial_weights import Filling
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
@@ -234,11 +234,7 @@ class FSDP1Engine(ShardedEngine):
         taken = flat.flattened_modules(self._models)
         for model in fresh:
             check_apart(model, taken)
-        units = [
-            set(members)
-            for model in fresh
-            for members in flat.members_of(model, choose_groups(model, self.plugin))
-        ]
+        units = [set(members) for model in fresh for members in flat.members_of(model, self.groups_of(model))]
         for optimizer in (*objects.optimizers, *self._known):
             if not self.plugin.use_orig_params:
                 check_stateless(optimizer, fresh)
@@ -247,7 +243,7 @@ class FSDP1Engine(ShardedEngine):
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that does not fit the settings; nothing is changed."""
-        groups = choose_groups(model, self.plugin)
+        groups = self.groups_of(model)
         check_ignored(model, groups.ignored, self._mesh.size())
         upcasts = self.context.precision.is_mixed
         flat.check_flat_groups(model, groups, upcasts, bool(self.plugin.use_orig_params))
@@ -270,7 +266,8 @@ class FSDP1Engine(ShardedEngine):
         """Wrap the model; twice is once."""
         if self.is_done(model):
             return model
-        groups = choose_groups(model, self.plugin)
+        groups = self.groups_of(model)
+        self.forget_groups(model)
         if self.context.precision.is_mixed:
             tell_upcast(model, *flat.upcast_groups(model, groups))
         record, before = FlatRecord.of(model), aliases(model)

@@ -157,7 +157,7 @@ class MeshEngine(ShardedEngine):
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that does not fit the settings; nothing is changed."""
-        plan_for(model, self.plugin, self._meshes, self.context)
+        plan_for(model, self.plugin, self._meshes, self.context, self.groups_of(model))
 
     def is_done(self, model: torch.nn.Module) -> bool:
         """Whether the model is sharded already."""
@@ -177,6 +177,7 @@ class MeshEngine(ShardedEngine):
         if self.context.fp8 is not None and not self.is_done(model):
             before = aliases(model)
             self.context.fp8.convert(model, self._meshes.fsdp is not None and not evaluation_mode)
+            self.forget_groups(model)  # they may have modules that were replaced
             self.owner.replaced.note(before, model)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
@@ -190,7 +191,8 @@ class MeshEngine(ShardedEngine):
         """Shard the model in place; twice is once."""
         plain = getattr(model, "_orig_mod", model)
         if not self.is_done(model):
-            plan = plan_for(model, self.plugin, self._meshes, self.context)
+            plan = plan_for(model, self.plugin, self._meshes, self.context, self.groups_of(model))
+            self.forget_groups(model)
             before = aliases(model)
             model = plain = parallelize(model, plan)
             self.owner.add(plain, before)

@@ -16,7 +16,7 @@ from accel.engines.mesh.shard import Sharding, check_dtypes, check_ignored, shar
 from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.engine import tell_upcast
-from accel.engines.sharded.groups import choose_groups
+from accel.engines.sharded.groups import Groups
 from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
 from accel_state.logging.warning import warn
 
@@ -114,13 +114,20 @@ def plan_for(
     plugin: FullyShardedDataParallelPlugin,
     meshes: Meshes,
     context: EngineContext,
+    chosen: Groups,
 ) -> Plan:
     """Decide what is done to a model, and refuse what cannot be done; nothing is changed.
+
+    Args:
+        model: The model.
+        plugin: The settings.
+        meshes: The axes.
+        context: What the engine knows.
+        chosen: The model's groups.
 
     Raises:
         ValueError: If the model and the settings do not fit; the message names the fix.
     """
-    chosen = choose_groups(model, plugin)
     groups, ignored = chosen.modules, chosen.ignored
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp

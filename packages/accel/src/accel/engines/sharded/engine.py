@@ -17,7 +17,7 @@ from accel.engines.common.loose import parameters_of
 from accel.engines.common.missing_weights import refusing_together
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
-from accel.engines.sharded.groups import choose_groups
+from accel.engines.sharded.groups import Groups, choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.logging.warning import warn
 
@@ -88,6 +88,7 @@ class ShardedEngine(Engine):
         ensure_group(context.process)
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._groups: dict[torch.nn.Module, Groups] = {}  # of the call of prepare that is under way
 
     @property
     def copies(self) -> int:
@@ -110,7 +111,7 @@ class ShardedEngine(Engine):
         for model in fresh:
             self.check_model(model)
             if self.name != "tp":  # by itself it splits what its plan names, and leaves the rest whole
-                ignored = choose_groups(model, self.plugin).ignored
+                ignored = self.groups_of(model).ignored
                 check_layout(model, self.name, ignored, strided=self.version == 1)
                 check_sparse(model, self.name, ignored)
 
@@ -120,8 +121,30 @@ class ShardedEngine(Engine):
         models = () if objects.evaluation_mode else objects.models
         fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
         whose = "the first" if self.sends_weights else "all"
-        with refusing_together(fresh, whose, self.context.process):
-            self.check(objects)
+        self.forget_groups()
+        try:
+            with refusing_together(fresh, whose, self.context.process):
+                self.check(objects)
+        except BaseException:
+            self.forget_groups()  # the model may be changed before it is prepared again
+            raise
+
+    def groups_of(self, model: torch.nn.Module) -> Groups:
+        """Which parts of a model are treated by themselves: chosen once in each call of prepare.
+
+        Raises:
+            ValueError: As `choose_groups`.
+        """
+        if model not in self._groups:
+            self._groups[model] = choose_groups(model, self.plugin)
+        return self._groups[model]
+
+    def forget_groups(self, model: torch.nn.Module | None = None) -> None:
+        """Choose the groups of a model anew, or of all: it may have changed."""
+        if model is None:
+            self._groups.clear()
+        else:
+            self._groups.pop(model, None)
 
     @property
     def sends_weights(self) -> bool:
@@ -155,11 +178,20 @@ class ShardedEngine(Engine):
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Shard models, and point all optimizers to the new parameters, whichever was prepared first."""
-        done = super().prepare(objects)
+        try:
+            done = super().prepare(objects)
+        finally:
+            self.forget_groups()
         for optimizer in self._known:
             self.repoint(optimizer)
         self.owner.take(parameters_of(self._known))
         return done
+
+    def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
+        """Replace layers by those of fp8, after which groups have other modules."""
+        super().convert_model(model, evaluation_mode)
+        if self.context.fp8 is not None:
+            self.forget_groups(model)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """As the base engine does; sharding places parameters by itself, group by group."""
