@@ -131,19 +131,20 @@ class Engine:
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
-        if self.context.fp8 is not None:
-            objects = self.context.fp8.initialize(objects)
+        if self.context.fp8 is not None and not objects.evaluation_mode:
+            models, optimizers = self.context.fp8.initialize(objects.models, objects.optimizers)
+            objects = replace(objects, models=models, optimizers=optimizers)
         place = objects.place_models or (True,) * len(objects.models)
-        models = tuple(
+        prepared = tuple(
             self.prepare_model(model, put, objects.evaluation_mode)
             for model, put in zip(objects.models, place, strict=True)
         )
         place = objects.place_optimizers or (True,) * len(objects.optimizers)
-        optimizers = tuple(
+        wrapped = tuple(
             self.prepare_optimizer(optimizer, put)
             for optimizer, put in zip(objects.optimizers, place, strict=True)
         )
-        return replace(objects, models=models, optimizers=optimizers)
+        return replace(objects, models=prepared, optimizers=wrapped)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """Place, convert to fp8, cast, wrap and compile one model, in this order."""

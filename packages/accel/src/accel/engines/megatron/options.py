@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any
 
 from accel.engines.common.ignored import tell_ignored
 from accel_state.imports.packages import install_hint, is_package_available
-
-if TYPE_CHECKING:
-    from accel.engines.megatron.plugin import MegatronLMPlugin
 
 __all__ = ["refuse_conflicts", "refuse_without_transformer_engine", "tell_unused"]
 
@@ -29,7 +26,7 @@ _OF_DATASETS = (
 _LOOP = "an option of Megatron-LM's own training loop; log with Accelerator(log_with='tensorboard')"
 
 
-def refuse_conflicts(plugin: MegatronLMPlugin) -> None:
+def refuse_conflicts(plugin: Any) -> None:
     """Refuse settings of which megatron-core would read one and drop another.
 
     Args:
@@ -63,7 +60,7 @@ def refuse_conflicts(plugin: MegatronLMPlugin) -> None:
         )
 
 
-def refuse_without_transformer_engine(plugin: MegatronLMPlugin) -> None:
+def refuse_without_transformer_engine(plugin: Any) -> None:
     """Refuse settings that layers of Transformer Engine alone can do, where it is not installed.
 
     Args:
@@ -88,7 +85,7 @@ def refuse_without_transformer_engine(plugin: MegatronLMPlugin) -> None:
         )
 
 
-def tell_unused(plugin: MegatronLMPlugin) -> None:
+def tell_unused(plugin: Any) -> None:
     """Warn of settings that are given and that nothing reads, each with the reason.
 
     Args:
@@ -112,5 +109,5 @@ def tell_unused(plugin: MegatronLMPlugin) -> None:
     tell_ignored(plugin, {name: reasons[name] for name in unread})
 
 
-def _has_experts(plugin: MegatronLMPlugin) -> bool:
+def _has_experts(plugin: Any) -> bool:
     return (plugin.other_megatron_args or {}).get("num_moe_experts") is not None

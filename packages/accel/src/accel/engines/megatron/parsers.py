@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from accel.engines.megatron.plugin import MegatronLMPlugin
 
 __all__ = ["add_model_config_to_megatron_parser", "parse_model_config"]
 
-Parser = Callable[["MegatronLMPlugin", Any, Any], dict[str, Any]]
+Parser = Callable[[Any, Any, Any], dict[str, Any]]
 
 _PARSERS: dict[str, Parser] = {}
 
@@ -36,7 +35,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-def parse_model_config(plugin: MegatronLMPlugin, model: torch.nn.Module, batch_data: Any) -> dict[str, Any]:
+def parse_model_config(plugin: Any, model: torch.nn.Module, batch_data: Any) -> dict[str, Any]:
     """Describe a model by Megatron-LM's names.
 
     Args:
@@ -65,22 +64,22 @@ def parse_model_config(plugin: MegatronLMPlugin, model: torch.nn.Module, batch_d
     return found
 
 
-def _padded(vocab_size: int, plugin: MegatronLMPlugin) -> int:
+def _padded(vocab_size: int, plugin: Any) -> int:
     """The vocabulary made divisible for tensor parallelism, as Megatron-LM does (128 per process)."""
     multiple = 128 * (plugin.tp_degree or 1)
     return -(-vocab_size // multiple) * multiple
 
 
-def _length(plugin: MegatronLMPlugin, batch_data: Any, longest: int) -> int:
+def _length(plugin: Any, batch_data: Any, longest: int) -> int:
     if plugin.seq_length is not None:
-        return plugin.seq_length
+        return int(plugin.seq_length)
     if batch_data is not None:
         return int(batch_data["input_ids"].shape[1])
     return longest
 
 
 @add_model_config_to_megatron_parser("gpt2")
-def _gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _gpt2(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
     return {
         "model_type_name": "gpt",
@@ -100,7 +99,7 @@ def _gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, An
 
 
 @add_model_config_to_megatron_parser("llama")
-def _llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _llama(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     return {
@@ -128,7 +127,7 @@ def _llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, A
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
-def _bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _bert(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
     kind = type(model).__name__.lower()
     return {
@@ -153,7 +152,7 @@ def _bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, An
 
 
 @add_model_config_to_megatron_parser("t5")
-def _t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _t5(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
     return {
         "model_type_name": "t5",

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.fsdp import wrap
 
 from accel.engines.common.ignored import tell_ignored
 from accel_state import env
 
-if TYPE_CHECKING:
-    from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
-
 __all__ = ["tell_unused"]
 
 
-def tell_unused(plugin: FullyShardedDataParallelPlugin) -> None:
+def tell_unused(plugin: Any) -> None:
     """Warn of settings that nothing reads, each with the reason, and take them out.
 
     Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.models.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -19,7 +20,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     import torch
 
-    from accel.engines.context import Prepared
 
 __all__ = ["Fp8", "resolve_fp8"]
 
@@ -57,19 +57,28 @@ class Fp8:
 
             te.apply(model, self.recipe)
 
-    def initialize(self, objects: Prepared) -> Prepared:
+    def initialize(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[tuple[torch.nn.Module, ...], tuple[torch.optim.Optimizer, ...]]:
         """Let the library wrap models together with optimizers, where it does (MS-AMP).
+
+        Args:
+            models: What is trained.
+            optimizers: The optimizers of the same call.
+
+        Returns:
+            What takes their places.
 
         Raises:
             ImportError: If the library is not there.
             ValueError: If it cannot take these objects.
         """
-        if self.backend != "MSAMP" or not objects.models or objects.evaluation_mode:
-            return objects
+        if self.backend != "MSAMP" or not models:
+            return tuple(models), tuple(optimizers)
         from accel.models.fp8 import msamp
 
-        model, optimizer = msamp.initialize(objects.models, objects.optimizers, self.recipe.opt_level)
-        return replace(objects, models=(model,), optimizers=(optimizer,))
+        model, optimizer = msamp.initialize(models, optimizers, self.recipe.opt_level)
+        return (model,), (optimizer,)
 
 
 def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
