@@ -10,6 +10,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,16 @@ from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.staging import release_memory, staged
-from accel_ckpt.run.reader import open_checkpoint
-from accel_ckpt.sharded import dcp_reader
-from accel_ckpt.sharded.save_load import Parts, load_parts, load_sharded_state, save_sharded_state
+from accel_ckpt.run.reader import Reading, open_checkpoint
+from accel_ckpt.sharded import dcp_reader, save_load
+from accel_ckpt.sharded import optimizer as optimizer_state
+from accel_ckpt.sharded.save_load import (
+    Parts,
+    compare_parts,
+    load_parts,
+    load_sharded_state,
+    save_sharded_state,
+)
 from accel_state.process.state import current_process
 
 
@@ -48,6 +56,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def load_what_fits(reading: Reading, parts: Parts) -> None:
+    process = current_process()
+    compared = compare_parts(reading.folder, reading.names, parts, process)
+    load_parts(reading.folder, parts, process, compared, strict=False)
 
 
 def save_after_three(folder: str) -> list[float]:
@@ -216,7 +230,7 @@ def test_weights_that_differ_are_itemised_and_what_fits_is_restored(tmp_path: Pa
         assert line in str(error.value)
     assert torch.equal(model[0].weight, before[1])
     reading = open_checkpoint(tmp_path / "c", current_process(), None, {}, True)
-    load_parts(reading.folder, reading.names, Parts.of([model], []), current_process(), strict=False)
+    load_what_fits(reading, Parts.of([model], []))
     assert torch.equal(model[2].weight, before[0])
     assert not torch.equal(model[0].weight, before[1])
 
@@ -241,7 +255,7 @@ def test_optimizers_whose_state_differs_are_itemised_before_anything_is_changed(
     assert not adam.state
 
     reading = open_checkpoint(tmp_path / "heavy", current_process(), None, {}, True)
-    load_parts(reading.folder, reading.names, Parts.of([model], [adam]), current_process(), strict=False)
+    load_what_fits(reading, Parts.of([model], [adam]))
     assert not torch.equal(model[0].weight, before)
     assert not adam.state
 
@@ -436,3 +450,28 @@ def test_when_one_cannot_make_state_all_fail(world: Any, tmp_path: Path) -> None
 def test_an_optimizer_of_nothing_is_saved(tmp_path: Path) -> None:
     model, _ = make(0)
     save_sharded_state(tmp_path / "c", [model], [torch.optim.AdamW([{"params": []}])])
+
+
+def reads_of_one_load(folder: str) -> tuple[dict[str, int], int]:
+    model, optimizer = make(1)
+    indexes: dict[str, int] = {}
+    read, made = dcp_reader.read_metadata, mock.Mock(wraps=optimizer_state._new_state)
+
+    def counted(place: Path) -> Any:
+        indexes[place.name] = indexes.get(place.name, 0) + 1
+        return read(place)
+
+    with (
+        mock.patch.object(dcp_reader, "read_metadata", counted),
+        mock.patch.object(save_load, "read_metadata", counted),
+        mock.patch.object(optimizer_state, "_new_state", made),
+    ):
+        load_sharded_state(folder, [model], [optimizer])
+    return indexes, made.call_count
+
+
+def test_a_load_reads_each_index_once_and_makes_an_optimizers_state_once(world, tmp_path):
+    folder = str(tmp_path / "run")
+    world.run(save_after_three, folder)
+    expected = {"pytorch_model_fsdp_0": 1, "optimizer_0": 1}
+    assert world.run(reads_of_one_load, folder) == [(expected, 1)] * 2

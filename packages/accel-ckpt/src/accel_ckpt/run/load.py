@@ -179,7 +179,8 @@ def restore(
     if objects.parts is not None:
         from accel_ckpt.sharded.save_load import compare_parts, load_parts  # takes most of a second to import
 
-        different = compare_parts(reading.folder, reading.names, objects.parts, process)
+        compared = compare_parts(reading.folder, reading.names, objects.parts, process)
+        different = compared.differences
 
     def check() -> Findings:
         findings = audit(
@@ -237,7 +238,7 @@ def restore(
     findings = together(check, process, "comparing the checkpoint with the objects given")
     generators = _random_states(reading, process_index, process)
     if objects.parts is not None:
-        left += load_parts(reading.folder, reading.names, objects.parts, process, strict is not False)
+        left += load_parts(reading.folder, objects.parts, process, compared, strict is not False)
     registered = _load_registered(reading, objects, process)
     return together(load, process, "loading the checkpoint")
 

@@ -125,7 +125,10 @@ def load_registered_parts(
     place = folder / file_names.custom_folder(index)
     parts: dict[str, torch.Tensor] = {}
     if any(name.startswith(f"{place.name}/") for name in names):
-        entries = {name.removeprefix("parts."): entry for name, entry in read_index(place, process).items()}
+        index_read = read_index(place, process)
+        entries: dict[str, Any] = {
+            name.removeprefix("parts."): entry for name, entry in index_read.state_dict_metadata.items()
+        }
         paths = {value[_NAME]: path for path, value in _tensors(saved).items() if isinstance(value, dict)}
         for name, path in paths.items():
             if sharded and not _fits(present.get(path), entries[name]):
@@ -136,7 +139,7 @@ def load_registered_parts(
                     "that saved; an optimizer is prepared instead of registered."
                 )
             parts[name] = _empty(present.get(path), entries[name])
-        read_folder({"parts": parts}, place, process)
+        read_folder({"parts": parts}, place, process, index_read)
 
     def put(path: str, value: Any) -> Any:
         return parts[value[_NAME]] if isinstance(value, dict) else _laid_out(value, present.get(path))

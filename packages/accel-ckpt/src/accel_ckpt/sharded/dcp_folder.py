@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,13 +46,14 @@ def write_folder(
     )
 
 
-def read_folder(state: dict[str, Any], folder: Path, process: Process) -> None:
+def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Metadata | None = None) -> None:
     """Read a folder of DCP into the tensors of a state dict. Every process must call it.
 
     Args:
         state: The state dict, with the parts that this process needs.
         folder: The folder.
         process: This process.
+        index: What `read_index` returned for it, if it was read before.
 
     Raises:
         CheckpointError: If the folder does not have what the state dict needs.
@@ -60,13 +62,13 @@ def read_folder(state: dict[str, Any], folder: Path, process: Process) -> None:
 
     def read() -> None:
         alone = process.world_size == 1
-        load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
+        load(state, storage_reader=SafeReader(folder, index), planner=SafePlanner(), no_dist=alone)
 
     _collective(read, process, f"reading {folder.name}")
 
 
-def read_index(folder: Path, process: Process) -> Mapping[str, Any]:
-    """Read what a folder of DCP has, by name. Every process must call it.
+def read_index(folder: Path, process: Process) -> Metadata:
+    """Read the index of a folder of DCP: what it has, by name, and where. Every process must call it.
 
     Args:
         folder: The folder.
@@ -75,7 +77,7 @@ def read_index(folder: Path, process: Process) -> Mapping[str, Any]:
     Raises:
         Exception: What went wrong here; a CheckpointError on the other processes.
     """
-    return together(lambda: read_metadata(folder).state_dict_metadata, process, f"reading {folder.name}")
+    return together(lambda: read_metadata(folder), process, f"reading {folder.name}")
 
 
 def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:

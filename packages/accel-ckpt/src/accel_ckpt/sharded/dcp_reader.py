@@ -168,11 +168,22 @@ def read_piece(piece: Piece) -> torch.Tensor:
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder for `torch.distributed.checkpoint.load`, with the checks of `read_metadata`."""
+    """Reads a folder for `torch.distributed.checkpoint.load`, with the checks of `read_metadata`.
+
+    Args:
+        folder: The folder.
+        index: Its index, if it was read before.
+    """
+
+    def __init__(self, folder: Path, index: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index."""
-        return read_metadata(Path(self.path))
+        """Read the index, once."""
+        if self._index is None:
+            self._index = read_metadata(Path(self.path))
+        return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for, file by file, so that an error names the file."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -33,6 +34,7 @@ __all__ = [
     "parts_to_save",
     "quiet",
     "set_state",
+    "state_to_read",
     "state_to_save",
     "unchanged_by_failure",
 ]
@@ -103,26 +105,17 @@ def set_state(
             raise ValueError(f"the checkpoint has state for {left}, and none for others. {_FLAT}")
 
 
-def different_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    folder: Path,
-    saved: Collection[str],
-    process: Process,
-) -> tuple[list[str], list[str]]:
-    """Compare the state in a folder with what an optimizer needs. Every process must call it.
+def different_state(state: dict[str, Any], saved: Collection[str]) -> tuple[list[str], list[str]]:
+    """Compare what an optimizer needs with the state in a folder.
 
     Args:
-        model: The model that has its parameters.
-        optimizer: The optimizer, which is left as it is.
-        folder: The folder of DCP.
-        saved: What its index names.
-        process: This process.
+        state: What `state_to_read` returned.
+        saved: What the folder's index names.
 
     Returns:
         What the folder does not have, and what it has too much; sorted.
     """
-    wanted = flatten_state_dict(_state_to_read(model, optimizer, folder, saved, process))[0].keys()
+    wanted = flatten_state_dict(state)[0].keys()
     return sorted(wanted - set(saved)), sorted(set(saved) - wanted)
 
 
@@ -132,6 +125,9 @@ def load_state_in_parts(
     folder: Path,
     process: Process,
     strict: bool = True,
+    *,
+    index: Metadata | None = None,
+    state: dict[str, Any] | None = None,
 ) -> bool:
     """Load an optimizer's state from a folder, on all processes or on none. Every process must call it.
 
@@ -141,6 +137,8 @@ def load_state_in_parts(
         folder: The folder of DCP.
         process: This process.
         strict: False to leave the optimizer as it is if the folder lacks a part of what it needs.
+        index: The folder's index, if it was read before.
+        state: What `state_to_read` returned, if it was called before; it is filled.
 
     Returns:
         Whether it was loaded.
@@ -149,11 +147,13 @@ def load_state_in_parts(
         CheckpointError: If the folder does not have what the optimizer needs.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
-    saved = read_index(folder, process)
-    state = _state_to_read(model, optimizer, folder, saved, process)
-    if not strict and flatten_state_dict(state)[0].keys() - saved.keys():
+    if index is None:
+        index = read_index(folder, process)
+    if state is None:
+        state = state_to_read(model, optimizer, folder, index, process)
+    if not strict and different_state(state, index.state_dict_metadata)[0]:
         return False
-    read_folder(state, folder, process)
+    read_folder(state, folder, process, index)
     with unchanged_by_failure(optimizer):
         together(lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}")
     return True
@@ -251,17 +251,28 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         vars(optimizer).update(kept)
 
 
-def _state_to_read(
+def state_to_read(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     folder: Path,
-    saved: Collection[str],
+    index: Metadata,
     process: Process,
 ) -> dict[str, Any]:
-    """Return what is to be read of a folder, in new tensors, without parameters that had no state."""
+    """Return what is to be read of a folder, in new tensors, without parameters that had no state.
+
+    Every process must call it.
+
+    Args:
+        model: The model that has the optimizer's parameters.
+        optimizer: The optimizer, which is left as it is.
+        folder: The folder of DCP.
+        index: Its index.
+        process: This process.
+    """
+    saved = index.state_dict_metadata
     begin, end = "optimizer.param_groups.", ".params"
     named = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
-    read_folder(named, folder, process)
+    read_folder(named, folder, process, index)
     known = {name for names in named.values() for name in names}
     there = {key[:end] for key in saved for end, letter in enumerate(f"{key}.") if letter == "."}
     state = _new_state(model, optimizer, process)

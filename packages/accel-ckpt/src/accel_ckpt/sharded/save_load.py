@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,14 +32,15 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.run.reader import open_checkpoint
-from accel_ckpt.sharded.dcp_folder import read_folder, read_index, write_folder
+from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
-from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save
+from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save, state_to_read
 from accel_ops.trees.walk import recursively_apply
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
 __all__ = [
+    "Comparison",
     "Parts",
     "compare_parts",
     "load_parts",
@@ -97,6 +99,22 @@ class Parts:
                 for i in range(len(self.optimizers))
             ),
         ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What folders have, beside what is to be loaded from them.
+
+    Attributes:
+        differences: One line for each folder that is missing, for each weight that differs or is on one side
+            alone, and for each part of an optimizer's state that is.
+        indexes: The index of each folder, by its name.
+        states: By the number of an optimizer, the new tensors that its state is read into.
+    """
+
+    differences: list[str]
+    indexes: dict[str, Metadata]
+    states: dict[int, dict[str, Any]]
 
 
 def save_sharded_state(
@@ -162,13 +180,13 @@ def load_sharded_state(
     parts = Parts.of(models, optimizers, owners)
     process = current_process() if process is None else process
     reading = open_checkpoint(Path(input_dir), process, None, {}, verify)
-    differences = compare_parts(reading.folder, reading.names, parts, process)
-    if differences:
-        raise CheckpointError(f"{reading.folder} is of other objects: {'; '.join(differences)}.")
-    load_parts(reading.folder, reading.names, parts, process)
+    compared = compare_parts(reading.folder, reading.names, parts, process)
+    if compared.differences:
+        raise CheckpointError(f"{reading.folder} is of other objects: {'; '.join(compared.differences)}.")
+    load_parts(reading.folder, parts, process, compared)
 
 
-def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: Process) -> list[str]:
+def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: Process) -> Comparison:
     """Compare folders with the models and optimizers that they are for. Every process must call it.
 
     Args:
@@ -176,18 +194,16 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
         names: Its files.
         parts: What is to be loaded.
         process: This process.
-
-    Returns:
-        One line for each folder that is missing, for each weight that differs or is on one side alone, and
-        for each part of an optimizer's state that is.
     """
     task = "comparing the checkpoint with the objects given"
 
-    def read() -> dict[str, Mapping[str, Any]]:
+    def read() -> dict[str, Metadata]:
         there = [name for _, name in parts.folders() if _has(names, name)]
-        return {name: read_metadata(folder / name).state_dict_metadata for name in there}
+        return {name: read_metadata(folder / name) for name in there}
 
-    saved = together(read, process, task)
+    indexes = together(read, process, task)
+    saved = {name: index.state_dict_metadata for name, index in indexes.items()}
+    states = {}
     found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
     for index, model in enumerate(parts.models):
         name = file_names.sharded_model_folder(index)
@@ -197,23 +213,24 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
     for index, optimizer in enumerate(parts.optimizers):
         name = file_names.sharded_optimizer_folder(index)
         if name in saved:
-            place = folder / name
-            missing, surplus = different_state(parts.owner(index), optimizer, place, saved[name], process)
+            owner = parts.owner(index)
+            states[index] = state_to_read(owner, optimizer, folder / name, indexes[name], process)
+            missing, surplus = different_state(states[index], saved[name])
             found += [f"{name} has no {key} for optimizer {index}" for key in missing]
             found += [f"{name} has {key}, which is not in optimizer {index}" for key in surplus]
-    return found
+    return Comparison(found, indexes, states)
 
 
 def load_parts(
-    folder: Path, names: Collection[str], parts: Parts, process: Process, strict: bool = True
+    folder: Path, parts: Parts, process: Process, compared: Comparison, strict: bool = True
 ) -> list[torch.optim.Optimizer]:
     """Load models and optimizers from their folders. Every process must call it.
 
     Args:
         folder: The checkpoint folder, checked.
-        names: Its files.
         parts: What to load into.
         process: This process.
+        compared: What `compare_parts` returned for it; the states in it are used up.
         strict: False to leave weights as they are that the folder does not have in their shape, objects
             that have no folder, and optimizers of whose state a part is missing.
 
@@ -225,21 +242,28 @@ def load_parts(
     """
     for index, model in enumerate(parts.models):
         name = file_names.sharded_model_folder(index)
-        if strict or _has(names, name):
+        if strict or name in compared.indexes:
+            index_read = compared.indexes[name]
             weights = get_model_state_dict(model)
             if not strict:
-                saved = read_index(folder / name, process)
+                saved = index_read.state_dict_metadata
                 weights = {
                     key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
                 }
-            read_folder({"model": weights}, folder / name, process)
+            read_folder({"model": weights}, folder / name, process, index_read)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
     left = []
     for index, optimizer in enumerate(parts.optimizers):
         name = file_names.sharded_optimizer_folder(index)
-        there = strict or _has(names, name)
+        there = strict or name in compared.indexes
         if not there or not load_state_in_parts(
-            parts.owner(index), optimizer, folder / name, process, strict
+            parts.owner(index),
+            optimizer,
+            folder / name,
+            process,
+            strict,
+            index=compared.indexes[name],
+            state=compared.states.pop(index),
         ):
             left.append(optimizer)
     return left
