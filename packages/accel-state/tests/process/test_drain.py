@@ -51,6 +51,24 @@ def test_waits_until_the_thread_is_done() -> None:
         assert not works()
 
 
+def test_waits_for_a_thread_that_wants_the_lock() -> None:
+    """It mostly sleeps, as an idle one does, and is asked for again and again by the kernel alone."""
+    started, end = threading.Event(), time.monotonic() + 0.5
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD)
+        started.set()
+        while time.monotonic() < end:
+            time.sleep(0.002)  # a wait in C++, say; then it needs the lock
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    settle(limit_s=60)
+    assert time.monotonic() >= end - 0.01
+    thread.join()
+
+
 def test_waits_no_longer_than_its_limit() -> None:
     with busy_thread(THREAD, 2_000_000) as works:
         begin = time.monotonic()

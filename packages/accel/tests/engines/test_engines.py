@@ -36,8 +36,9 @@ def make_data(count: int = 24) -> TensorDataset:
 
 
 def test_every_row_leads_to_an_engine():
-    for name in ENGINES.keys() - {"megatron_lm", "xla"}:  # whose libraries are missing here
-        assert issubclass(find_engine(name), Engine)
+    for name, row in ENGINES.items():
+        if not row.needs:  # the libraries of others may be missing
+            assert issubclass(find_engine(name), Engine)
     assert find_engine("single") is SingleEngine
     assert find_engine("ddp") is DDPEngine
     with pytest.raises(ValueError, match="no engine 'dpp'; there are single, ddp, fsdp1"):

@@ -301,8 +301,8 @@ def main() -> None:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
                 return interrupted(folder, mode, at if rank == victim else sys.maxsize)
 
-        # Others notice the loss by themselves, or are killed with the victim.
-        code = stopped(forked(save, size, base), victim, 10 if at % 2 else 0)
+        # At some points others notice the loss by themselves, which takes seconds; else they are killed too.
+        code = stopped(forked(save, size, base), victim, 10 if at % 8 == 1 else 0)
         assert code in ((0, 7) if mode in (*ERRORS, "size") else (0, -signal.SIGKILL)), (at, code)
         newest.append(newest_in(folder))
         codes = [ended(pid, 60) for pid in forked(lambda _: resumed(folder, expected), size, base)]  # noqa: B023

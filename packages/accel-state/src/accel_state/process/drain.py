@@ -13,6 +13,7 @@ too:
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -20,30 +21,52 @@ __all__ = ["settle"]
 
 _THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # Linux; elsewhere there is the first short wait alone
-_PAUSE_S = 0.001
-_QUIET_LOOKS = 2  # in a row: between a look and the next the thread could take the lock, and did not want it
+_PAUSE_S = _INTERVAL_S = 0.001
 
 
-def settle(limit_s: float = 1.0) -> None:
-    """Wait until no thread of gloo is at work.
+def settle(limit_s: float = 10.0) -> None:
+    """Wait until no thread of gloo is at work, or waits for the interpreter's lock.
+
+    A thread that waits for the lock sleeps as an idle one does, but wakes once in each switch interval (which
+    is short meanwhile) to ask for it. So the threads are idle if none has woken while this one kept the lock
+    for several of them: also on a machine so busy that a thread which is given the lock does not run at once.
 
     Args:
         limit_s: How long to wait at most, in seconds.
     """
     until = time.monotonic() + limit_s
-    quiet = 0
-    while quiet < _QUIET_LOOKS and time.monotonic() < until:
-        time.sleep(_PAUSE_S)  # gives the lock to whoever waits for it
-        quiet = 0 if _at_work() else quiet + 1
-
-
-def _at_work() -> bool:
-    return any(_is_running(task) for task in _TASKS.glob("*"))
-
-
-def _is_running(task: Path) -> bool:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_INTERVAL_S)
     try:
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:  # the thread has ended
-        return False
-    return name == _THREAD and rest.split()[0] in "RD"
+        time.sleep(_PAUSE_S)  # gives the lock to whoever waits for it, and it asks anew from now on
+        before = _wakings()
+        while before and time.monotonic() < until:
+            _keep_lock(4 * _INTERVAL_S)
+            now = _wakings()
+            if now == before and not any(state in "RD" for state, _ in now.values()):
+                return
+            time.sleep(_PAUSE_S)
+            before = _wakings()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _keep_lock(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def _wakings() -> dict[str, tuple[str, int]]:
+    """By thread of gloo: its state, and how often it has run and stopped."""
+    found = {}
+    for task in _TASKS.glob("*"):
+        try:
+            if (task / "comm").read_text().strip() != _THREAD:
+                continue
+            status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        except OSError:  # the thread has ended
+            continue
+        switches = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
+        found[task.name] = status["State"].split()[0], switches
+    return found
