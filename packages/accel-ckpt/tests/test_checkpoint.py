@@ -174,3 +174,33 @@ def test_an_object_that_is_missing_in_the_folder_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"optimizer\.bin"):
         accel_ckpt.load(folder, model=training.model, optimizer=training.optimizer)
     assert accel_ckpt.load(folder, model=training.model) == 0
+
+
+class Average:
+    """A shadow of a model's parameters, as sharded as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: item.detach().clone() for name, item in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.shadow)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            self.shadow[name].copy_(value)
+
+
+def average_of_shards(folder: str) -> tuple[list[float], list[float]]:
+    training = Training("sharded", 0)
+    average = Average(training.model)
+    before = [float(item.full_tensor().sum()) for item in average.shadow.values()]
+    accel_ckpt.save(folder, model=training.model, others=average)
+    for item in average.shadow.values():
+        item.zero_()
+    accel_ckpt.load(folder, model=training.model, others=average)
+    return before, [float(item.full_tensor().sum()) for item in average.shadow.values()]
+
+
+def test_parts_of_other_objects_are_those_of_each_process(world, tmp_path):
+    for before, after in world.run(average_of_shards, str(tmp_path / "run")):
+        assert after == before

@@ -13,14 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.file_names import MANIFEST, role_of
+from accel_ckpt.file_names import MANIFEST, custom_file, role_of
 from accel_ckpt.files import digests
 from accel_ckpt.folder import manifest, recovery
-from accel_ckpt.folder.staging import staged
+from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.run.load import Objects, restore
 from accel_ckpt.run.reader import open_checkpoint
 from accel_ckpt.run.save import save_accelerator_state, save_custom_state
 from accel_ops.modules import extract_model_from_parallel
+from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
 __all__ = ["load", "save", "verify"]
@@ -55,8 +57,9 @@ def save(
         optimizer: An optimizer, or a list.
         scheduler: A learning rate scheduler, or a list.
         loader: A loader with a `state_dict`, as those of accel-data, or a list.
-        scaler: The loss scaler of fp16 training.
-        others: Any object with a `state_dict`, or a list.
+        scaler: The loss scaler of fp16 training, after its `update`.
+        others: Any object with a `state_dict`, or a list. Beside a sharded model their DTensors are saved in
+            parts too.
         step: How far the training is; `load` returns it.
         blocking: False to copy the state, and write and commit it in the background: `wait` waits for it, as
             the next save and load do.
@@ -93,7 +96,10 @@ def save(
             roots = list(map(_root, models))
             save_sharded_state(staging.path, roots, optimizers, owners=owners, process=process)
         for index, item in enumerate(_listed(others)):
-            save_custom_state(item, staging.path, index)
+            if in_parts:
+                _save_in_parts(item, index, staging, process)
+            else:
+                save_custom_state(item, staging.path, index)
         return staging.target
 
 
@@ -155,6 +161,7 @@ def load(
         scaler,
         _listed(others),
         parts,
+        sharded=any(map(_is_sharded, models)),
     )
     restore(reading, objects, process.rank, process, strict=strict)
     return int(reading.facts.get(_STEP, 0))
@@ -178,6 +185,17 @@ def verify(folder: Folder) -> None:
     if described is None:
         raise CheckpointError(f"{found} has no {MANIFEST}: there is nothing to check its files by.")
     digests.verify(found, described.files, described.chunk_bytes, algorithm=described.algorithm)
+
+
+def _save_in_parts(item: Any, index: int, staging: Staging, process: Process) -> None:
+    """Write an object's state, of which each process may have a part."""
+    from accel_ckpt.run.registered import refuse_local_parts, save_registered_parts
+
+    state = together(item.state_dict, process, f"state_dict of object {index} of others")
+    refuse_local_parts(item, index, state, process)
+    state = save_registered_parts(index, state, staging, process)
+    if staging.writes_shared:
+        staging.write(state, custom_file(index))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -63,8 +63,8 @@ class Window:
                 "one of them."
             )
         if gradient_state is None:
-            if num_steps is None or num_steps < 1:
-                raise ValueError(f"Window got num_steps={num_steps}; it takes an integer of at least 1.")
+            if not isinstance(num_steps, int) or num_steps < 1:
+                raise ValueError(f"Window got num_steps={num_steps!r}; it takes an integer of at least 1.")
             gradient_state = GradientState.new(GradientAccumulationPlugin(num_steps=num_steps))
         self.gradient_state = gradient_state
         self._step = 0

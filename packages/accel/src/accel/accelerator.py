@@ -70,7 +70,9 @@ class _Part(Generic[_T]):
     def __set_name__(self, owner: type[Accelerator], name: str) -> None:
         self._name = self._name or name
 
-    def __get__(self, accelerator: Accelerator, owner: type[Accelerator]) -> _T:
+    def __get__(self, accelerator: Accelerator | None, owner: type[Accelerator]) -> _T:
+        if accelerator is None:  # asked of the class
+            return self  # type: ignore[return-value]
         return getattr(accelerator.run, self._name)  # type: ignore[no-any-return]
 
     def __set__(self, accelerator: Accelerator, value: _T) -> None:

@@ -60,7 +60,7 @@ def test_an_engine_whose_library_is_missing_is_refused_by_name(monkeypatch, kind
 
 
 def test_a_log_line_says_which_engine_was_chosen_and_why(caplog):
-    with caplog.at_level("INFO", logger="accel.engines.start"):
+    with caplog.at_level("INFO", logger="accel.engines"):
         with patch_environment(ACCELERATE_USE_FSDP="false"):
             Accelerator(cpu=True)
         with patch_environment(

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,25 @@ def test_a_signal_saves_at_the_next_step_but_one_and_exits(tmp_path):
     assert steps[-1] == 7  # boundaries are 1, 3, 5, 7: asked at 5, agreed at 7
     assert os.path.isdir(folder)
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+class Noting(Accelerator):
+    """Writes a note beside what is saved, as a subclass may."""
+
+    def save_state(self, output_dir=None, **options):
+        folder = super().save_state(output_dir, **options)
+        Path(folder).with_suffix(".note").write_text("saved")
+        return folder
+
+
+def test_a_subclass_saves_in_its_own_way(tmp_path):
+    accelerator = Noting()
+    with pytest.raises(SystemExit):  # noqa: PT012
+        for _ in range(5):
+            signal.raise_signal(signal.SIGUSR1)
+            accelerator.save_on_preemption(str(tmp_path / "state"))
+
+    assert (tmp_path / "state.note").read_text() == "saved"
 
 
 def test_the_last_chance_is_used_although_the_save_before_failed(tmp_path):

@@ -34,8 +34,8 @@ class EngineContext:
         scaler: The loss scaler of fp16 training, else None.
         mesh: The device mesh, when a ParallelismConfig asked for one.
         parallelism: The sizes of the mesh's axes.
-        settings: What asked for the engine: its plugin (several by name, of DeepSpeed), or the settings of
-            another package's engine; None where nothing did.
+        settings: What asked for the engine: its plugin, or the settings of another package's engine; None
+            where nothing did. Of DeepSpeed, a function that returns the plugin that is active now.
         ddp: Options for DistributedDataParallel.
         dynamo: Options for torch.compile.
         fp8: The library that computes in fp8, when that is the precision.

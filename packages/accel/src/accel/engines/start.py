@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel.engines import Engine, find_engine
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["start_engine"]
 
-_logger = get_logger(__name__)
+_logger = get_logger("accel.engines")
 
 
 def start_engine(
@@ -48,7 +49,10 @@ def start_engine(
         ImportError: If something that the engine needs is missing.
         ValueError: If the engine cannot work with the settings.
     """
-    kind = find_engine(choice.engine_on(state.process.distributed_type))
+    name = choice.engine_on(state.process.distributed_type)
+    kind = find_engine(name)
+    # Of several DeepSpeed plugins the Accelerator's own state knows which is active now.
+    settings = partial(getattr, state, "deepspeed_plugin") if name == "deepspeed" else choice.settings
     precision, device = state.mixed_precision, state.device.type
     options = {} if scaler is None else scaler.to_kwargs()
     engine = kind(
@@ -59,7 +63,7 @@ def start_engine(
             scaler=kind.make_scaler(device, **options) if precision == "fp16" else None,
             mesh=state.device_mesh,
             parallelism=choice.parallelism,
-            settings=choice.settings,
+            settings=settings,
             ddp=ddp,
             dynamo=state.dynamo_plugin,
             fp8=resolve_fp8(precision, fp8),

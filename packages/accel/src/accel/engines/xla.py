@@ -110,8 +110,8 @@ class XLAEngine(Engine):
         super().__init__(context)
         if context.settings is not None:
             raise ValueError(
-                f"{type(context.settings).__name__} asks for another engine, and on XLA devices every "
-                "process holds the whole model. Leave it out."
+                "fsdp_plugin, megatron_lm_plugin and deepspeed_plugin, and the variables that ask for them, "
+                "are not there on XLA devices, where every process holds the whole model. Leave them out."
             )
         self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
 
@@ -143,8 +143,6 @@ class XLAEngine(Engine):
         for optimizer in self._known:
             _xla_model().reduce_gradients(optimizer.optimizer)
         state.is_xla_gradients_synced = True
-
-    # States
 
 
 class XLAOptimizer(AcceleratedOptimizer):

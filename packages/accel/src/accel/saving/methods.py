@@ -6,11 +6,14 @@ The code behind is imported by the first call, since a run may never save.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -79,11 +82,21 @@ class CheckpointControl:
             ValueError: If there is no folder to save to.
             RuntimeError: If this is not the main thread.
         """
-        from accel.saving.preemption import save_if_preempted
+        from accel.saving.preemption import announced_end
 
-        if save_if_preempted(self.run, output_dir, signals, exit_code):
-            self.end_training()
-            raise SystemExit(exit_code)
+        why = announced_end(self.run, output_dir, signals)
+        if why is None:
+            return
+        try:
+            self.wait_for_save()
+        except Exception as error:  # this is the last chance to save
+            warn(f"The save before failed: {type(error).__name__}: {error}.")
+        folder = self.save_state(output_dir)
+        if self.run.process.is_main:
+            said = f"Preempted ({why}): saved {folder}; exiting with {exit_code}."
+            print(said, file=sys.stderr, flush=True)
+        self.end_training()
+        raise SystemExit(exit_code)
 
     def end_training(self) -> None:
         """Finish all that is under way."""
@@ -133,7 +146,9 @@ class CheckpointControl:
         """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
         from accel.saving import save
 
-        save.save_model(self.run, model, save_directory, max_shard_size, safe_serialization)
+        save.save_model(
+            self.run, self.get_state_dict(model), save_directory, max_shard_size, safe_serialization
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects (with state_dict and load_state_dict) along with the state."""

@@ -22,8 +22,6 @@ from accel_optim.scaler import end_round
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    import torch
-
     from accel.training.run import Run
     from accel_ckpt.config import ProjectConfiguration
 
@@ -38,15 +36,14 @@ def save(run: Run, obj: Any, f: str | os.PathLike[str], safe_serialization: bool
 
 def save_model(
     run: Run,
-    model: torch.nn.Module,
+    state: dict[str, Any],
     folder: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
 ) -> None:
-    """Write a model's weights into a folder, once per job or once per machine; every process calls it."""
+    """Write a model's full state into a folder, once per job or once per machine; every process calls it."""
     process = run.process
     each_node = run.project_configuration.save_on_each_node
-    state = run.engine.states.state_dict(model)
 
     def write() -> None:
         if process.is_local_main if each_node else process.is_main:

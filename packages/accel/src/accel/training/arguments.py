@@ -87,7 +87,8 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     found: dict[str, Any] = {}
     for handler in handlers or ():
         field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
-        if field is None and getattr(handler, "engine", None) in outside_engines():
+        engine = getattr(handler, "engine", None)
+        if field is None and isinstance(engine, str) and engine in outside_engines():
             field = "engine"
         if field is None:
             names = ", ".join(kind.__name__ for kind in _FIELD_OF)

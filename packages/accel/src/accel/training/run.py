@@ -1,4 +1,4 @@
-"""The parts of one Accelerator. Functions of training and saving take it, and never the whole Accelerator."""
+"""The parts of one Accelerator. Functions take it, where documented ones alone take the whole Accelerator."""
 
 from __future__ import annotations
 

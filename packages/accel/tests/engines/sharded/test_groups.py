@@ -85,3 +85,20 @@ def changes_after_a_refusal() -> int:
 
 def test_a_model_that_is_changed_after_a_refusal_is_looked_at_anew(world):
     assert world.run(changes_after_a_refusal) == [0, 0]
+
+
+def changes_after_an_evaluation() -> tuple[int, int]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules="1")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    accelerator.prepare_model(model, evaluation_mode=True)
+    with pytest.raises(ValueError, match="ignored_modules leaves"):  # trainable ones, to each process
+        accelerator.prepare(model)
+    kept = len(accelerator.engine._groups)
+    model[1] = torch.nn.Linear(4, 3).requires_grad_(False)
+    accelerator.prepare(model)
+    return kept, sum(isinstance(item, DTensor) for item in model[0].parameters())
+
+
+def test_a_refusal_of_a_model_that_was_evaluated_leaves_no_groups(world):
+    assert world.run(changes_after_an_evaluation) == [(0, 2)] * 2

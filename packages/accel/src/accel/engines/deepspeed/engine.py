@@ -17,7 +17,7 @@ from accel.engines.deepspeed import checkpoint, gradients, ulysses
 from accel.engines.deepspeed.auto_values import Facts, complete
 from accel.engines.deepspeed.checks import refuse_axes, refuse_precision
 from accel.engines.deepspeed.runtime import load, started
-from accel.engines.deepspeed.settings import active_plugin, tell_replicas
+from accel.engines.deepspeed.settings import tell_replicas
 from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.whole_state import SharedOutModel, gather_whole, is_shared_out
 from accel.engines.deepspeed.wrappers import (
@@ -201,7 +201,8 @@ class DeepSpeedEngine(Engine):
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The plugin that is active now."""
-        return active_plugin(self.context.settings)
+        plugin: DeepSpeedPlugin = self.context.settings()
+        return plugin
 
     @classmethod
     def make_scaler(cls, device_type: str, **options: Any) -> None:
@@ -404,8 +405,6 @@ class DeepSpeedEngine(Engine):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Have the engine run the backward pass; the window says whether a step follows."""
         self._training.backward(loss, self.context.gradient_state.sync_gradients, **kwargs)
-
-    # States
 
 
 def _schedules(scheduler: Any, optimizer: Any) -> bool:

@@ -12,19 +12,10 @@ if TYPE_CHECKING:
     from accel_state.parallelism.config import ParallelismConfig
 
 __all__ = [
-    "active_plugin",
     "precision_under",
     "steps_under",
     "tell_replicas",
 ]
-
-
-def active_plugin(plugins: Any) -> DeepSpeedPlugin:
-    """The plugin that is active now: the one that was given, or that is selected of several by name."""
-    if isinstance(plugins, dict):
-        plugins = next(item for item in plugins.values() if item.selected)
-    plugin: DeepSpeedPlugin = plugins
-    return plugin
 
 
 def steps_under(plugins: Any) -> int | None:

@@ -131,6 +131,8 @@ class FSDP1States(ShardedStates):
         inner, root, names = self.engine._placed(optimizer)
         return optimizer if root is None else WholeFlatOptimizer(inner, root, names)
 
+    # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
+
     @property
     def _is_local(self) -> bool:
         return self.engine.plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT
@@ -321,10 +323,6 @@ class FSDP1Engine(ShardedEngine):
         """Run the backward pass, also where parameters were frozen or unfrozen inside a window."""
         self.owner.before_backward()
         super().backward(loss, **kwargs)
-
-    # States
-
-    # LOCAL_STATE_DICT: each process reads and writes a file of its own, and nobody else can use it.
 
     def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
         """The wrapped model whose parameters an optimizer has."""

@@ -337,8 +337,6 @@ class MegatronLMEngine(Engine):
                 "MegatronLMPlugin(custom_loss_function=...)."
             )
 
-    # States
-
 
 def _check_stand_in(scheduler: Any) -> None:
     if not isinstance(scheduler, MegatronLMDummyScheduler):

@@ -191,8 +191,9 @@ class MeshEngine(ShardedEngine):
         """Shard the model in place; twice is once."""
         plain = getattr(model, "_orig_mod", model)
         if not self.is_done(model):
-            plan = plan_for(model, self.plugin, self._meshes, self.context, self.groups_of(model))
+            chosen = self.groups_of(model)
             self.forget_groups(model)
+            plan = plan_for(model, self.plugin, self._meshes, self.context, chosen)
             before = aliases(model)
             model = plain = parallelize(model, plan)
             self.owner.add(plain, before)
@@ -222,8 +223,6 @@ class MeshEngine(ShardedEngine):
         """A context whose backward keeps whole gradients instead of reducing them."""
         sharded = _sharded(model)
         return contextlib.nullcontext() if sharded is None else self.owner.holding(unsharded.holding(sharded))
-
-    # States
 
 
 def _detached(value: Any) -> Any:
