@@ -146,16 +146,6 @@ def test_the_torch_free_half_is_quick_to_import():
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_the_readmes_examples_run(capsys):
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(examples) == 2
-    for example in examples:
-        exec(compile(example, str(README), "exec"), {"__name__": "readme"})
-    printed = capsys.readouterr().out
-    assert "rank 0 has ['a cat', 'a dog', 'a bird']" in printed
-    assert "ACCELERATE_MIXED_PRECISION no Mixed precision mode." in printed
-
-
 def test_the_readmes_error_is_the_real_one():
     shown = re.search(r"```text\nValueError: (.*?)\n```", README.read_text())
     with pytest.raises(ValueError, match=re.escape(shown[1])):

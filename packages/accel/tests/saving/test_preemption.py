@@ -73,8 +73,8 @@ def test_a_subclass_saves_in_its_own_way(tmp_path):
     accelerator = Noting()
     with pytest.raises(SystemExit):  # noqa: PT012
         for _ in range(5):
+            accelerator.save_on_preemption(str(tmp_path / "state"))  # takes the signal
             signal.raise_signal(signal.SIGUSR1)
-            accelerator.save_on_preemption(str(tmp_path / "state"))
 
     assert (tmp_path / "state.note").read_text() == "saved"
 
