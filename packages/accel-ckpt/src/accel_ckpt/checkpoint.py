@@ -13,16 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.file_names import MANIFEST, custom_file, role_of
+from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files import digests
 from accel_ckpt.folder import manifest, recovery
-from accel_ckpt.folder.agree import together
-from accel_ckpt.folder.staging import Staging, staged
+from accel_ckpt.folder.staging import staged
 from accel_ckpt.run.load import Objects, restore
 from accel_ckpt.run.reader import open_checkpoint
 from accel_ckpt.run.save import save_accelerator_state, save_custom_state
 from accel_ops.modules import extract_model_from_parallel
-from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
 __all__ = ["load", "save", "verify"]
@@ -97,7 +95,9 @@ def save(
             save_sharded_state(staging.path, roots, optimizers, owners=owners, process=process)
         for index, item in enumerate(_listed(others)):
             if in_parts:
-                _save_in_parts(item, index, staging, process)
+                from accel_ckpt.run.registered import save_registered
+
+                save_registered(item, index, staging, process)
             else:
                 save_custom_state(item, staging.path, index)
         return staging.target
@@ -185,17 +185,6 @@ def verify(folder: Folder) -> None:
     if described is None:
         raise CheckpointError(f"{found} has no {MANIFEST}: there is nothing to check its files by.")
     digests.verify(found, described.files, described.chunk_bytes, algorithm=described.algorithm)
-
-
-def _save_in_parts(item: Any, index: int, staging: Staging, process: Process) -> None:
-    """Write an object's state, of which each process may have a part."""
-    from accel_ckpt.run.registered import refuse_local_parts, save_registered_parts
-
-    state = together(item.state_dict, process, f"state_dict of object {index} of others")
-    refuse_local_parts(item, index, state, process)
-    state = save_registered_parts(index, state, staging, process)
-    if staging.writes_shared:
-        staging.write(state, custom_file(index))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -26,9 +26,31 @@ from accel_ckpt.sharded.save_load import write_parts
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.facts import Process
 
-__all__ = ["digest", "load_registered_parts", "refuse_local_parts", "save_registered_parts"]
+__all__ = [
+    "digest",
+    "load_registered_parts",
+    "refuse_local_parts",
+    "save_registered",
+    "save_registered_parts",
+]
 
 _NAME = "accel_ckpt.part"
+
+
+def save_registered(item: Any, index: int, staging: Staging, process: Process) -> None:
+    """Write an object's state, of which each process may have a part. Every process must call it.
+
+    Args:
+        item: The object, with a `state_dict`.
+        index: Its number, for the name of its file.
+        staging: The checkpoint that is being written.
+        process: This process.
+    """
+    state = together(item.state_dict, process, f"state_dict of registered object {index}")
+    refuse_local_parts(item, index, state, process)
+    state = save_registered_parts(index, state, staging, process)
+    if staging.writes_shared:
+        staging.write(state, file_names.custom_file(index))
 
 
 def refuse_local_parts(obj: Any, index: int, state: Any, process: Process) -> None:

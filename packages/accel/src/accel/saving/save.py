@@ -77,7 +77,7 @@ def register(run: Run, objects: Sequence[Any]) -> None:
 def save_state(
     run: Run,
     output_dir: str | None,
-    safe_serialization: bool = True,
+    safe_serialization: bool,
     blocking: bool = True,
     **options: Any,
 ) -> str:
@@ -151,14 +151,9 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return
-    from accel_ckpt.run.registered import refuse_local_parts, save_registered_parts
+    from accel_ckpt.run.registered import save_registered
 
-    process = run.process
-    state = together(item.state_dict, process, f"state_dict of registered object {index}")
-    refuse_local_parts(item, index, state, process)
-    state = save_registered_parts(index, state, staging, process)
-    if staging.writes_shared:
-        staging.write(state, file_names.custom_file(index))
+    save_registered(item, index, staging, run.process)
 
 
 def wait_for_save() -> None:
