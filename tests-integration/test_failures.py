@@ -69,7 +69,7 @@ def seconds_after_failure(run, end: float) -> float:
 
 
 def test_a_workers_exception_ends_all_within_ten_seconds(launched):
-    run = launched(ONE_RAISES, launch_args=["--cpu"], timeout_s=120)
+    run = launched(ONE_RAISES, launch_args=["--cpu"])
 
     assert seconds_after_failure(run, time.time()) < 10
     assert run.returncode == 1
@@ -78,7 +78,7 @@ def test_a_workers_exception_ends_all_within_ten_seconds(launched):
 
 
 def test_a_killed_worker_ends_all_within_ten_seconds(launched):
-    run = launched(ONE_IS_KILLED, launch_args=["--cpu"], timeout_s=120)
+    run = launched(ONE_IS_KILLED, launch_args=["--cpu"])
 
     assert seconds_after_failure(run, time.time()) < 10
     assert run.returncode == 128 + 9
@@ -86,11 +86,11 @@ def test_a_killed_worker_ends_all_within_ten_seconds(launched):
 
 
 def test_a_workers_exit_code_is_the_launchers(launched):
-    assert launched(ONE_EXITS, launch_args=["--cpu"], timeout_s=120).returncode == 7
+    assert launched(ONE_EXITS, launch_args=["--cpu"]).returncode == 7
 
 
 def test_a_script_that_is_not_there_is_named_before_anything_starts(launched, tmp_path):
-    run = launched(tmp_path / "nothing.py", launch_args=["--cpu"], timeout_s=60)
+    run = launched(tmp_path / "nothing.py", launch_args=["--cpu"])
 
     assert run.returncode != 0
     assert "nothing.py" in run.stderr
@@ -118,14 +118,14 @@ accelerator.wait_for_everyone()
 
 
 def test_a_gather_that_does_not_fit_suggests_debug_mode(launched):
-    run = launched(UNEVEN, launch_args=["--cpu"], timeout_s=120)
+    run = launched(UNEVEN, launch_args=["--cpu"])
 
     assert run.returncode != 0
     assert "accel launch --debug" in run.stderr.rstrip().splitlines()[-1]
 
 
 def test_one_exception_on_two_ranks_takes_one_traceback_and_a_line(launched):
-    run = launched(ONE_RAISES, launch_args=["--cpu"], timeout_s=120)
+    run = launched(ONE_RAISES, launch_args=["--cpu"])
     summary = run.stderr[run.stderr.index("accel launch: ") :]
 
     assert "accel launch: rank 1 of 2" in summary
@@ -135,7 +135,7 @@ def test_one_exception_on_two_ranks_takes_one_traceback_and_a_line(launched):
 
 
 def test_debug_mode_of_the_launcher_names_every_processs_operation_and_place(launched):
-    run = launched(MISMATCH, launch_args=["--cpu", "--debug"], timeout_s=120)
+    run = launched(MISMATCH, launch_args=["--cpu", "--debug"])
 
     assert run.returncode == 1
     for part in ("gather", "reduce", "(2,)", "(3,)", "process 0", "process 1"):
@@ -155,7 +155,7 @@ print(f"failing at {time.time()}" if accelerator.process_index == 1 else "", flu
 
 
 def test_debug_mode_ends_a_process_that_waits_for_one_that_has_left(launched):
-    run = launched(ONE_MORE, launch_args=["--cpu", "--debug"], timeout_s=120)
+    run = launched(ONE_MORE, launch_args=["--cpu", "--debug"])
 
     assert run.returncode == 1
     assert seconds_after_failure(run, time.time()) < 10

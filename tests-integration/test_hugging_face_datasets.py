@@ -14,7 +14,7 @@ from accel.utils import DataLoaderConfiguration
 from accel_data import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from accel_state.process.state import current_process
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("fresh_state")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_state")]
 
 LENGTH = 46
 BATCH_SIZE = 3

@@ -18,7 +18,7 @@ from accel_state.imports.packages import install_hint
 
 pytest.importorskip("ray", reason=install_hint("ray", "accel-launch"))
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 # The GPUs are Ray's bookkeeping alone: it believes what it is told.
 CLUSTER = """

@@ -20,7 +20,7 @@ from accel_state.imports.packages import install_hint
 pytest.importorskip("sagemaker", reason=install_hint("sagemaker", "accel-launch"))
 pytest.importorskip("moto", reason="pip install 'moto[server]'")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 CONFIG = """
 compute_environment: AMAZON_SAGEMAKER

@@ -31,7 +31,7 @@ LINES = {
 def test_each_warning_comes_once_at_its_line(launched, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = launched(script, launch_args=["--cpu"], timeout_s=120)
+    run = launched(script, launch_args=["--cpu"])
 
     assert run.returncode == 0, run.stderr
     for line, text in LINES.items():

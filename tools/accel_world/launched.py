@@ -49,7 +49,7 @@ def launch(
     launcher: str = "accel",
     launch_args: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 180,
 ) -> LaunchedRun:
     """Run a script under a launcher, in a session of its own, and wait for all of its processes.
 

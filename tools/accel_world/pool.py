@@ -39,7 +39,7 @@ class World:
         fn: Callable[..., Any],
         *args: Any,
         size: int = 2,
-        timeout_s: float = 30,
+        timeout_s: float = 90,
         env: Mapping[str, str | None] | None = None,
         init: bool = True,
         **kwargs: Any,

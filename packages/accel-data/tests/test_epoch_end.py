@@ -140,7 +140,7 @@ def all_go_on_elsewhere(states):
 def test_the_next_epoch_comes_next(world, size):
     states = world.run(all_go_on, size=size, timeout_s=100)[0]
     other = 3 - size
-    for samples, iteration in world.run(all_go_on_elsewhere, states, size=other, timeout_s=60)[0]:
+    for samples, iteration in world.run(all_go_on_elsewhere, states, size=other)[0]:
         assert samples == set(range(LENGTH))
         assert iteration == 2
 

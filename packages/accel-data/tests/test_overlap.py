@@ -74,7 +74,7 @@ def reads_while_used(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_next_batch_is_read_while_one_is_used(world, stream):
-    world.run(reads_while_used, stream, size=2, timeout_s=20)
+    world.run(reads_while_used, stream, size=2)
 
 
 def sends_while_used():
@@ -90,7 +90,7 @@ def sends_while_used():
 
 
 def test_the_next_batch_arrives_while_process_0_uses_its_own(world):
-    results = world.run(sends_while_used, size=3, timeout_s=20)
+    results = world.run(sends_while_used, size=3)
 
     assert results == [[[2 * rank, 2 * rank + 1], [2 * rank + 6, 2 * rank + 7]] for rank in range(3)]
 
@@ -109,7 +109,7 @@ def beside_collectives():
 
 
 def test_the_users_collectives_do_not_mix_with_it(world):
-    assert world.run(beside_collectives, size=3, timeout_s=25) == [sum(range(600))] * 3
+    assert world.run(beside_collectives, size=3) == [sum(range(600))] * 3
 
 
 def beside_messages():
@@ -127,7 +127,7 @@ def beside_messages():
 
 
 def test_the_users_messages_do_not_mix_with_it(world):
-    world.run(beside_messages, size=2, timeout_s=20)
+    world.run(beside_messages, size=2)
 
 
 def dropped_early():
@@ -144,7 +144,7 @@ def dropped_early():
 
 
 def test_a_loader_that_is_dropped_early_leaves_the_others_working(world):
-    assert world.run(dropped_early, size=2, timeout_s=20) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert world.run(dropped_early, size=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def nested():
@@ -157,7 +157,7 @@ def nested():
 
 
 def test_loaders_may_be_nested(world):
-    first, second = world.run(nested, size=2, timeout_s=20)
+    first, second = world.run(nested, size=2)
 
     assert [outer for outer, _ in first] == [[0, 1], [4, 5], [8, 9]]
     assert [outer for outer, _ in second] == [[2, 3], [6, 7], [10, 11]]
@@ -178,7 +178,7 @@ def two_at_once():
 
 
 def test_a_second_iteration_over_one_loader_ends_the_first(world):
-    results = world.run(two_at_once, size=2, timeout_s=20)
+    results = world.run(two_at_once, size=2)
 
     assert results == [[[0, 1], [0, 1], [4, 5]], [[2, 3], [2, 3], [6, 7]]]
 
@@ -217,7 +217,7 @@ def left_early(kind, workers):
 @pytest.mark.parametrize("kind", ["map", "shuffled", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_may_be_left_anywhere(world, kind, workers):
-    world.run(left_early, kind, workers, size=2, timeout_s=60)
+    world.run(left_early, kind, workers, size=2)
 
 
 def fails_in_the_loop(who):
@@ -236,7 +236,7 @@ def fails_in_the_loop(who):
 
 
 def test_an_error_in_the_loop_of_all(world):
-    first, second = world.run(fails_in_the_loop, [0, 1], size=2, timeout_s=20)
+    first, second = world.run(fails_in_the_loop, [0, 1], size=2)
 
     assert first[0] == "ArithmeticError: 0"
     assert second[0] == "ArithmeticError: 1"
@@ -245,7 +245,7 @@ def test_an_error_in_the_loop_of_all(world):
 
 
 def test_process_0_leaving_the_loop_alone_reaches_the_others(world):
-    results = world.run(leaves_alone, size=3, timeout_s=20)
+    results = world.run(leaves_alone, size=3)
 
     assert results[0] == 1
     assert "has left the loop over this loader" in results[1]
@@ -276,7 +276,7 @@ def process_is_gone(gone):
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_process_that_is_gone_is_noticed(world, gone):
-    world.run(process_is_gone, gone, size=2, timeout_s=20)
+    world.run(process_is_gone, gone, size=2)
 
 
 def augmented(draw):
@@ -302,7 +302,7 @@ def draw_apart(index):
 
 
 def test_reading_that_draws_stays_in_turn(world):
-    one, _ = world.run(draws_plainly, size=2, timeout_s=20)
+    one, _ = world.run(draws_plainly, size=2)
     torch.manual_seed(7)
     torch.empty((), dtype=torch.int64).random_()  # the seed of the workers
     expected = []
@@ -322,7 +322,7 @@ def draws_apart():
 
 
 def test_reading_with_generators_apart_stays_in_turn(world):
-    one, other = world.run(draws_apart, size=2, timeout_s=20)
+    one, other = world.run(draws_apart, size=2)
 
     assert one == other
 
@@ -346,7 +346,7 @@ print("left", number)
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["leave", "fail"])
 def test_a_script_ends_in_the_middle_of_a_loop(launched, way):
-    run = launched(SCRIPT, way, launcher="torchrun", timeout_s=100)  # imports take most
+    run = launched(SCRIPT, way, launcher="torchrun")
 
     if way == "leave":
         assert run.returncode == 0, run.stderr

@@ -864,7 +864,7 @@ def reads_while_another_fails():
 
 
 def test_batches_need_no_other_process(world):
-    assert world.run(reads_while_another_fails, size=2, timeout_s=10) == [3, None]
+    assert world.run(reads_while_another_fails, size=2) == [3, None]
 
 
 def reads_for_itself():
@@ -874,4 +874,4 @@ def reads_for_itself():
 
 
 def test_one_process_may_read_for_itself(world):
-    world.run(reads_for_itself, size=2, timeout_s=10)
+    world.run(reads_for_itself, size=2)

@@ -53,7 +53,7 @@ def by_default(kind, dispatch):
 
 @pytest.mark.parametrize(("kind", "dispatch"), [("sampler", False), ("sampler", True), ("stream", False)])
 def test_by_default_it_is_the_samplers_generator(world, kind, dispatch):
-    first, second = world.run(by_default, kind, dispatch, size=2, timeout_s=20)
+    first, second = world.run(by_default, kind, dispatch, size=2)
 
     for one, other in zip(first, second, strict=True):
         assert one[0] == other[0]
@@ -76,7 +76,7 @@ def named(dispatch, types):
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("types", [["torch"], ["torch", "generator"]])
 def test_named_ones_at_the_start_of_each_iteration(world, dispatch, types):
-    first, second = world.run(named, dispatch, types, size=2, timeout_s=20)
+    first, second = world.run(named, dispatch, types, size=2)
 
     assert first == second
     assert first[0] != first[1]
@@ -84,7 +84,7 @@ def test_named_ones_at_the_start_of_each_iteration(world, dispatch, types):
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_none_if_none_is_named(world, dispatch):
-    first, second = world.run(named, dispatch, [], size=2, timeout_s=20)
+    first, second = world.run(named, dispatch, [], size=2)
 
     assert first[0] != second[0]
 
@@ -120,7 +120,7 @@ def fails_before(bad):
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_process_that_fails_keeps_none_waiting(world, bad):
-    world.run(fails_before, bad, size=3, timeout_s=20)
+    world.run(fails_before, bad, size=3)
 
 
 def fails_to_take(bad):
@@ -149,4 +149,4 @@ class BadGenerator:
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_generator_without_a_state_keeps_none_waiting(world, bad):
-    world.run(fails_to_take, bad, size=3, timeout_s=20)
+    world.run(fails_to_take, bad, size=3)

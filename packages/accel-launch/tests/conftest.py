@@ -38,24 +38,24 @@ class Started:
         entry = f"{MARK}={self.mark}".encode()
         return [int(path.name) for path in Path("/proc").glob("[0-9]*") if entry in _environ(path)]
 
-    def wait_for_file(self, name: str, timeout_s: float = 20) -> Path:
+    def wait_for_file(self, name: str, timeout_s: float = 100) -> Path:
         path = self.folder / name
         self.wait_until(path.exists, f"{name} to appear", timeout_s)
         return path
 
-    def wait_until(self, true: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+    def wait_until(self, true: Callable[[], bool], what: str, timeout_s: float = 100) -> None:
         until = time.monotonic() + timeout_s
         while not true():
             if time.monotonic() > until:
                 pytest.fail(f"waited {timeout_s} s for {what}")
             time.sleep(0.01)
 
-    def finish(self, timeout_s: float = 30) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 150) -> tuple[int, str, str]:
         """Wait for the launcher and return its exit code, stdout and stderr."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, (out or b"").decode(), (err or b"").decode()
 
-    def assert_nothing_left(self, timeout_s: float = 2) -> None:
+    def assert_nothing_left(self, timeout_s: float = 20) -> None:
         self.wait_until(lambda: not self.pids(), "every process to end", timeout_s)
 
     def kill(self) -> None:

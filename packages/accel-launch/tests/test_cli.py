@@ -30,7 +30,7 @@ def modules_of_its_own(*arguments: str, folder: Path) -> list[str]:
         env=environment,
         stdout=subprocess.DEVNULL,
         check=True,
-        timeout=60,
+        timeout=180,
     )
     return (folder / "modules").read_text().split()
 

@@ -20,7 +20,7 @@ def test_the_example_starts_two_processes(tmp_path):
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]

@@ -109,7 +109,7 @@ def without_generator(missing: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_process_without_the_generator_raises_and_hangs_nobody(world, missing):
-    results = world.run(without_generator, missing, size=3, timeout_s=15)
+    results = world.run(without_generator, missing, size=3)
 
     raising = [rank for rank, (message, _) in enumerate(results) if "needs a torch.Generator" in message]
     assert raising == ([0, 1, 2] if missing == 0 else [1])

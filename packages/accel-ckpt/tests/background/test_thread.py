@@ -189,7 +189,7 @@ def test_the_interpreter_waits_and_tells_an_error_that_nobody_saw(
     tmp_path: Path, how: str, code: int
 ) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", EXIT, str(tmp_path / "c"), how], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", EXIT, str(tmp_path / "c"), how], capture_output=True, text=True, timeout=180
     )
     assert run.returncode == code, run.stderr
     assert (tmp_path / "c").exists() == (how != "fails")

@@ -65,5 +65,5 @@ def test_tqdm_is_imported_when_it_is_shown_and_may_be_absent() -> None:
         "sys.modules['tqdm'] = sys.modules['tqdm.auto'] = None; progress.AFTER_S = 0\n"
         "bar = progress.Progress('x', 3, shown=True); bar.add(1); bar.close()\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert (run.returncode, run.stderr) == (0, "")

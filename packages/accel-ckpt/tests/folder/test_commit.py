@@ -234,7 +234,7 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path: Path, kind
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     seen = done.stdout.split()
@@ -409,7 +409,7 @@ def test_special_characters_in_names(tmp_path: Path) -> None:
 def test_what_others_may_be_writing_is_left_alone(tmp_path: Path) -> None:
     host = socket.gethostname()
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait(timeout=30)
+        ended.wait(timeout=120)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
         kept = [
             f".c.staging-{host}-{alive.pid}-00000000",

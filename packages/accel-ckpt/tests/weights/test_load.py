@@ -74,7 +74,7 @@ def test_a_damaged_file_is_named_with_what_was_wrong(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize("name", sorted({*KINDS.values()}))
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 def test_a_pipe_is_refused_at_once(tmp_path: Path, name: str) -> None:
     kind = next(kind for kind in KINDS if KINDS[kind] == name)
     file = written(tmp_path, kind)

@@ -303,7 +303,7 @@ def first_fails(kind):
     ],
 )
 def test_an_error_of_process_0_reaches_all(world, kind, name, text):
-    first, second = world.run(first_fails, kind, size=2, timeout_s=20)
+    first, second = world.run(first_fails, kind, size=2)
 
     assert first[0] == name
     assert first[1].startswith(text)

@@ -93,7 +93,7 @@ def bad_input(kind):
 
 @pytest.mark.parametrize("kind", BAD)
 def test_an_error_of_process_0_ends_the_loop_of_all(world, kind):
-    world.run(bad_input, kind, size=2, timeout_s=60)  # torch takes up to 15 seconds where a worker dies
+    world.run(bad_input, kind, size=2)  # torch takes up to 15 seconds where a worker dies
 
 
 def changing(samples):
@@ -106,7 +106,7 @@ def changes():
 
 
 def test_structures_may_change_from_step_to_step(world):
-    _, seen = world.run(changes, size=2, timeout_s=20)
+    _, seen = world.run(changes, size=2)
 
     assert seen[0].tolist() == [2, 3]
     assert seen[1]["x"].tolist() == [6, 7]
@@ -132,4 +132,4 @@ def cannot_start():
 
 
 def test_an_epoch_that_process_0_cannot_start(world):
-    world.run(cannot_start, size=2, timeout_s=20)
+    world.run(cannot_start, size=2)

@@ -267,7 +267,7 @@ def refused(kind):
     ],
 )
 def test_every_process_raises(world, kind, message):
-    first, second = world.run(refused, kind, size=2, timeout_s=10)
+    first, second = world.run(refused, kind, size=2)
 
     assert first == second
     with pytest.raises(AssertionError, match=message):

@@ -99,7 +99,7 @@ def prepares_alone():
 
 
 def test_a_loader_of_one_process_waits_for_nobody(world):
-    world.run(prepares_alone, size=2, timeout_s=10)
+    world.run(prepares_alone, size=2)
 
 
 def agrees(kind):

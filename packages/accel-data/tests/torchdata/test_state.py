@@ -240,7 +240,7 @@ def handed_out():
 
 
 def test_states_of_dispatched_loaders_are_exchanged(world):
-    results = world.run(handed_out, timeout_s=60)
+    results = world.run(handed_out)
     rest = results[0][2]
 
     assert [seen for seen, _, _ in results] == [rest[0:2] + rest[4:6], rest[2:4] + rest[6:8]]

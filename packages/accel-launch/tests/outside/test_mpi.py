@@ -126,7 +126,7 @@ def test_a_script_that_mpirun_started_itself(tmp_path: Path) -> None:
     master = ("-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port}")
     command = ["mpirun", "--oversubscribe", "-n", "2", *master, sys.executable, "script.py"]
     environ = {**os.environ, **AS_ROOT}
-    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90)
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
 
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "done1").read_text() == "3 2 1"

@@ -82,7 +82,7 @@ def unpicklable(source: int) -> list[str]:
 
 @pytest.mark.parametrize("source", [0, 2])
 def test_what_cannot_be_pickled_raises_everywhere_and_hangs_nobody(world, source):
-    for gathering, broadcasting, after in world.run(unpicklable, source, size=3, timeout_s=15):
+    for gathering, broadcasting, after in world.run(unpicklable, source, size=3):
         assert f"gather_object: the objects of process {source} (ValueError: a socket)" in gathering
         assert (
             f"broadcast_object_list: the objects of process {source} (ValueError: a socket)" in broadcasting

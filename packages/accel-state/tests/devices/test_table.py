@@ -166,7 +166,7 @@ assert not vendors & set(sys.modules), vendors & set(sys.modules)
 
 
 def test_detection_initialises_nothing_and_imports_no_absent_vendor() -> None:
-    subprocess.run([sys.executable, "-c", PROBE], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", PROBE], check=True, timeout=180)
 
 
 @pytest.mark.gpu

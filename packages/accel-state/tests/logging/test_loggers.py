@@ -228,7 +228,7 @@ def test_who_logs_and_in_which_order(world, tmp_path, arguments, expected):
 
 def test_in_order_does_not_hang_where_levels_differ(world, tmp_path):
     path = tmp_path / "log"
-    world.run(log_from_all, path, {"in_order": True}, ["INFO", "ERROR", "INFO"], size=3, timeout_s=20)
+    world.run(log_from_all, path, {"in_order": True}, ["INFO", "ERROR", "INFO"], size=3)
     assert path.read_text().splitlines() == ["rank 0", "rank 2"]
 
 
@@ -248,5 +248,5 @@ def log_with_a_broken_handler(path):
 
 def test_a_handler_that_fails_leaves_no_rank_waiting(world, tmp_path):
     path = tmp_path / "log"
-    assert world.run(log_with_a_broken_handler, path, size=2, timeout_s=20) == ["disk full", None]
+    assert world.run(log_with_a_broken_handler, path, size=2) == ["disk full", None]
     assert path.read_text().splitlines() == ["rank 1"]

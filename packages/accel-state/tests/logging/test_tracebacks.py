@@ -43,7 +43,7 @@ def test_a_whole_program(tmp_path: os.PathLike[str]) -> None:
         "from accel_state.logging.tracebacks import set_tracebacks\nset_tracebacks()\nraise KeyError('it')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, RICH: "true"}, capture_output=True, timeout=60
+        [sys.executable, "-c", program], env={**os.environ, RICH: "true"}, capture_output=True, timeout=180
     )
 
     assert run.returncode == 1

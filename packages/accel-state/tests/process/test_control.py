@@ -150,7 +150,7 @@ def test_main_process_goes_first(world: World, tmp_path: Any, size: int, local: 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_others_go_on_when_the_first_fails(world: World, tmp_path: Any, size: int) -> None:
-    results = world.run(_turns, str(tmp_path / "order"), False, True, size=size, timeout_s=15)
+    results = world.run(_turns, str(tmp_path / "order"), False, True, size=size)
 
     assert results == ["disk full"] + [None] * (size - 1)
 

@@ -51,7 +51,7 @@ def _start(folder: Path, rank: int, mode: str) -> subprocess.Popen[str]:
 
 def test_processes_share_the_cores_and_exit_cleanly(tmp_path: Path) -> None:
     workers = [_start(tmp_path, rank, "work") for rank in range(2)]
-    outputs = [worker.communicate(timeout=60) for worker in workers]
+    outputs = [worker.communicate(timeout=180) for worker in workers]
 
     assert [worker.returncode for worker in workers] == [0, 0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -62,7 +62,7 @@ def test_processes_share_the_cores_and_exit_cleanly(tmp_path: Path) -> None:
 def test_failed_process_ends_although_an_operation_waits_for_the_others(tmp_path: Path) -> None:
     waiting, failing = (_start(tmp_path, rank, "fail") for rank in range(2))
     try:
-        out, error = failing.communicate(timeout=30)
+        out, error = failing.communicate(timeout=120)
     finally:
         waiting.kill()
         waiting.communicate()

@@ -240,7 +240,7 @@ def load_where_one_fails(folder: str, layout: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("layout", "kind"), EACH)
 def test_where_one_process_fails_all_keep_the_optimizer_as_it_was(world, tmp_path, layout, kind):
-    world.run(load_where_one_fails, str(tmp_path), layout, kind, timeout_s=40)
+    world.run(load_where_one_fails, str(tmp_path), layout, kind)
 
 
 def load_into_one_vector(folder: str, kind: str) -> list[str]:

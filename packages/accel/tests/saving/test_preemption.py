@@ -201,7 +201,7 @@ def run_to_the_end(world, folder, checkpoint):
     """Run the script with no signal, and return what it printed and the parameters at the end."""
     (folder / "script.py").write_text(SCRIPT)
     arguments = [str(folder / "script.py"), str(checkpoint), str(folder / "end.pt"), "no", "0"]
-    printed = world.run(run_program, *arguments, init=False, timeout_s=60)
+    printed = world.run(run_program, *arguments, init=False)
     return "".join(printed), torch.load(folder / "end.pt")
 
 

@@ -112,14 +112,14 @@ def resumed(kind: str, workers: int, skip: int | None, folder: str) -> tuple[lis
 @pytest.mark.parametrize(("size", "workers", "steps"), [(1, 0, 7), (2, 2, 3), (3, 0, 2)])
 def test_a_run_goes_on_exactly_where_it_was(world, tmp_path, kind, size, workers, steps):
     folder = str(tmp_path / "state")
-    epochs, seen = world.run(stopped, kind, workers, steps, folder, size=size, timeout_s=60)[0]
+    epochs, seen = world.run(stopped, kind, workers, steps, folder, size=size)[0]
     assert sorted(epochs[1]) == list(range(LENGTH))
     assert seen == epochs[1][: steps * BATCH_SIZE * size]
 
     for other, other_workers in ((1, 2), (2, 0), (3, 0)):
         # The first batches of the epoch, as the run that was stopped counts them: the same data.
         for skip in (None, steps):
-            results = world.run(resumed, kind, other_workers, skip, folder, size=other, timeout_s=60)
+            results = world.run(resumed, kind, other_workers, skip, folder, size=other)
             for rest, following, _ in results:
                 assert seen + rest == epochs[1], (other, skip)
                 assert following == epochs[2]
@@ -149,7 +149,7 @@ def interrupted_often(kind: str, folder: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_run_may_be_interrupted_at_every_step(world, tmp_path, kind):
-    (first, second) = world.run(interrupted_often, kind, str(tmp_path / "state"), timeout_s=60)
+    (first, second) = world.run(interrupted_often, kind, str(tmp_path / "state"))
 
     assert first == second
     assert sorted(first) == list(range(LENGTH))
@@ -215,6 +215,6 @@ def wrong_dataset(folder: str) -> str:
 
 
 def test_a_state_of_another_dataset_is_refused_on_every_process(world, tmp_path):
-    first, second = world.run(wrong_dataset, str(tmp_path / "state"), timeout_s=20)
+    first, second = world.run(wrong_dataset, str(tmp_path / "state"))
 
     assert first == second

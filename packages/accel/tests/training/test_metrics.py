@@ -326,7 +326,7 @@ def test_processes_of_a_tensor_parallel_group_count_once(world):
         for count in (1, 7, 8)
     ]
     cases += [{**case, "even": False} for case in cases if case["count"] == 7]  # 4 and 3 samples
-    results = world.run(collected_in_groups_all, cases, size=4, timeout_s=60)
+    results = world.run(collected_in_groups_all, cases, size=4)
     for case, *found in zip(cases, *results, strict=True):
         for _, tensors, objects in found:
             assert tensors == objects == list(range(case["count"])), case

@@ -310,7 +310,7 @@ def test_processes_that_split_a_model_read_the_same_batches(world, kind):
 
 def test_groups_that_split_a_model_divide_the_data(world):
     sizes = {"dp_shard_size": 2, "tp_size": 2}
-    first, second, third, fourth = world.run(batches_under, sizes, "shuffled", size=4, timeout_s=60)
+    first, second, third, fourth = world.run(batches_under, sizes, "shuffled", size=4)
 
     assert (first, third) == (second, fourth)
     assert sorted(first[0] + third[0]) == list(range(24))

@@ -117,7 +117,7 @@ def trained() -> tuple[int, float]:
 
 
 def test_a_join_takes_them(world):
-    (first, weight), (second, other) = world.run(trained, timeout_s=30)
+    (first, weight), (second, other) = world.run(trained)
 
     assert (first, second) == (2, 1)
     assert weight == other
@@ -153,7 +153,7 @@ def gathered_in_the_loop(kind: str, count: int, batch_size: int) -> tuple[list[i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("count", "batch_size", "size"), [(10, 4, 2), (27, 8, 3), (29, 8, 3), (34, 2, 2)])
 def test_all_make_as_many_steps_where_a_sample_for_each_is_left(world, kind, count, batch_size, size):
-    results = world.run(gathered_in_the_loop, kind, count, batch_size, size=size, timeout_s=30)
+    results = world.run(gathered_in_the_loop, kind, count, batch_size, size=size)
     full, left = divmod(count, batch_size * size)
     for rank, (seen, sizes) in enumerate(results):
         assert seen == list(range(count))
@@ -179,7 +179,7 @@ def raises_in_the_last_step(kind: str, count: int, batch_size: int) -> tuple[lis
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("count", "batch_size", "size"), [(25, 8, 3), (33, 2, 2), (26, 8, 3)])
 def test_gathering_without_the_others_raises_at_once(world, kind, count, batch_size, size):
-    results = world.run(raises_in_the_last_step, kind, count, batch_size, size=size, timeout_s=30)
+    results = world.run(raises_in_the_last_step, kind, count, batch_size, size=size)
     full, left = divmod(count, batch_size * size)
     for rank, (told, steps, error) in enumerate(results):
         assert len(told) == (rank == 0)
@@ -237,7 +237,7 @@ def test_parts_that_differ_raise_in_the_step_that_another_process_does_not_make(
     world, counts, batches, first, debug
 ):
     env = {"ACCELERATE_DEBUG_MODE": "1"} if debug else {}
-    results = world.run(gathers_parts, counts, first, env=env, timeout_s=60)
+    results = world.run(gathers_parts, counts, first, env=env)
     more, less = counts.index(max(counts)), counts.index(min(counts))
     told, errors = results[more]
 
@@ -254,7 +254,7 @@ def test_parts_that_differ_raise_in_the_step_that_another_process_does_not_make(
 
 @pytest.mark.parametrize("count", [4, 5])
 def test_equal_parts_are_silent(world, count):
-    assert world.run(gathers_parts, (count, count), timeout_s=60) == [([], [])] * 2
+    assert world.run(gathers_parts, (count, count)) == [([], [])] * 2
 
 
 def looked_into() -> list[int]:
@@ -276,7 +276,7 @@ def looked_into() -> list[int]:
 
 
 def test_passes_that_are_not_made_by_all_do_no_harm(world):
-    assert world.run(looked_into, timeout_s=60) == [[4, 4, 4, 4]] * 2
+    assert world.run(looked_into) == [[4, 4, 4, 4]] * 2
 
 
 def trains_on_parts() -> list[str]:
@@ -294,4 +294,4 @@ def trains_on_parts() -> list[str]:
 
 
 def test_training_on_parts_inside_of_a_join_is_silent(world):
-    assert world.run(trains_on_parts, timeout_s=60) == [[], []]
+    assert world.run(trains_on_parts) == [[], []]

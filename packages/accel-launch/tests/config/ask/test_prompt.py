@@ -229,7 +229,7 @@ def ask(start: Start, tmp_path: Path, lines: str) -> tuple[int, str, str]:
         env={"CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.PIPE,
     )
-    out, err = run.process.communicate(lines.encode(), timeout=20)
+    out, err = run.process.communicate(lines.encode(), timeout=120)
     return run.process.returncode, out.decode(), err.decode()
 
 

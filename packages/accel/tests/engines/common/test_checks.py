@@ -240,7 +240,7 @@ def test_a_model_spread_over_devices_is_trained_on_several_processes_only_when_a
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "tp"])
 def test_what_one_process_refuses_all_refuse_in_one_reduction(world, engine):
-    (first, reductions), (second, _) = world.run(refused_on_one, engine, timeout_s=40)
+    (first, reductions), (second, _) = world.run(refused_on_one, engine)
 
     assert "hf_device_map" in first
     assert "refused on 1 of 2 processes, and not on this one" in second
@@ -255,7 +255,7 @@ def frozen_on_one() -> bool:
 
 
 def test_a_frozen_model_may_be_prepared_on_one_process_alone(world):
-    assert world.run(frozen_on_one, timeout_s=40) == [True, True]
+    assert world.run(frozen_on_one) == [True, True]
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
