@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from accel_launch.config import load_config_from_file
+from accel_launch.config.ask import prompt
+from accel_launch.errors import LaunchError
 
 UP, DOWN, LEFT, ESC, ENTER, CTRL_C, CTRL_U = "\x1b[A", "\x1b[B", "\x1b[D", "\x1b", "\r", "\x03", "\x15"
 Start = Callable[..., Any]
@@ -208,6 +210,39 @@ def test_ctrl_c_leaves_the_terminal_and_the_folder_as_they_were(
 
     assert terminal.finish() == 130
     assert not (tmp_path / "c.yaml").exists()
+
+
+@pytest.mark.parametrize("typed", [b"", b"\xc3", b"\x1b", b"\xf0\x9f"])
+def test_a_terminal_that_closes_inside_a_character_is_an_error(
+    start: Start, tmp_path: Path, typed: bytes
+) -> None:
+    ours, theirs = pty.openpty()
+    file = str(tmp_path / "c.yaml")
+    run = start("config", "--config_file", file, env={"TERM": "xterm"}, stdin=theirs, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    while b"SageMaker" not in shown:
+        shown += os.read(ours, 4096)
+    time.sleep(0.1)  # the terminal is raw by then
+    os.write(ours, typed)
+    time.sleep(0.1)  # what was typed is read before the end is seen
+    os.close(ours)
+    code, _, error = run.finish(60)
+
+    assert code == 2
+    assert "The input ended before the last question; nothing was written." in error
+    assert not (tmp_path / "c.yaml").exists()
+
+
+@pytest.mark.parametrize("typed", [b"", b"\xc3", b"\x1b"])
+def test_a_key_without_its_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, typed: bytes) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, typed)
+    os.close(writing)
+    with open(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(LaunchError, match="The input ended"):
+            prompt._key()
 
 
 def test_no_at_the_end_writes_nothing(keyboard: Callable[..., Keyboard], tmp_path: Path) -> None:

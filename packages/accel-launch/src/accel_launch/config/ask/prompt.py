@@ -37,6 +37,9 @@ _KEYS = {
 }
 
 
+_ENDED = "The input ended before the last question; nothing was written."
+
+
 class Back(Exception):
     """The user wants the question before this one."""
 
@@ -115,7 +118,7 @@ class LinePrompt:
         line = sys.stdin.readline()
         if not line:
             print()
-            raise LaunchError("The input ended before the last question; nothing was written.")
+            raise LaunchError(_ENDED)
         if line.strip().lower() == "back":
             raise Back
         return line.strip()
@@ -234,22 +237,31 @@ def _raw_terminal() -> Iterator[None]:
         tty.setraw(descriptor, termios.TCSADRAIN)  # keeps what was typed ahead
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # the terminal is gone, and the error in the block says so
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _key() -> str:
     """Wait for a key: its name, or the character that it writes."""
     descriptor = sys.stdin.fileno()
-    data = os.read(descriptor, 1)
-    if not data:
-        return "end"
+    data = _byte(descriptor)
     if data == b"\x1b":
         # An arrow key sends three bytes at once; Esc alone sends one.
         while len(data) < 3 and _more(descriptor):
-            data += os.read(descriptor, 1)
+            data += _byte(descriptor)
     while data[0] >= 0xC0 and len(data) < 4 and not _decodes(data):
-        data += os.read(descriptor, 1)
+        data += _byte(descriptor)
     return _KEYS.get(data) or data.decode("utf-8", "replace")
+
+
+def _byte(descriptor: int) -> bytes:
+    try:
+        data = os.read(descriptor, 1)
+    except OSError:  # how Linux reports a terminal whose other side has closed, on some of its versions
+        data = b""
+    if not data:
+        raise LaunchError(_ENDED)
+    return data
 
 
 def _more(descriptor: int) -> bool:
