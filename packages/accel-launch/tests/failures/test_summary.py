@@ -38,6 +38,10 @@ def test_the_end_is_described(returncode: int, text: str) -> None:
         ([failure(0, 1), failure(1, 2, "", -signal.SIGKILL)], 1),
         ([failure(0, 1, GONE, -signal.SIGKILL, stopped=True), failure(1, 2)], 1),
         ([failure(0, 1, WATCHDOG, -signal.SIGABRT), failure(1, 2)], 1),
+        ([failure(0, 2, GONE), failure(1, 1, "saved\n", 75, terminated=True)], 0),
+        ([failure(0, 2), failure(1, 1, "", -signal.SIGABRT, terminated=True)], 0),
+        ([failure(0, 2), failure(1, 1, terminated=True)], 1),
+        ([failure(0, 2, GONE), failure(1, 1, "", 3)], 1),
         ([failure(0, 1, BOOM + "[rank0]:[W1122 store] failed to recv\n"), failure(1, 2, GONE)], 0),
     ],
 )

@@ -275,6 +275,50 @@ def test_a_worker_that_was_killed_is_named_before_one_that_noticed_it(start: Sta
     assert "killed by SIGKILL" in error
 
 
+def test_a_worker_that_saves_when_it_is_stopped_is_not_named(start: Start) -> None:
+    script = (
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
+        "    open('ready0', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "while not os.path.exists('ready0'): time.sleep(0.01)\n"
+        "raise RuntimeError('Timed out waiting for rank 0')\n"
+    )
+    code, _, error = start(*TWO, script=script).finish()
+
+    assert code == 1
+    assert "rank 1 of 2" in error
+    assert "  then rank 0 (exit code 75): it wrote nothing to stderr\n" in error
+
+
+def test_workers_whose_ends_are_seen_together_were_not_stopped(start: Start) -> None:
+    script = (
+        "import os, time\n"
+        "open('ready' + os.environ['RANK'], 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '0': raise ConnectionError('the other is gone')\n"
+        "os._exit(3)\n"
+    )
+    run = start(*TWO, script=script)
+    wait_for_workers(run)
+    workers = [pid for pid in run.pids() if b"accel_launch" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def ended(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    assert len(workers) == 2
+    run.process.send_signal(signal.SIGSTOP)
+    (run.folder / "go").touch()
+    run.wait_until(lambda: all(map(ended, workers)), "both workers to end")
+    run.process.send_signal(signal.SIGCONT)
+    code, _, error = run.finish()
+
+    assert code == 3
+    assert "rank 1 of 2" in error
+    assert "other was stopped" not in error
+
+
 def test_a_worker_stuck_after_its_traceback_is_ended_too(start: Start) -> None:
     script = (
         "import atexit, os, time\n"

@@ -47,6 +47,7 @@ class Failure:
         words: The end of its stderr, as clean text.
         shown: Whether these words have been shown.
         stopped: Whether it was stopped, as it did not end by itself after its exception.
+        terminated: Whether it was still running when another had failed, and was sent SIGTERM for that.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Failure:
     words: str
     shown: bool = False
     stopped: bool = False
+    terminated: bool = False
 
     @property
     def end(self) -> str:
@@ -78,16 +80,20 @@ class Failure:
 def first_failure(failures: Collection[Failure]) -> Failure:
     """Return the failure that began it all.
 
-    A lost connection never comes before its cause. A worker that crashed comes before those that failed by
-    themselves: they can notice it, and say so in words that nobody knows, before its end is seen.
+    Times alone do not say: on a busy machine a worker's end can be seen before that of the one it lost.
 
     Args:
         failures: All failures, at least one.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
-        crashed = failure.returncode in _CRASHES and not failure.stopped
-        return 0 if crashed else 2 if failure.lost_others else 1, failure.at
+        # Others can notice a crash before its end is seen, and say so in words that are not in _LOST.
+        if failure.returncode in _CRASHES and not failure.stopped:
+            return 0, failure.at
+        # A worker that saves on SIGTERM and ends with 75, say, or is aborted by torch.
+        if failure.terminated and not last_exception(failure.words):
+            return 3, failure.at
+        return 2 if failure.lost_others else 1, failure.at
 
     return min(failures, key=order)
 

@@ -42,7 +42,7 @@ class Member:
         worker: The worker.
         streams: Its streams, stderr first.
         failed_at: When it got into the trouble that it ended by, from time.time().
-        told: Whether it was running when another had failed, and was told to end.
+        terminated: Whether it was running when another had failed, and is sent SIGTERM for that.
         stopped: Whether a signal ended it that it was sent for that.
         words: The end of its stderr, where it failed.
         unshown: Whether those words have not been shown.
@@ -51,7 +51,7 @@ class Member:
     worker: Supervised
     streams: list[Stream]
     failed_at: float | None = None
-    told: bool = False
+    terminated: bool = False
     stopped: bool = False
     words: bytes = b""
     unshown: bool = False
@@ -148,12 +148,14 @@ class Run:
             elif number != signal.SIGCHLD:
                 for member in self.members:
                     member.worker.signal(number)
-        # Signals of one kind merge, so every wake-up looks at every worker.
-        for member in self.members:
-            if member.worker.gone:
-                continue
-            if member.worker.reap():
-                self._on_end(member, time.monotonic())
+        # Signals of one kind merge, so every wake-up looks at every worker. All are reaped before the first
+        # failure is acted on: a worker that has ended as well was not stopped for it.
+        running = [member for member in self.members if not member.worker.gone]
+        ended = [member for member in running if member.worker.reap()]
+        now = time.monotonic()
+        for member in ended:
+            self._on_end(member, now)
+        for member in running:
             if member.worker.gone:
                 forget(member.worker.pid)
 
@@ -189,7 +191,7 @@ class Run:
         grace = _FAILURE_GRACE_S if grace is None else grace
         for member in self.members:
             worker = member.worker
-            member.told = worker.running
+            member.terminated = worker.running
             # One in trouble is ending by itself, and may be the cause of it all.
             worker.term_at = now + (min(_SETTLE_S, grace / 2) if member.stderr.in_trouble else 0)
             worker.kill_by(now + grace)
@@ -256,7 +258,7 @@ class Run:
             report = Report(
                 "accel launch",
                 len(self.members),
-                sum(member.told and member.failed_at is None for member in self.members),
+                sum(member.terminated and member.failed_at is None for member in self.members),
                 self.plan.command,
                 self.output.folder,
                 debug=value("debug"),
@@ -279,4 +281,5 @@ def _failure(member: Member, at: float) -> Failure:
         clean(member.words),
         shown=not member.unshown,
         stopped=member.stopped,
+        terminated=member.terminated,
     )
