@@ -3,6 +3,7 @@ from accel import big_modeling as big_modeling
 from accel import commands as commands
 from accel import data_loader as data_loader
 from accel import engines as engines
+from accel import hooks as hooks
 from accel import launchers as launchers
 from accel import local_sgd as local_sgd
 from accel import logging as logging
