@@ -9,8 +9,10 @@ from accel.big_models.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accel.big_models.layerwise_casting import LayerwiseCastingHook
 
 __all__ = [
+    "LayerwiseCastingHook",
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",

@@ -1,0 +1,205 @@
+"""Weights that rest in a small dtype, such as float8, and are cast for the time of each layer's forward."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.big_models.hooks import Arguments, ModelHook, SequentialHook, add_hook_to_module
+
+__all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
+
+# Norms and embeddings are small, or lose more by rounding than they save.
+_CAST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+Place = tuple[nn.Module, str]  # a module and the name of a weight directly in it
+Swap = tuple[
+    Place, torch.Tensor, torch.Tensor, int
+]  # stored, cast, and the cast one's version before forward
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps the floating-point weights of one module in a storage dtype, and casts them for each forward.
+
+    What is stored is not written again after a forward, so its values stay the same over any number of
+    calls. Gradients of inputs and of weights pass through the cast. When the hook is removed, weights get
+    back the dtype that they had before it; what the storage dtype rounded off stays lost.
+
+    Args:
+        storage_dtype: The floating-point dtype of the weights at rest, such as `torch.float8_e4m3fn`.
+        compute_dtype: Their floating-point dtype in the forward; inputs must have it.
+        non_blocking: Cast without waiting for the device, where it can.
+
+    Raises:
+        ValueError: If a dtype is no floating-point dtype.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(
+                    f"{name} must be a floating-point dtype of torch, such as torch.bfloat16, not {dtype!r}."
+                )
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._calls: list[list[Swap]] = []  # one inside of another, where a forward calls its own module
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights of the module, and of those inside of it, to the storage dtype."""
+        for name, tensor in _floating(module).items():
+            if tensor.dtype != self.storage_dtype:  # else there is nothing to undo: another layer shares it
+                self._dtypes[name] = tensor.dtype
+                tensor.data = tensor.data.to(self.storage_dtype, non_blocking=self.non_blocking)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Put weights in the compute dtype in the places of those that are stored."""
+        swaps: list[Swap] = []
+        self._calls.append(swaps)
+        for name, tensor in _floating(module).items():
+            cast = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
+            swaps.append((_place(module, name), tensor, cast, cast._version))
+        for place, _, cast, _ in swaps:
+            _put(place, cast)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Put the stored weights back; a buffer that the forward changed is stored as it is now."""
+        for _, tensor, cast, version in self._calls[-1]:
+            if cast is not tensor and cast._version != version:
+                with torch.no_grad():
+                    tensor.copy_(cast)
+        self.forward_failed(module)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Put the stored weights back as they were."""
+        for place, tensor, _, _ in self._calls.pop():
+            _put(place, tensor)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights to the dtypes that they had before the hook."""
+        tensors = _floating(module)
+        for name, dtype in self._dtypes.items():
+            if name in tensors:
+                tensors[name].data = tensors[name].data.to(dtype)
+        self._dtypes.clear()
+        return module
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep the weights of linear and convolution layers in a small dtype, cast for each layer's forward.
+
+    A model of bfloat16 takes half the memory in `torch.float8_e4m3fn`, plus one layer in the compute dtype
+    while it runs. Embeddings, norms and parameters of other modules stay as they are, and so does a layer that
+    shares a weight with one of them, or that its parent reads without calling it (the output projection of
+    `nn.MultiheadAttention`). `remove_hook_from_submodules` undoes it.
+
+    Args:
+        module: A model, or a single layer.
+        storage_dtype: The floating-point dtype of the weights at rest.
+        compute_dtype: Their dtype in the forward. Run the other layers in it too:
+            `model.to(compute_dtype)`.
+        skip_modules_pattern: Regular expressions, found anywhere in the dotted name of a module: those
+            modules are left as they are, with all inside of them. By default none.
+        skip_modules_classes: Classes of modules that are left as they are, with all inside of them. By
+            default none.
+        non_blocking: Cast without waiting for the device, where it can.
+
+    Raises:
+        ValueError: If a dtype is no floating-point dtype, or a layer has such a hook already.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16)
+        >>> model[0].weight.dtype, model[1].weight.dtype
+        (torch.float8_e4m3fn, torch.bfloat16)
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern
+    layers = _layers(module, patterns or (), skip_modules_classes or ())
+    chosen = {id(part) for layer in layers.values() for part in layer.modules()}
+    others = {
+        id(tensor)
+        for part in module.modules()
+        if id(part) not in chosen
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+    }
+    hooks = []
+    for name, layer in layers.items():
+        _check_no_hook(layer, name)
+        if others.isdisjoint(id(tensor) for tensor in _floating(layer).values()):
+            hooks.append((layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)))
+    for layer, hook in hooks:
+        add_hook_to_module(layer, hook, append=True)
+
+
+def _layers(
+    module: nn.Module, patterns: tuple[str, ...], classes: tuple[type[nn.Module], ...]
+) -> dict[str, nn.Module]:
+    """Find the layers to cast, by name."""
+    found: dict[str, nn.Module] = {}
+    passed: set[str] = set()  # modules that are skipped or found, with all inside of them
+    for name, part in module.named_modules():
+        inside = name != "" and name.rpartition(".")[0] in passed
+        skipped = isinstance(part, classes) or any(re.search(pattern, name) for pattern in patterns)
+        if inside or skipped or isinstance(part, _CAST):
+            passed.add(name)
+            if not inside and not skipped and _casts(part):
+                found[name] = part
+    return found
+
+
+def _casts(layer: nn.Module) -> bool:
+    # nn.MultiheadAttention reads the weight of a layer of this class without calling its forward.
+    read_by_parent = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    weight: Any = layer.weight
+    return not read_by_parent and weight.is_floating_point()
+
+
+def _check_no_hook(layer: nn.Module, name: str) -> None:
+    hook = vars(layer).get("_hf_hook")
+    parts = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    if any(isinstance(part, LayerwiseCastingHook) for part in parts):
+        raise ValueError(
+            f"{name or type(layer).__name__} has a hook for layer-wise casting already. Remove it first: "
+            "remove_hook_from_submodules(model)."
+        )
+
+
+def _floating(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the floating-point parameters and buffers of a module by name, tied ones under each."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _place(module: nn.Module, name: str) -> Place:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def _put(place: Place, tensor: torch.Tensor) -> None:
+    module, leaf = place
+    # Assigned past nn.Module.__setattr__, which takes parameters alone: a cast one is no leaf of autograd.
+    held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+    held[leaf] = tensor
