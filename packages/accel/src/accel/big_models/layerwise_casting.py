@@ -111,9 +111,9 @@ def attach_layerwise_casting_hooks(
     """Keep the weights of linear and convolution layers in a small dtype, cast for each layer's forward.
 
     A model of bfloat16 takes half the memory in `torch.float8_e4m3fn`, plus one layer in the compute dtype
-    while it runs. Embeddings, norms and parameters of other modules stay as they are, and so does a layer that
-    shares a weight with one of them, or that its parent reads without calling it (the output projection of
-    `nn.MultiheadAttention`). `remove_hook_from_submodules` undoes it.
+    while it runs. Embeddings, norms and parameters of other modules stay as they are, and so does a layer
+    that shares a weight with one of them, or that its parent reads without calling it (the output projection
+    of `nn.MultiheadAttention`). `remove_hook_from_submodules` undoes it.
 
     Args:
         module: A model, or a single layer.
