@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.ask.questionnaire import ask_all
 from accel_launch.config.file import LaunchConfig
 from accel_launch.plan.environment import common_environment

@@ -24,14 +24,14 @@ from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.training.arguments import resolve_accumulation
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
+from accel_launch.outside.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_launch.outside.slurm_job import find_step
+from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
 from accel_launch.plan.environment import outside_any_run
-from accel_launch.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_launch.settings.resolve import resolve
-from accel_launch.tpu.variables import prepare_tpu, tpu_settings
 from accel_state import env
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.devices.affinity import set_numa_affinity

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_launch import cli
+from accel_launch import cli, commands
 from accel_launch.__about__ import __version__
 from accel_launch.cli import config_main, launch_main, main
 
@@ -204,7 +204,7 @@ def test_an_interrupt_while_classes_are_made_is_an_interrupt(
         "class Owner:\n    field = Name()\n"
     )
     monkeypatch.setattr("warnings.showwarning", None)  # main sets it; monkeypatch puts it back
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(cli._COMMANDS, "env", ("interrupted", ""))
+    monkeypatch.setattr(commands, "__path__", [str(tmp_path)])
+    monkeypatch.setitem(cli._COMMANDS, "env", ("interrupted:parser", ""))
 
     assert main(["env"]) == 130

@@ -17,7 +17,8 @@ def test_the_example_starts_two_processes(tmp_path):
     run = subprocess.run(
         ["bash", "-ec", EXAMPLE.replace("accel launch", "accel-launch")],
         cwd=tmp_path,
-        env={**os.environ, "PATH": path},
+        # Unbuffered, each writes the end of its line apart, and the other may come between.
+        env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": ""},
         capture_output=True,
         text=True,
         timeout=180,

@@ -1,6 +1,6 @@
 from accel_launch.__about__ import __version__ as __version__
-from accel_launch.command import launch_command as launch_command
-from accel_launch.command import launch_command_parser as launch_command_parser
+from accel_launch.commands.launch import launch_command as launch_command
+from accel_launch.commands.launch import launch_command_parser as launch_command_parser
 from accel_launch.config import default_config_file as default_config_file
 from accel_launch.config import load_config_from_file as load_config_from_file
 from accel_launch.config import write_basic_config as write_basic_config

@@ -16,17 +16,30 @@ from accel_launch.__about__ import __version__
 from accel_launch.errors import LaunchError, NotAvailableError
 
 if TYPE_CHECKING:
+    import argparse
     from importlib.metadata import EntryPoint
 
 __all__ = ["config_main", "launch_main", "main"]
 
-# name: (module with a main(argv, prog), what it does)
+# name: (module of accel_launch.commands:function that returns the parser, what it does)
 _COMMANDS = {
-    "launch": ("accel_launch.command", "Start a script on one process or on many."),
-    "config": ("accel_launch.config.command", "Write or update the config file."),
-    "env": ("accel_launch.env_report", "Print what a bug report needs: versions, hardware, config."),
-    "to-fsdp2": ("accel_launch.config.to_fsdp2", "Rewrite a config file of FSDP version 1 for version 2."),
-    "tpu-config": ("accel_launch.tpu.command", "Run commands on every machine of a TPU pod."),
+    "launch": (
+        "launch:launch_command_parser",
+        "Start a script on one process or on many.",
+    ),
+    "config": ("config:config_parser", "Write or update the config file."),
+    "env": (
+        "env:env_parser",
+        "Print what a bug report needs: versions, hardware, config.",
+    ),
+    "to-fsdp2": (
+        "to_fsdp2:to_fsdp2_command_parser",
+        "Rewrite a config file of FSDP version 1 for version 2.",
+    ),
+    "tpu-config": (
+        "tpu:tpu_command_parser",
+        "Run commands on every machine of a TPU pod.",
+    ),
 }
 # Commands of the other packages here: name: (package, what it does).
 _SIBLINGS = {
@@ -116,8 +129,17 @@ def _run_builtin(name: str, rest: list[str]) -> int:
     """Run a command of this package; its errors begin alike, however it was called."""
     from importlib import import_module
 
-    prog = f"accel {name}"
-    return _run(prog, lambda: int(import_module(_COMMANDS[name][0]).main(rest, prog)))
+    def command() -> int:
+        module, _, function = _COMMANDS[name][0].partition(":")
+        return _call(getattr(import_module(f"accel_launch.commands.{module}"), function)(), rest)
+
+    return _run(f"accel {name}", command)
+
+
+def _call(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> int:
+    """Call the function that a parser sets, which returns an exit code or nothing."""
+    args = parser.parse_args(tokens)
+    return int(args.func(args) or 0)
 
 
 def _entry_points() -> list[EntryPoint]:
@@ -132,9 +154,7 @@ def _foreign(point: EntryPoint, rest: list[str]) -> int:
 
     parser = argparse.ArgumentParser("accel")
     point.load()(parser.add_subparsers(dest="command", required=True))
-    args = parser.parse_args([point.name, *rest])
-    code = args.func(args)
-    return code if isinstance(code, int) else 0
+    return _call(parser, [point.name, *rest])
 
 
 def _unknown(name: str, points: Iterable[str]) -> NoReturn:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config import load_config_from_file
 from accel_launch.errors import ConfigError
 from accel_launch.settings.resolve import resolve

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.local.machine import Machine
 from accel_launch.outside.slurm_job import find_step, first_host

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.local.machine import Machine
 from accel_launch.outside.torchrun import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.plan.environment import common_environment, worker_environment
 from accel_launch.settings.resolve import Settings, resolve

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.plan.script import worker_command
 from accel_launch.settings.resolve import resolve

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.settings.schema import SETTINGS
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config import LaunchConfig
 from accel_launch.errors import LaunchError
 from accel_launch.settings.resolve import Settings, Source, resolve

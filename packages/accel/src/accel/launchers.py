@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from accel_launch.commands.embedding import test_launch
 from accel_launch.notebook import debug_launcher, notebook_launcher
-from accel_launch.plan.embedding import test_launch
 
 __all__ = [
     "debug_launcher",

@@ -6,7 +6,7 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 
-from accel_launch.failures.record import Raised
+from accel_launch.local.failures.record import Raised
 
 __all__ = ["Supervised"]
 

@@ -11,13 +11,13 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_launch.failures.record import record_folder
+from accel_launch.local.failures.record import record_folder
 from accel_launch.local.guard import Guard
+from accel_launch.local.output.destinations import Output
 from accel_launch.local.ports import reserve_port
 from accel_launch.local.signals import SignalPipe
 from accel_launch.local.supervisor import Member, Run
 from accel_launch.local.worker import Worker, adopt_orphans
-from accel_launch.output.destinations import Output
 from accel_launch.plan.environment import worker_environment
 from accel_launch.plan.plan import Plan, Prepared
 from accel_state.env import CPUInformation

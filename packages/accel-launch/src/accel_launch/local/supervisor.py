@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from accel_launch.local.member import Supervised
+from accel_launch.local.output.console import has_colour
+from accel_launch.local.output.destinations import Output
+from accel_launch.local.output.streams import TRACEBACK, Stream
 from accel_launch.local.signals import ENDING, SignalPipe, signal_name
-from accel_launch.output.console import has_colour
-from accel_launch.output.destinations import Output
-from accel_launch.output.streams import TRACEBACK, Stream
 from accel_launch.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from accel_launch.failures.summary import Failure
+    from accel_launch.local.failures.summary import Failure
 
 __all__ = ["Member", "Run"]
 
@@ -250,7 +250,7 @@ class Run:
 
     def _report(self) -> int:
         """Show the summary and return the exit code of the worker that failed first."""
-        from accel_launch.failures.summary import Report, failure_summary, first_failure
+        from accel_launch.local.failures.summary import Report, failure_summary, first_failure
 
         failures = [_failure(member, at) for member in self.members if (at := member.failed_at) is not None]
         value = self.plan.settings.value
@@ -269,8 +269,8 @@ class Run:
 
 
 def _failure(member: Member, at: float) -> Failure:
-    from accel_launch.failures.summary import Failure
-    from accel_launch.failures.tracebacks import clean
+    from accel_launch.local.failures.summary import Failure
+    from accel_launch.local.failures.tracebacks import clean
 
     worker = member.worker
     return Failure(

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from accel_launch.failures.record import read_record
+from accel_launch.local.failures.record import read_record
 from accel_launch.local.member import Supervised
 
 __all__ = ["Worker", "adopt_orphans"]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_launch.failures.record import Raised, read_record
-from accel_launch.failures.summary import Failure, Report, failure_summary
+from accel_launch.local.failures.record import Raised, read_record
+from accel_launch.local.failures.summary import Failure, Report, failure_summary
 
 __all__ = ["HANDLED", "elastic_summary", "log_lines_dropped", "set_handlers", "signal_handlers_kept"]
 

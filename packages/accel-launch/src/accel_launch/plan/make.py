@@ -68,7 +68,7 @@ def make_plan(
         threads=None if threads.source == Source.ENVIRONMENT else threads.value,
     )
     if settings.value("tpu"):
-        from accel_launch.tpu.variables import prepare_tpu, tpu_settings
+        from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
 
         _, environ = prepare_tpu(tpu_settings(settings), environ)
     return Plan(

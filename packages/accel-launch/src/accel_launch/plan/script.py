@@ -45,7 +45,7 @@ def worker_command(
             _devices(settings),
             "module" if is_module else "file",
         ]
-        return [sys.executable, "-m", "accel_launch.tpu.spawn", *what, script, *arguments]
+        return [sys.executable, "-m", "accel_launch.outside.tpu.spawn", *what, script, *arguments]
     return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
 
 

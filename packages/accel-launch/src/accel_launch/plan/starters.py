@@ -116,15 +116,15 @@ STARTERS: dict[How, Starter] = {
     ),
     "ray": Starter(
         "Ray",
-        "accel_launch.ray.cluster:prepare",
-        "accel_launch.ray.cluster:run",
+        "accel_launch.outside.ray.cluster:prepare",
+        "accel_launch.outside.ray.cluster:run",
         unused=(
             *("gpu_ids", "main_process_ip", "machine_rank", "monitor_interval"),
             *("mpirun_hostfile", "mpirun_ccl", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
             *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
         ),
     ),
-    "pod": Starter("a TPU pod", "accel_launch.tpu.pod:prepare"),
+    "pod": Starter("a TPU pod", "accel_launch.outside.tpu.pod:prepare"),
 }
 """Every starter by its name."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accel_launch.command import launch_command_parser
+from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config import LaunchConfig
 from accel_launch.config.ask.prompt import Back
 from accel_launch.config.ask.questionnaire import answers_of, ask_all

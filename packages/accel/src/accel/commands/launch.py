@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_launch.command import launch_command, launch_command_parser
+from accel_launch.commands.launch import launch_command, launch_command_parser
 
 __all__ = [
     "launch_command",

@@ -52,7 +52,7 @@ def test_command(args: argparse.Namespace) -> None:
         LaunchError: If the configuration cannot be started.
         SystemExit: With the exit code of the first process whose check failed.
     """
-    from accel_launch.command import launch_command
+    from accel_launch.commands.launch import launch_command
 
     if args.training_script is not None:
         raise LaunchError(

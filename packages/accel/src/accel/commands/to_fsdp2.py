@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel_launch.config.to_fsdp2 import to_fsdp2_command, to_fsdp2_command_parser
+from accel_launch.commands.to_fsdp2 import to_fsdp2_command, to_fsdp2_command_parser
 
 __all__ = ["to_fsdp2_command", "to_fsdp2_command_parser"]

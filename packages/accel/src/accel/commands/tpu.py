@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel_launch.tpu.command import tpu_command_launcher, tpu_command_parser
+from accel_launch.commands.tpu import tpu_command_launcher, tpu_command_parser
 
 __all__ = ["tpu_command_launcher", "tpu_command_parser"]

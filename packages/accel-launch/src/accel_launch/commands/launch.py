@@ -1,0 +1,160 @@
+"""`accel launch`: from the command line to running processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_launch.errors import LaunchError
+from accel_launch.plan.make import make_plan
+from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.starters import STARTERS, become
+from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
+from accel_launch.settings.resolve import Settings, resolve
+from accel_state import env
+from accel_state.enums import ComputeEnvironment
+
+if TYPE_CHECKING:
+    from accel_launch.config import LaunchConfig
+
+__all__ = ["launch_command", "launch_command_parser", "plan_of", "read_config"]
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Start what parsed arguments ask for.
+
+    One process replaces this one (exec) and so never returns; otherwise this returns when all workers have
+    ended well.
+
+    Args:
+        args: What `launch_command_parser().parse_args()` returned.
+
+    Raises:
+        LaunchError: If it cannot be started; nothing was.
+        SystemExit: With the exit code of the worker that failed first.
+    """
+    environ = env.snapshot()
+    config = read_config(args)
+    if config is not None and config.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER:
+        _launch_job(config, args, environ)
+        return
+    settings = resolve(args, config, environ)
+    _warn_of_keys(settings)
+    script = getattr(args, "training_script", None)
+    if settings.value("explain") and script is None:
+        print(_explained(settings))
+        return
+    plan = _plan(args, settings, environ)
+    if settings.value("explain"):
+        print(_explained(plan.settings))
+    if settings.value("dry_run"):
+        print(_dry_run(plan, environ))
+    if not (settings.value("explain") or settings.value("dry_run")):
+        _start(plan, environ)
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel launch`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `launch` there; a parser of its
+            own by default.
+
+    Returns:
+        The parser. Its namespace has an attribute per setting, None where no flag was given, and
+        `training_script` and `training_script_args`.
+    """
+    parser = command_parser(
+        "launch",
+        subparsers,
+        LaunchParser,
+        usage="accel launch [flags] SCRIPT [arguments of the script]",
+        description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
+        "--cpu=false, where the environment or the config file turns it on.",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    add_settings(parser)
+    parser.set_defaults(func=launch_command)
+    return parser
+
+
+def _launch_job(config: LaunchConfig, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from accel_launch.outside.sagemaker.job import job_text, run_job
+
+    explain, dry_run = (getattr(args, name, None) for name in ("explain", "dry_run"))
+    if explain:
+        print(_explained(resolve(args, config, environ)))
+    if dry_run:
+        print(job_text(config, args))
+    if not (explain or dry_run):
+        run_job(config, args)
+
+
+def _warn_of_keys(settings: Settings) -> None:
+    keys = [f"--{name}" for name in ("aws_access_key_id", "aws_secret_access_key") if settings.given(name)]
+    if keys:
+        warnings.warn(f"Ignored without a config for Amazon SageMaker: {', '.join(keys)}.", stacklevel=3)
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """Return what parsed arguments ask for, without starting it.
+
+    Args:
+        args: What `launch_command_parser().parse_args()` returned.
+
+    Raises:
+        LaunchError: If it cannot be started.
+    """
+    environ = env.snapshot()
+    return _plan(args, resolve(args, read_config(args), environ), environ)
+
+
+def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> Plan:
+    script = getattr(args, "training_script", None)
+    if script is None:
+        raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
+    return make_plan(settings, script, args.training_script_args or [], environ)
+
+
+def read_config(args: argparse.Namespace) -> LaunchConfig | None:
+    """Read the config file that a flag names, or the default one if there is one."""
+    named = getattr(args, "config_file", None)
+    from accel_launch.config.paths import config_path
+
+    if named is None and not config_path().is_file():
+        return None
+    # Only now: YAML takes longer to import than everything else here together.
+    from accel_launch.config.file import load_config_from_file
+
+    return load_config_from_file(named)
+
+
+def _explained(settings: Settings) -> str:
+    from accel_launch.settings.explain import explain_text
+
+    return explain_text(settings)
+
+
+def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
+    from accel_launch.settings.explain import dry_run_text
+
+    prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
+    if prepared.held is not None:
+        prepared.held.close()
+    return dry_run_text(prepared, environ)
+
+
+def _start(plan: Plan, environ: Mapping[str, str]) -> None:
+    starter = STARTERS[plan.how]
+    if starter.run:
+        code = starter.load("run")(plan)
+        if code:
+            sys.exit(code)
+        return
+    prepared: Prepared = starter.load("prepare")(plan, environ)
+    prepared.wait()
+    become(prepared)

@@ -1,0 +1,205 @@
+"""What is said when a run fails: who failed first, how, with its traceback, and the others in a line each."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_launch.local.failures.tracebacks import (
+    FOLDED,
+    HEADER,
+    fold_frames,
+    last_exception,
+    library_folders,
+)
+from accel_launch.local.signals import signal_name
+from accel_launch.settings.masking import mask_command
+
+__all__ = ["Failure", "Report", "describe_end", "failure_summary", "first_failure"]
+
+_OTHERS = 8  # lines for workers that failed later
+_CRASHES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL)
+# Not SIGABRT: a worker whose peers are gone may abort.
+
+# What a process says whose peer is gone or does not come, in gloo's, NCCL's, the store's and Python's words.
+_LOST = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|ConnectionError|broken pipe|"
+    r"socket (?:closed|timeout)|failed to recv|recvValue failed|ncclRemoteError|communicator was aborted|"
+    r"timed out waiting|collective operation timeout|lost the store|not all others will come",
+    re.IGNORECASE,
+)
+_MISMATCH = re.compile(
+    r"collective mismatch|op\.preamble\.length|timed out waiting|collective operation timeout", re.IGNORECASE
+)
+_HINT = (
+    "Processes that call different operations, or pass different shapes, fail or wait like this: start the "
+    "script with accel launch --debug to see what each of them calls, and where."
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a worker failed.
+
+    Args:
+        rank: Its rank.
+        host: The name of its machine.
+        returncode: Its exit code, or minus the signal that ended it.
+        at: When it got into trouble, from time.time().
+        words: The end of its stderr, as clean text.
+        shown: Whether these words have been shown.
+        stopped: Whether it was stopped, as it did not end by itself after its exception.
+        terminated: Whether it was still running when another had failed, and was sent SIGTERM for that.
+    """
+
+    rank: int
+    host: str
+    returncode: int
+    at: float
+    words: str
+    shown: bool = False
+    stopped: bool = False
+    terminated: bool = False
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        return "stopped after its exception" if self.stopped else describe_end(self.returncode)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that ends by it: 128 + n where signal n ended it; 1 after an exception."""
+        if self.stopped:
+            return 1
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    @property
+    def lost_others(self) -> bool:
+        """Whether it failed as it lost the connection to others, which so failed before it."""
+        return _LOST.search(last_exception(self.words) or self.words) is not None
+
+
+def first_failure(failures: Collection[Failure]) -> Failure:
+    """Return the failure that began it all.
+
+    Times alone do not say: on a busy machine a worker's end can be seen before that of the one it lost.
+
+    Args:
+        failures: All failures, at least one.
+    """
+
+    def order(failure: Failure) -> tuple[int, float]:
+        # Others can notice a crash before its end is seen, and say so in words that are not in _LOST.
+        if failure.returncode in _CRASHES and not failure.stopped:
+            return 0, failure.at
+        # A worker that saves on SIGTERM and ends with 75, say, or is aborted by torch.
+        if failure.terminated and not last_exception(failure.words):
+            return 3, failure.at
+        return 2 if failure.lost_others else 1, failure.at
+
+    return min(failures, key=order)
+
+
+def describe_end(returncode: int) -> str:
+    """Say how a process ended.
+
+    Args:
+        returncode: Its exit code, or minus the signal that ended it.
+    """
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    hint = "; often the machine ran out of memory" if returncode == -signal.SIGKILL else ""
+    return f"killed by {signal_name(-returncode)}{hint}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a summary says beside the failures.
+
+    Args:
+        who: Who speaks, e.g. `accel launch`.
+        size: Number of workers.
+        stopped: How many of them were running and were stopped, and had not failed themselves.
+        command: What they ran; nothing for a function.
+        logs: The folder of the log files, if any.
+        debug: Whether debug mode was on, in which no frame is left out.
+        colour: Whether to write in colour.
+    """
+
+    who: str
+    size: int
+    stopped: int = 0
+    command: Sequence[str] = ()
+    logs: Path | None = None
+    debug: bool = False
+    colour: bool = False
+
+    def paint(self, style: int, text: str) -> str:
+        """Return text in a style of ANSI terminals, if there is colour.
+
+        Args:
+            style: 1 for bold, 2 for dim, 31 for red.
+            text: The text, one line.
+        """
+        return f"\x1b[{style}m{text}\x1b[0m" if self.colour else text
+
+
+def failure_summary(failures: Collection[Failure], report: Report) -> str:
+    """Return the summary of a failed run: the first failure with its traceback, the others in a line each.
+
+    Args:
+        failures: All failures, at least one.
+        report: What else it says.
+
+    Returns:
+        Lines for the launcher's stderr.
+    """
+    first = first_failure(failures)
+    stopped = report.stopped
+    others = f"; {stopped} other{'s were' if stopped > 1 else ' was'} stopped" if stopped else ""
+    title = f"{report.who}: rank {first.rank} of {report.size} on {first.host} failed ({first.end}){others}."
+    lines = [report.paint(31, title)]
+    if report.command:
+        lines.append(f"  command: {shlex.join(mask_command(report.command))}")
+    if report.logs is not None:
+        lines.append(f"  logs: {report.logs}")
+    lines += _other_lines([failure for failure in failures if failure is not first])
+    lines += _words(first, report)
+    if not report.debug and _MISMATCH.search(first.words):
+        lines.append(_HINT)
+    return "\n".join(lines) + "\n"
+
+
+def _other_lines(others: list[Failure]) -> list[str]:
+    others = sorted(others, key=lambda failure: failure.at)
+    lines = []
+    for failure in others[:_OTHERS]:
+        said = (last_exception(failure.words) or failure.words.rstrip()).splitlines()
+        # An exception begins with what it is; other words end with what came last.
+        text = said[0 if HEADER in failure.words else -1] if said else "it wrote nothing to stderr"
+        lines.append(f"  then rank {failure.rank} ({failure.end}): {text}")
+    if len(others) > _OTHERS:
+        lines.append(f"  then {len(others) - _OTHERS} more")
+    return lines
+
+
+def _words(first: Failure, report: Report) -> list[str]:
+    text = first.words.rstrip()
+    if not text:
+        return ["It wrote nothing to stderr."]
+    exception = last_exception(text)
+    if exception and first.shown:
+        return [f"Its traceback is shown above: {report.paint(1, exception)}"]
+    if not report.debug:
+        text = fold_frames(text, library_folders())
+    bold = exception.partition("\n")[0] or None
+    styles = [1 if line == bold else 2 if line.startswith(FOLDED) else 0 for line in text.splitlines()]
+    lines = [
+        report.paint(style, line) if style else line
+        for style, line in zip(styles, text.splitlines(), strict=True)
+    ]
+    return ["The end of its stderr:", *lines]

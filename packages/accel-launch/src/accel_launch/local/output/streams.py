@@ -1,0 +1,238 @@
+"""A worker's stdout or stderr on its way to the console and to a log file.
+
+Lines are passed on at once and whole. A line without its end is passed on after a moment, so that prompts and
+progress bars show. A traceback is held back for a moment, as long as nothing else comes: if it is what ends
+the worker it belongs in the summary, once and in one piece, else it is shown as one block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import termios
+import tty
+from pathlib import Path
+
+from accel_launch.local.output.console import Console
+from accel_launch.local.output.log_file import Log
+
+__all__ = ["TRACEBACK", "Stream", "copy_window_size", "open_capture"]
+
+TRACEBACK = b"Traceback (most recent call last):"
+"""How a traceback begins."""
+
+_PARTIAL_S = 0.05
+_HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
+_HOLD_LAST_S = 20.0  # the same, where the worker has written down that it fails
+_GOING_ON_S = 0.5  # output this long after the traceback says that the worker goes on
+_TAIL_BYTES = 32768
+_DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
+
+
+def open_capture(like: int) -> tuple[int, int]:
+    """Open a channel for a worker's output: a terminal if ours is one, to keep colours and bars, else a pipe.
+
+    Args:
+        like: The launcher's own file descriptor.
+
+    Returns:
+        The reading end, non-blocking, and the end for the worker.
+    """
+    if os.isatty(like):
+        reading, writing = os.openpty()
+        # The real terminal translates line ends; doing it twice would garble them.
+        tty.setraw(writing)
+        copy_window_size(like, reading)
+    else:
+        reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    return reading, writing
+
+
+def copy_window_size(source: int, target: int) -> None:
+    """Give one terminal the size of another.
+
+    Args:
+        source: File descriptor of the terminal to copy from.
+        target: File descriptor of the terminal to change; anything else is left alone.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, bytes(8)))
+
+
+class Stream:
+    """One stream of one worker.
+
+    Args:
+        descriptor: The reading end, non-blocking; the stream closes it.
+        console: Where it is shown; None for nowhere.
+        log: What gets a copy; None for none.
+        prefix: Shown before every line.
+        hold: Hold tracebacks back.
+        record: The file in which the worker writes down the exception by which it ends; where it has, the
+            traceback is its last and is held longer.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        console: Console | None,
+        *,
+        log: Log | None = None,
+        prefix: bytes = b"",
+        hold: bool = False,
+        record: Path | None = None,
+    ) -> None:
+        self.descriptor = descriptor
+        self.console = console
+        self.held_since: float | None = None
+        self.closed = False
+        self._log = log
+        self._prefix = prefix
+        self._hold = hold
+        self._record = record
+        self._held = bytearray()
+        self._partial = bytearray()
+        self._partial_since = 0.0
+        self._at_line_start = True
+        self._tail = bytearray()
+
+    def read(self, now: float) -> bool:
+        """Pass on what the worker wrote.
+
+        Args:
+            now: The time, from time.monotonic().
+
+        Returns:
+            True if there may be more to read at once.
+        """
+        try:
+            data = os.read(self.descriptor, 65536)
+        except BlockingIOError:
+            return False
+        except OSError:  # a terminal reports its end as an error
+            data = b""
+        if not data:
+            self.close()
+            return False
+        self._feed(data, now)
+        return True
+
+    def drain(self, now: float) -> None:
+        """Read what is there, and show a line even if its end is missing.
+
+        Args:
+            now: The time, from time.monotonic().
+        """
+        for _ in range(_DRAIN_READS):
+            if self.closed or not self.read(now):
+                break
+        self._flush_partial(now)
+
+    def deadline(self) -> float | None:
+        """Return when `tick` has something to do."""
+        times = [self._partial_since + _PARTIAL_S] if self._partial else []
+        if self.held_since is not None:
+            times.append(self._held_until(self.held_since))
+        return min(times, default=None)
+
+    def _held_until(self, since: float) -> float:
+        return since + (_HOLD_LAST_S if self._is_failing() else _HOLD_S)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether the worker has just shown a traceback, or is ending by an exception."""
+        return self.held_since is not None or self._is_failing()
+
+    def _is_failing(self) -> bool:
+        return self._record is not None and self._record.exists()
+
+    def tick(self, now: float) -> None:
+        """Show what has waited long enough.
+
+        Args:
+            now: The time, from time.monotonic().
+        """
+        if self._partial and now >= self._partial_since + _PARTIAL_S:
+            self._flush_partial(now)
+        if self.held_since is not None and now >= self._held_until(self.held_since):
+            self._show(self.take_held())
+
+    def take_held(self) -> bytes:
+        """Return the traceback that is held back, which will not be shown any more by this stream."""
+        held = bytes(self._held)
+        self._held.clear()
+        self.held_since = None
+        return held
+
+    def last_words(self) -> bytes:
+        """Return the end of what was written: the last traceback in it, else the last lines."""
+        start = self._tail.rfind(TRACEBACK)
+        if start >= 0:
+            return bytes(self._tail[self._tail.rfind(b"\n", 0, start) + 1 :])
+        return b"".join(bytes(self._tail).splitlines(keepends=True)[-20:])
+
+    def show(self, data: bytes) -> None:
+        """Show text of this worker on its console.
+
+        Args:
+            data: Text taken from `take_held`.
+        """
+        self._show(data)
+
+    def close(self) -> None:
+        """Close the reading end and the log file; what is held back or half a line stays to be taken."""
+        if not self.closed:
+            self.closed = True
+            os.close(self.descriptor)
+            if self._log is not None:
+                self._log.close()
+
+    def _feed(self, data: bytes, now: float) -> None:
+        if self._log is not None:
+            self._log.write(data)
+        self._tail += data
+        if len(self._tail) > 2 * _TAIL_BYTES:
+            del self._tail[:-_TAIL_BYTES]
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end:
+            self._pass_on(bytes(self._partial) + data[:end], now)
+            self._partial.clear()
+        if data[end:]:
+            if not self._partial:
+                self._partial_since = now
+            self._partial += data[end:]
+            if len(self._partial) > _TAIL_BYTES:
+                self._flush_partial(now)
+
+    def _flush_partial(self, now: float) -> None:
+        partial = bytes(self._partial)
+        self._partial.clear()
+        if partial:
+            self._pass_on(partial, now)
+
+    def _pass_on(self, text: bytes, now: float) -> None:
+        goes_on = self.held_since is not None and now >= self.held_since + _GOING_ON_S
+        if goes_on and not self._is_failing():
+            self._show(self.take_held())
+        if self._hold and self.held_since is None and (start := text.find(TRACEBACK)) >= 0:
+            start = text.rfind(b"\n", 0, start) + 1
+            self._show(text[:start])
+            self.held_since, text = now, text[start:]
+        if self.held_since is None:
+            self._show(text)
+            return
+        self._held += text
+        if len(self._held) > _TAIL_BYTES:
+            self._show(self.take_held())
+
+    def _show(self, text: bytes) -> None:
+        if self.console is None or not text:
+            return
+        if self._prefix:
+            lines = text.splitlines(keepends=True)
+            first = self._prefix if self._at_line_start else b""
+            self._at_line_start = text.endswith((b"\n", b"\r"))
+            text = first + self._prefix.join(lines)
+        self.console.write(text)
