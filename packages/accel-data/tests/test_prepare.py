@@ -29,7 +29,7 @@ from accel_data import (
     prepare_data_loader,
     skip_first_batches,
 )
-from accel_data.order.samplers import PresplitBatchSampler
+from accel_data.order.presplit import PresplitBatchSampler
 from accel_state.gradient import GradientState
 from accel_state.process.state import current_process
 

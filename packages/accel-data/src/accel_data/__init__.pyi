@@ -10,8 +10,8 @@ from accel_data.order.global_order import SeedableRandomSampler as SeedableRando
 from accel_data.order.samplers import BatchSamplerShard as BatchSamplerShard
 from accel_data.order.samplers import SkipBatchSampler as SkipBatchSampler
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
-from accel_data.prepare import skip_first_batches as skip_first_batches
 from accel_data.seeds import sample_generator as sample_generator
 from accel_data.seeds import sample_rng as sample_rng
 from accel_data.seeds import sample_seed as sample_seed
+from accel_data.skip import skip_first_batches as skip_first_batches
 from accel_data.stream.dataset import IterableDatasetShard as IterableDatasetShard

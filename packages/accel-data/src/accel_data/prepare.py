@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.checks import (
     check_divides,
     check_loader,
-    check_place,
     check_rng_types,
     check_seed,
     check_single,
-    check_skip,
 )
 from accel_data.dispatch.loader import DataLoaderDispatcher
-from accel_data.loader.base import DataLoaderAdapter, Unbatched, get_sampler, settings
-from accel_data.loader.join import Attendance
+from accel_data.loader.base import Unbatched, settings
+from accel_data.loader.iteration import PreparedLoader
+from accel_data.loader.join import PARTS, SHARDS, Attendance
 from accel_data.loader.shard import DataLoaderShard, SkipDataLoader
 from accel_data.order.global_order import sampler_generator
-from accel_data.order.mesh import find_data_ranks
+from accel_data.order.mesh import Place, find_place
 from accel_data.order.presharded import Split, split_everywhere
-from accel_data.order.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
+from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.seeding import Seeding, agreed_order
 from accel_data.stream.dataset import IterableDatasetShard, PresplitStream
-from accel_data.torchdata.stateful import as_plain, is_stateful, loader_class
+from accel_data.torchdata.stateful import as_plain, is_stateful
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
@@ -40,42 +38,14 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["Plan", "get_sampler", "prepare_data_loader", "skip_first_batches"]
-
-
-_SHARDS = (
-    "`datasets` has given each process a shard of the stream, and the shards differ in size",
-    "pass dispatch_batches=True (in a DataLoaderConfiguration), so that process 0 reads for all evenly",
-)
-_PARTS = (
-    "each process was given a part of its own, and the parts differ in size",
-    "prepare the whole dataset on every process, which is then shared out evenly",
-)
-"""Why processes have different numbers of batches, and what to do."""
-
-
-class _Place(NamedTuple):
-    """Where this process stands among those that the data is divided over.
-
-    Args:
-        size: Their number.
-        rank: Index of this one.
-        together: Whether all processes of the run prepare this loader, more than one of them. They read it
-            in one order, also those that get the same batches.
-    """
-
-    size: int
-    rank: int
-    together: bool
+__all__ = ["Plan", "prepare_data_loader"]
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a loader is shared out."""
 
-    num_processes: int
-    process_index: int
-    several: bool  # processes that read in one order, among them those that get the same batches
+    place: Place
     split_batches: bool
     even_batches: bool
     seeding: Seeding
@@ -101,7 +71,7 @@ def prepare_data_loader(
     data_ranks: Sequence[int] | None = None,
     gradient_state: GradientState | None = None,
     custom_classes: Mapping[type, type] | None = None,
-) -> DataLoader[Any]:
+) -> PreparedLoader:
     """Make a loader that gives this process its share of the batches of a DataLoader.
 
     All processes together see each sample once, in the order in which one process would: order is a function
@@ -151,16 +121,15 @@ def prepare_data_loader(
             known, a dataset without a length, a loader that is shared out already, an unknown random
             generator.
     """
-    if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
+    if isinstance(dataloader, PreparedLoader):
         return _as_prepared(dataloader)
     check_loader(dataloader)
     check_seed(data_seed)
     types = check_rng_types(rng_types)
-    size, rank, together = _place(num_processes, process_index, torch_device_mesh, data_ranks)
-    several = together or size > 1
-    seeding = Seeding(use_seedable_sampler, data_seed, several, gradient_state)
-    plan = Plan(size, rank, several, split_batches, even_batches, seeding)
-    split = split_everywhere(dataloader, rank, size, compare=not dispatch_batches, together=together)
+    place = find_place(num_processes, process_index, torch_device_mesh, data_ranks)
+    seeding = Seeding(use_seedable_sampler, data_seed, place.several, gradient_state)
+    plan = Plan(place, split_batches, even_batches, seeding)
+    split = split_everywhere(dataloader, place, compare=not dispatch_batches)
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
     if split is not None:
@@ -171,6 +140,7 @@ def prepare_data_loader(
         device = current_process().device
     common = {
         "device": device if put_on_device else None,
+        "rng_types": types if place.several else None,
         "use_stateful_dataloader": use_stateful_dataloader or is_stateful(dataloader),
         "_drop_last": _drops_last(dataloader),
         "_non_blocking": non_blocking,
@@ -178,7 +148,7 @@ def prepare_data_loader(
         "gradient_state": gradient_state,
         **settings(dataloader),
     }
-    prepared: DataLoaderShard | DataLoaderDispatcher
+    prepared: PreparedLoader
     if dispatch_batches:
         dispatcher = _class_for(DataLoaderDispatcher, custom_classes)
         common["data_ranks"] = data_ranks
@@ -186,62 +156,11 @@ def prepare_data_loader(
     else:
         shard = _class_for(DataLoaderShard, custom_classes)
         prepared = _shard(shard, dataloader, plan, split, common)
-    prepared.rng_types = types if several else None
-    if split is not None and together and _may_differ(prepared):
-        prepared.attendance = Attendance(*(_PARTS if split.part is None else _SHARDS))
+    if split is not None and place.together and _may_differ(prepared):
+        prepared.set_attendance(Attendance(*(PARTS if split.part is None else SHARDS)))
     if prepared._seed is None:
-        prepared._progress.sample_seed = seeding.for_samples()
+        prepared.set_sample_seed(seeding.for_samples())
     return prepared
-
-
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Make a loader without the first batches of another one, which it does not read where it need not.
-
-    After `load_state_dict` these are the first batches of the interrupted epoch, not further ones: the loader
-    goes on where the state says. They are counted in batches of the run that was saved; where that had
-    another number of processes, the number of batches of this run up to the loaded place means it as well.
-    The loaders count epochs together: what comes after the new one's pass is the next epoch of either.
-
-    Args:
-        dataloader: The loader, prepared or not; or an object around one that has a method
-            `skip_first_batches(num_batches)`.
-        num_batches: Number of batches to leave out.
-
-    Returns:
-        The new loader, with all settings of the given one. Where more is skipped than there is, its pass is
-        empty, and a warning says so.
-
-    Raises:
-        TypeError: If num_batches is not an integer, or dataloader nothing that batches can be skipped of.
-        ValueError: If it is negative.
-    """
-    check_skip(num_batches)
-    if not isinstance(dataloader, DataLoader):
-        return _skip_around(dataloader, num_batches)
-    if isinstance(dataloader, DataLoaderAdapter):
-        skipped = copy.copy(dataloader)
-        skipped.skip_batches = dataloader.skip_batches + num_batches
-        return skipped
-    if isinstance(dataloader.dataset, IterableDataset):
-        sampling: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-        return SkipDataLoader(
-            dataloader.dataset, num_batches, is_stateful(dataloader), **sampling, **settings(dataloader)
-        )
-    _check_skip_fits(dataloader, num_batches)
-    if dataloader.batch_sampler is None:
-        sampling = {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
-    else:
-        sampling = {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)}
-    return loader_class(is_stateful(dataloader))(dataloader.dataset, **sampling, **settings(dataloader))
-
-
-def _skip_around(loader: Any, num_batches: int) -> Any:
-    """Skip batches of what stands around a prepared loader, and alone knows what its batches are."""
-    if not hasattr(loader, "skip_first_batches"):
-        raise TypeError(
-            f"skip_first_batches takes a DataLoader, prepared or not, but got a {type(loader).__name__}."
-        )
-    return loader.skip_first_batches(num_batches)
 
 
 def _shard(
@@ -260,24 +179,25 @@ def _shard(
         common["synchronized_generator"] = generator if isinstance(generator, torch.Generator) else None
         return cls(stream, batch_size=share, drop_last=dataloader.drop_last, **common)
     iterated, single = _iterated(dataloader, plan.seeding.data_seed)
-    shard: BatchSamplerShard
     if isinstance(iterated, BatchSamplerShard):
         shard = iterated
     elif split is not None and not split.of_dataset:
         shard = PresplitBatchSampler(iterated, split.holder, (split.rank, split.size))
     else:
         if single and split is None:
-            check_single(dataloader.sampler, plan.num_processes, plan.even_batches)
+            check_single(dataloader.sampler, plan.place.size, plan.even_batches)
         seeded, seed = plan.seeding.seeded(iterated)
         common["synchronized_generator"] = sampler_generator(seeded)
         if split is not None:
-            shard = PresplitBatchSampler(seeded, split.holder, (split.rank, split.size), split.lengths)
+            part = split.rank, split.size
+            shard = PresplitBatchSampler(seeded, split.holder, part, split.lengths, seed)
         else:
-            place = plan.num_processes, plan.process_index
+            size, rank, _ = plan.place
             split_batches = plan.split_batches and not single
-            shard = BatchSamplerShard(seeded, *place, split_batches, plan.even_batches, spread=True)
-            shard.agreed = agreed_order if plan.several else None
-        shard.seed = seed
+            agreed = agreed_order if plan.place.several else None
+            shard = BatchSamplerShard(
+                seeded, size, rank, split_batches, plan.even_batches, spread=True, seed=seed, agreed=agreed
+            )
     return cls(dataset, **_sampling(dataloader, shard, single), **common)
 
 
@@ -295,11 +215,11 @@ def _stream(
             share = batch_size // split.size
         part = dataset if split.part is None else split.part
         return PresplitStream(part, share, drop_last, (split.rank, split.size))
-    even = plan.even_batches and plan.num_processes > 1
+    size, rank, _ = plan.place
     pieces = plan.split_batches and batch_size is not None
-    place = plan.num_processes, plan.process_index
+    even = plan.even_batches and size > 1
     return IterableDatasetShard(
-        dataset, batch_size or 1, drop_last, *place, pieces, even_batches=even, spread=True
+        dataset, batch_size or 1, drop_last, size, rank, pieces, even_batches=even, spread=True
     )
 
 
@@ -312,21 +232,18 @@ def _dispatcher(
 ) -> DataLoaderDispatcher:
     """Make the loader that gets its batches from process 0."""
     common |= {"split_batches": plan.split_batches, "even_batches": plan.even_batches, "slice_fn": slice_fn}
-    common["num_processes"] = plan.num_processes
+    common["num_processes"] = plan.place.size
     dataset = dataloader.dataset
     if isinstance(dataset, IterableDataset):
         return cls(dataset, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **common)
     iterated, single = _iterated(dataloader, plan.seeding.data_seed)
     seeded, seed = plan.seeding.seeded(iterated)
     sampling = _sampling(dataloader, seeded.sampler if single else seeded, False)
-    loader = cls(dataset, **sampling, **common)
-    loader.synchronized_generator = sampler_generator(seeded)
-    assert loader._shard is not None
-    loader._shard.seed = seed
-    return loader
+    common["synchronized_generator"] = sampler_generator(seeded)
+    return cls(dataset, order_seed=seed, **sampling, **common)
 
 
-def _may_differ(loader: DataLoaderShard | DataLoaderDispatcher) -> bool:
+def _may_differ(loader: PreparedLoader) -> bool:
     """Whether processes may have different numbers of batches, and do not know those of the others."""
     shard = loader._shard
     if shard is None:
@@ -351,43 +268,8 @@ def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[s
     return {"batch_size": None, "sampler": Unbatched(sampler) if single else sampler}
 
 
-def _place(
-    num_processes: int | None,
-    process_index: int | None,
-    mesh: DeviceMesh | None,
-    data_ranks: Sequence[int] | None,
-) -> _Place:
-    """Find this process's place among those that the data is divided over."""
-    if num_processes is not None and process_index is not None and mesh is None and data_ranks is None:
-        check_place(num_processes, process_index)
-        together = num_processes > 1 and dist.is_initialized() and num_processes == dist.get_world_size()
-        return _Place(num_processes, process_index, together)
-    process = current_process()
-    size, rank = process.world_size, process.rank
-    asked = (
-        size if num_processes is None else num_processes,
-        rank if process_index is None else process_index,
-    )
-    if mesh is None and data_ranks is None:
-        check_place(*asked)
-        return _Place(*asked, asked[0] == size > 1 and dist.is_initialized())
-    ranks = find_data_ranks(size, mesh, data_ranks)
-    if rank not in ranks:
-        raise ValueError(
-            f"Process {rank} is not in torch_device_mesh, which has the processes {sorted(ranks)}."
-        )
-    place = max(ranks.values()) + 1, ranks[rank]
-    if asked not in (place, (size, rank)):
-        given = "torch_device_mesh" if data_ranks is None else "data_ranks"
-        raise ValueError(
-            f"num_processes={asked[0]} and process_index={asked[1]} do not fit {given}, along which the data "
-            f"is divided into {place[0]} parts, of which this process gets number {place[1]}. Leave them out."
-        )
-    return _Place(*place, len(ranks) == size > 1 and dist.is_initialized())
-
-
 def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
-    """Refuse or tell what cannot be done with data that is shared out already."""
+    """Raise or warn where settings do not fit data that is shared out already."""
     name = type(split.holder).__name__
     if dispatch_batches:
         raise ValueError(
@@ -395,14 +277,14 @@ def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
             f"would hand out its own share only. Leave it out, or pass dispatch_batches=False.{split.rename}"
         )
     ours = split.part is not None or isinstance(split.holder, (BatchSamplerShard, IterableDatasetShard))
-    if plan.split_batches and plan.num_processes > 1 and not ours:
+    if plan.split_batches and plan.place.size > 1 and not ours:
         warn(
             f"split_batches=True is ignored: the {name} has shared the data out already, and the loader's "
             "batch size is that of one process.",
         )
 
 
-def _as_prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _as_prepared(loader: PreparedLoader) -> PreparedLoader:
     if isinstance(loader, SkipDataLoader):
         raise ValueError(
             "A loader that skips its first batches was made from one that is not prepared, whose batches "
@@ -410,16 +292,6 @@ def _as_prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
             "result."
         )
     return loader
-
-
-def _check_skip_fits(loader: DataLoader[Any], num_batches: int) -> None:
-    """Warn if more batches are skipped than a loader has that will not notice by itself."""
-    try:
-        length = len(loader)
-    except TypeError:
-        return
-    if num_batches > length:
-        warn(f"Nothing is left after skipping {num_batches} batches: the loader has {length}.")
 
 
 def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> type[Any]:

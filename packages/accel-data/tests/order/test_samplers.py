@@ -8,7 +8,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.order.global_order import SeedableRandomSampler
-from accel_data.order.samplers import AllShards, BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
+from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.samplers import AllShards, BatchSamplerShard, SkipBatchSampler
 
 
 class Declared(BatchSampler):
@@ -126,7 +127,7 @@ def test_whole_batches_are_made_even_with_the_first_ones(sizes, processes, start
         if is_sized:
             assert shard.batches_of_each == (steps,) * processes
             assert len(shard) == steps
-            shard.start = start // processes * processes
+            shard.set_start(start // processes * processes)
         got = list(shard)
 
         assert got == dealt[rank::processes][shard.start // processes :]
@@ -178,7 +179,7 @@ def test_a_pass_starts_at_any_position(case, start):
             BatchSampler(SequentialSampler(range(length)), size, drop_last), processes, rank, split, even
         )
         whole = list(shard)
-        shard.start = start // shard.step_size * shard.step_size
+        shard.set_start(start // shard.step_size * shard.step_size)
         steps = shard.start // shard.step_size
 
         assert list(shard) == whole[steps:]
@@ -210,7 +211,7 @@ def test_a_process_takes_its_own_share_of_the_order_and_no_more(case, steps):
             BatchSampler(SequentialSampler(order), size, drop_last), processes, rank, split, even
         )
         shard._order = lambda order=order: order
-        shard.start = steps * shard.step_size
+        shard.set_start(steps * shard.step_size)
         seen = [index for batch in shard for index in batch]
 
         assert sorted(order.taken) == sorted(seen)
@@ -223,7 +224,7 @@ def shares_of_torchs_samplers():
         SeedableRandomSampler(range(50), data_seed=1),
     ):
         shard = BatchSamplerShard(BatchSampler(sampler, 4, False), 4, 3)
-        shard.start = 16
+        shard.set_start(16)
         yield list(shard), len(shard)
 
 
@@ -261,7 +262,7 @@ class Walks:
 def test_other_samplers_are_walked_once(processes, start, batched):
     walks = Walks(chunks(list(range(70)), 4) if batched else range(70))
     shard = BatchSamplerShard(walks if batched else BatchSampler(walks, 4, False), processes, 0)
-    shard.start = start
+    shard.set_start(start)
     for epoch in (1, 2):
         assert next(index for batch in shard for index in batch) == start
         assert (walks.walks, walks.given) == (epoch, epoch * len(walks))
@@ -290,7 +291,7 @@ def test_the_padding_of_a_distributed_sampler_is_known(length, size, processes, 
         if shard.share.last is not None:
             batches[-1] = batches[-1][: shard.share.last.real[rank]]
         kept += [index for batch in batches for index in batch]
-        shard.start = steps * shard.step_size
+        shard.set_start(steps * shard.step_size)
         passed_over.append(list(shard))
 
         assert passed_over[-1] == list(BatchSampler(sampler, size, drop_last))[steps:]

@@ -182,9 +182,8 @@ def test_the_worker_is_itself_again_after_the_first_sample():
 
 def test_whole_batches_are_counted_by_rows():
     shard = IterableDatasetShard(list(torch.arange(10).split(2)), 1, num_processes=2, process_index=1)
-    shard.counts_rows = True
 
-    assert [block.fill for block in shard.blocks()] == [None, None, ((2, 0), (2, 2))]
+    assert [block.fill for block in shard.blocks(counts_rows=True)] == [None, None, ((2, 0), (2, 2))]
     assert [count_rows(item) for item in (torch.ones(3, 4), torch.tensor(1.0), "text")] == [3, 1, 1]
 
 

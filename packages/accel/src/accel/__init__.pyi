@@ -21,7 +21,7 @@ from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_ckpt.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
-from accel_data.prepare import skip_first_batches as skip_first_batches
+from accel_data.skip import skip_first_batches as skip_first_batches
 from accel_launch.notebook import debug_launcher as debug_launcher
 from accel_launch.notebook import notebook_launcher as notebook_launcher
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size

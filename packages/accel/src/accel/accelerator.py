@@ -33,7 +33,7 @@ from accel.training.profiling import profile
 from accel.training.run import Run
 from accel.training.uneven import join_uneven_inputs
 from accel_data.config import DataLoaderConfiguration
-from accel_data.prepare import skip_first_batches
+from accel_data.skip import skip_first_batches
 from accel_ops.collectives import operations, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast

@@ -8,7 +8,8 @@ from accel_data.loader.mixin import DataLoaderStateMixin
 from accel_data.loader.shard import DataLoaderShard, SkipDataLoader
 from accel_data.order.global_order import SeedableRandomSampler
 from accel_data.order.samplers import BatchSamplerShard, SkipBatchSampler
-from accel_data.prepare import prepare_data_loader, skip_first_batches
+from accel_data.prepare import prepare_data_loader
+from accel_data.skip import skip_first_batches
 from accel_data.stream.dataset import IterableDatasetShard
 
 __all__ = [

@@ -32,8 +32,6 @@ from accel_state.process.state import current_process
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_state.gradient import GradientState
-
 __all__ = ["DataLoaderDispatcher", "Joined"]
 
 
@@ -59,13 +57,13 @@ class DataLoaderDispatcher(PreparedLoader):
         torch_device_mesh: The mesh that the processes form; those that differ only along tp, cp and sp get
             the same batches.
         iteration: Number of the first epoch.
-        device: Where batches are put; None leaves them where they arrive.
         even_batches: Complete an incomplete last step; see `prepare_data_loader`.
         num_processes: Number of data-parallel processes; those that run by default. With 1, and neither
             torch_device_mesh nor data_ranks, this process reads for itself alone.
         data_ranks: The data-parallel rank of each process, where torch_device_mesh does not say it.
-        gradient_state: The state that is told when iteration begins and ends; by default the newest.
-        **kwargs: Further arguments of `torch.utils.data.DataLoader`.
+        order_seed: Seeds the global generators while a sampler that may draw from them is walked.
+        **kwargs: Further arguments of `DataLoaderShard` (device, rng_types, synchronized_generator,
+            gradient_state) and of `torch.utils.data.DataLoader`.
 
     Attributes:
         total_batch_size: Samples of one step, all processes together.
@@ -84,11 +82,10 @@ class DataLoaderDispatcher(PreparedLoader):
         torch_device_mesh: DeviceMesh | None = None,
         iteration: int = 0,
         *,
-        device: torch.device | None = None,
         even_batches: bool = True,
         num_processes: int | None = None,
         data_ranks: Sequence[int] | None = None,
-        gradient_state: GradientState | None = None,
+        order_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         self._process = current_process()
@@ -98,16 +95,15 @@ class DataLoaderDispatcher(PreparedLoader):
         self.slice_fn = slice_fn
         self.even_batches = even_batches and self.num_processes > 1
         self._link = Link()
+        self._order_seed = order_seed
         super().__init__(
             dataset,
-            device=device,
             skip_batches=skip_batches,
             use_stateful_dataloader=use_stateful_dataloader,
-            drop_last_step=_drop_last,
-            non_blocking=_non_blocking,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
-            gradient_state=gradient_state,
             **kwargs,
         )
         if isinstance(dataset, IterableDataset) and self.batch_size is not None and split_batches:
@@ -151,9 +147,9 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
         if self.split_batches and unbatched:
-            return AllShards(batch_sampler, even_batches=self.even_batches)
-        place = self.num_processes, 0
-        return AllShards(batch_sampler, *place, self.split_batches, self.even_batches, spread=True)
+            return AllShards(batch_sampler, even_batches=self.even_batches, seed=self._order_seed)
+        cut = self.num_processes, 0, self.split_batches, self.even_batches
+        return AllShards(batch_sampler, *cut, spread=True, seed=self._order_seed)
 
     def _stream_shard(self) -> IterableDatasetShard:
         dataset: Any = self.dataset

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_data.loader.workers import handed_on, opened
-from accel_data.order.global_order import SeedableRandomSampler
-from accel_data.order.samplers import BatchSamplerShard, PresplitBatchSampler, SkipBatchSampler
+from accel_data.order.presplit import PresplitBatchSampler
+from accel_data.order.samplers import BatchSamplerShard, SkipBatchSampler
 from accel_data.order.shares import Fill
 from accel_data.resume.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.resume.stream_position import Trail
@@ -70,12 +70,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         DataLoader.__init__(self, dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = 0
-        self._tells_epochs = True
+        self._sets_epochs = True
         self.synchronized_generator: torch.Generator | None = None
-        self._progress = Progress()
         self._reads: DataLoader[Any] | None = None
         self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
-        self._progress.part = part_of(dataset if self._shard is None else self._shard)
+        self._progress = Progress(part=part_of(dataset if self._shard is None else self._shard))
 
     @property
     def iteration(self) -> int:
@@ -130,8 +129,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             epoch: Its number, from 0.
         """
         self._progress.set_epoch(epoch)
-        self._tells_epochs = True
-        self._tell_epoch(epoch)
+        self._sets_epochs = True
+        self._set_inner_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of this loader: seed, epoch, and samples handed out by all processes together.
@@ -162,11 +161,11 @@ class DataLoaderAdapter(DataLoader[Any]):
             cursor = from_torchdata(state_dict, self._plain, self._progress.epoch, self._progress.part)
         else:
             cursor = from_state(state_dict, self._kind)
-            if self._seed is not None:
-                self._seed = int(state_dict["seed"])
+            if self._shard is not None and self._seed is not None:
+                self._shard.set_seed(int(state_dict["seed"]))
             self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
-        self._tell_epoch(self._progress.epoch)
+        self._set_inner_epoch(self._progress.epoch)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: a state counts what was handed out, never what was read ahead."""
@@ -201,18 +200,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def _seed(self) -> int | None:
-        if self._shard is None:
-            return None
-        sampler = self._shard.sampler
-        return sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else self._shard.seed
-
-    @_seed.setter
-    def _seed(self, seed: int) -> None:
-        assert self._shard is not None
-        if isinstance(self._shard.sampler, SeedableRandomSampler):
-            self._shard.sampler.initial_seed = seed
-        else:
-            self._shard.seed = seed
+        return None if self._shard is None else self._shard.order_seed
 
     @property
     def _sample_seed(self) -> int:
@@ -277,8 +265,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _make_shard(self, batch_sampler: Any, unbatched: bool = False) -> BatchSamplerShard:
         return BatchSamplerShard(batch_sampler)
 
-    def _tell_epoch(self, epoch: int) -> None:
-        if not self._tells_epochs:
+    def _set_inner_epoch(self, epoch: int) -> None:
+        if not self._sets_epochs:
             return
         inner: Any
         for inner in (self._shard, self.dataset):
@@ -301,13 +289,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         begin = started.begin
         place = begin.stream
         if self._reads is None or place is not None:  # workers that live on do not know a place
-            reader = BlockReader(shard, self.num_workers > 0, place)
-            shard.counts_rows = self.batch_size is None
+            reader = BlockReader(shard, self.num_workers > 0, place, counts_rows=self.batch_size is None)
             collate = CollateBlock(self.collate_fn, batched=self.batch_size is not None)
             self._reads = DataLoader(reader, batch_size=None, **{**settings(self), "collate_fn": collate})
         parts = begin.part[1] if begin.part else 1
         start = begin.consumed // parts
-        epoch = begin.epoch if self._tells_epochs else None
+        epoch = begin.epoch if self._sets_epochs else None
         self._reads.dataset.seek(epoch, start, place is not None)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
         over = 0 if place else start // shard.chunk

@@ -31,30 +31,34 @@ __all__ = ["Item", "PreparedLoader", "look_ahead", "noted", "noted_ahead"]
 Item = tuple[Any, Fill | None, bool]
 """A batch, what the processes have in its step, and whether it is the last one."""
 
+_WarnOfUneven = Callable[[tuple[int, ...] | None], None]
+_WarnOfMissing = Callable[[Missing], None]
+
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """What loaders that read by themselves and those that get their batches from process 0 have in common.
 
+    Its arguments are those of `DataLoaderShard`.
+
     Attributes:
-        tell_uneven: Called when a pass begins in which some processes get fewer batches than others, or may
-            do so: with the number of batches of each process, or None where that is not known.
         attendance: Who has left a pass, where each process reads a part of its own and does not know how many
             batches the others have; None for other loaders.
-        tell_missing: Called then in a step in which a process is known to have no batch, on the first process
-            that finds it.
     """
 
     def __init__(
         self,
         dataset: Any,
-        device: torch.device | None,
-        skip_batches: int,
-        use_stateful_dataloader: bool,
-        drop_last_step: bool,
-        non_blocking: bool,
-        torch_device_mesh: DeviceMesh | None,
-        iteration: int,
-        gradient_state: GradientState | None,
+        device: torch.device | None = None,
+        rng_types: list[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
+        *,
+        gradient_state: GradientState | None = None,
         **kwargs: Any,
     ) -> None:
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
@@ -62,22 +66,50 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if gradient_state is not None:
             self.gradient_state = gradient_state
         self.device = device
-        self.rng_types: list[str | RNGType] | None = None
-        self.tell_uneven: Callable[[tuple[int, ...] | None], None] | None = None
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
         self.attendance: Attendance | None = None
-        self.tell_missing: Callable[[Missing], None] | None = None
+        self._warn_of_uneven: _WarnOfUneven | None = None
+        self._warn_of_missing: _WarnOfMissing | None = None
         self.skip_batches = check_skip(skip_batches)
         self.torch_device_mesh = torch_device_mesh
-        self._drop_last = drop_last_step
-        self._non_blocking = non_blocking
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
         self._progress.set_epoch(iteration)
+
+    def set_warnings(self, uneven: _WarnOfUneven, missing: _WarnOfMissing) -> None:
+        """Choose what is called where processes get different numbers of batches.
+
+        Args:
+            uneven: Called when a pass begins in which some processes get fewer batches than others, or may do
+                so: with the number of batches of each process, or None where that is not known.
+            missing: Called in a step in which a process is known to have no batch, on the first process that
+                finds it.
+        """
+        self._warn_of_uneven, self._warn_of_missing = uneven, missing
+
+    def set_attendance(self, attendance: Attendance) -> None:
+        """Note in the process group's store who has left a pass.
+
+        Args:
+            attendance: See the class.
+        """
+        self.attendance = attendance
+
+    def set_sample_seed(self, seed: int) -> None:
+        """Choose what the seeds of single samples are made of, where the order has no seed.
+
+        Args:
+            seed: The seed.
+        """
+        self._progress.sample_seed = seed
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         device, non_blocking = self.device, self._non_blocking
         side = None if device is None else SideStream.of(device, non_blocking)
         started = self._start_pass()
         self.begin()
-        attendance, told, exhausted = self.attendance, False, False
+        attendance, warned, exhausted = self.attendance, False, False
         if attendance is not None:
             attendance.begin()
         batches: Iterator[Any] = iter(())
@@ -85,8 +117,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             if not started.begin.ended:
                 batches, share = self._read(started)
-            if self.tell_uneven is not None and attendance is None:
-                self._tell_uneven(self.tell_uneven, started)
+            if self._warn_of_uneven is not None and attendance is None:
+                self._check_uneven(self._warn_of_uneven, started)
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
                 started.steps = step
@@ -97,7 +129,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     started.ended = last and self._ends_for_all(started)
                 if attendance is not None:
                     attendance.attend(step, last=step == share.num_batches)
-                    told = told or self._tells_missing(attendance)
+                    warned = warned or self._finds_missing(attendance)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
             self._check_something(started)
@@ -150,18 +182,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 "pass was empty, and the next pass is the next epoch.",
             )
 
-    def _tell_uneven(self, tell: Callable[[tuple[int, ...] | None], None], started: Pass) -> None:
+    def _check_uneven(self, warn_of_uneven: _WarnOfUneven, started: Pass) -> None:
         shard = self._stream_shard() if self._shard is None else self._shard
         if not shard.is_even:
             counts = self._batches_of_each(started)
             if counts is None or len(set(counts)) > 1:
-                tell(counts)
+                warn_of_uneven(counts)
 
-    def _tells_missing(self, attendance: Attendance) -> bool:
-        """Tell who has no batch in this step, if one is known; returns whether it is."""
-        missing = None if self.tell_missing is None else attendance.missing()
-        if missing is not None and self.tell_missing is not None and attendance.is_first_to_tell():
-            self.tell_missing(missing)
+    def _finds_missing(self, attendance: Attendance) -> bool:
+        """Warn if a process is known to have no batch in this step; returns whether one is."""
+        missing = None if self._warn_of_missing is None else attendance.missing()
+        if missing is not None and self._warn_of_missing is not None and attendance.is_first_to_warn():
+            self._warn_of_missing(missing)
         return missing is not None
 
     def _batches_of_each(self, started: Pass) -> tuple[int, ...] | None:
@@ -186,9 +218,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         generator = self.synchronized_generator
         try:
             started = self._progress.start(self.skip_batches, self._skips_all(), self._step_size, self._limit)
-            self._tell_epoch(started.begin.epoch)
+            self._set_inner_epoch(started.begin.epoch)
             if self._shard is not None:
-                self._shard.start, self._shard.drawn_from = started.begin.consumed, started.begin.order
+                self._shard.set_start(started.begin.consumed, started.begin.order)
             if generator is not None and started.begin.generator is not None:
                 generator.set_state(started.begin.generator)
         except Exception:

@@ -15,7 +15,17 @@ import torch.distributed as dist
 
 from accel_ops.debug.session import default_store
 
-__all__ = ["Attendance", "Missing"]
+__all__ = ["PARTS", "SHARDS", "Attendance", "Missing"]
+
+SHARDS = (
+    "`datasets` has given each process a shard of the stream, and the shards differ in size",
+    "pass dispatch_batches=True (in a DataLoaderConfiguration), so that process 0 reads for all evenly",
+)
+PARTS = (
+    "each process was given a part of its own, and the parts differ in size",
+    "prepare the whole dataset on every process, which is then shared out evenly",
+)
+"""Why processes have different numbers of batches, and what to do."""
 
 _PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
 
@@ -106,10 +116,10 @@ class Attendance:
             return None
         return Missing(rank, batches, self._rank, self._step, self._why, self._fix)
 
-    def is_first_to_tell(self) -> bool:
+    def is_first_to_warn(self) -> bool:
         """Whether no process has asked this in this pass before."""
         store = self._store()
-        return store is not None and bool(store.add(f"{self._pass}/told", 1) == 1)
+        return store is not None and bool(store.add(f"{self._pass}/warned", 1) == 1)
 
     def meet(self) -> Missing | None:
         """Wait in the middle of a step until all processes have come, or one is known not to have this step.

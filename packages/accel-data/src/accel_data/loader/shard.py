@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from accel_data.loader.iteration import PreparedLoader
-from accel_state.enums import RNGType
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from accel_state.gradient import GradientState
 
 __all__ = ["DataLoaderShard", "SkipDataLoader"]
 
@@ -45,37 +38,6 @@ class DataLoaderShard(PreparedLoader):
         total_dataset_length: Length of the dataset, all processes together.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | None = None,
-        rng_types: list[str | RNGType] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: DeviceMesh | None = None,
-        iteration: int = 0,
-        *,
-        gradient_state: GradientState | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            dataset,
-            device=device,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            drop_last_step=_drop_last,
-            non_blocking=_non_blocking,
-            torch_device_mesh=torch_device_mesh,
-            iteration=iteration,
-            gradient_state=gradient_state,
-            **kwargs,
-        )
-        self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
-
 
 class SkipDataLoader(DataLoaderShard):
     """A DataLoader, not shared out, that leaves out its first batches.
@@ -97,4 +59,4 @@ class SkipDataLoader(DataLoaderShard):
         super().__init__(
             dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
         )
-        self._tells_epochs = not isinstance(dataset, IterableDataset)
+        self._sets_epochs = not isinstance(dataset, IterableDataset)

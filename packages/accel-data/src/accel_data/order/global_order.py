@@ -118,6 +118,14 @@ class SeedableRandomSampler(RandomSampler):
         """
         self.epoch = epoch
 
+    def set_seed(self, seed: int) -> None:
+        """Choose the seed.
+
+        Args:
+            seed: The seed.
+        """
+        self.initial_seed = seed
+
     def order(self) -> torch.Tensor:
         """Return the order of the current epoch as one tensor of shape (num_samples,)."""
         return draw(self, torch.Generator().manual_seed(mix_seed(self.initial_seed, self.epoch)))

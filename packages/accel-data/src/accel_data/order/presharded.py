@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from accel_data.order.mesh import Place
 from accel_data.stream import hugging_face
 from accel_data.stream.dataset import IterableDatasetShard
 from accel_ops.collectives.objects import gather_object
@@ -103,9 +104,7 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     return None
 
 
-def split_everywhere(
-    dataloader: DataLoader[Any], rank: int, size: int, compare: bool, together: bool
-) -> Split | None:
+def split_everywhere(dataloader: DataLoader[Any], place: Place, compare: bool) -> Split | None:
     """Find what shares the data out already, and make sure that it does so for the processes that run.
 
     Where several processes run they compare what they have been given, so that all of them raise. A stream of
@@ -113,10 +112,9 @@ def split_everywhere(
 
     Args:
         dataloader: A loader that is not prepared.
-        rank: Index of this process among those that share the data out.
-        size: Their number.
+        place: Where this process stands among those that share the data out, which compare what they have
+            where all processes of the run do this.
         compare: Whether all of them read, and so must have the same data.
-        together: Whether all processes of the run do this, so that they can compare what they have.
 
     Returns:
         What shares the data out; None if nothing does.
@@ -124,6 +122,7 @@ def split_everywhere(
     Raises:
         ValueError: If it does so for other processes, or the processes have different data.
     """
+    rank, size, together = place.rank, place.size, place.together
     split = find_split(dataloader)
     everyone = [_facts(dataloader, split, (rank, size), compare)]
     if together:
@@ -137,7 +136,7 @@ def split_everywhere(
         return split
     lengths = tuple(facts.length for facts in _one_of_each(everyone) if facts.length is not None)
     if split.is_loose and len({(facts.length, facts.rows) for facts in _one_of_each(everyone)}) < 2:
-        _tell_loose(split)
+        _warn_of_loose(split)
     if not split.of_dataset or len(lengths) < size:
         return split
     return split._replace(lengths=lengths)
@@ -242,7 +241,7 @@ def _split_by_shards(dataset: Any, place: tuple[int, int], everyone: Sequence[_F
     return Split(*place, dataset, True, part=hugging_face.take_shard(dataset, *place))
 
 
-def _tell_loose(split: Split) -> None:
+def _warn_of_loose(split: Split) -> None:
     """Warn that attributes of a dataset alone say that it is shared out."""
     name, (rank, size) = type(split.holder).__name__, split.names
     warn(

@@ -8,16 +8,49 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.checks import check_divides, check_place, check_skip
-from accel_data.order.global_order import Order, draw, order_of
+from accel_data.order.global_order import Order, SeedableRandomSampler, draw, order_of
 from accel_data.order.shares import Fill, Layout, Share, cut, spread_out
 
-__all__ = ["AllShards", "BatchSamplerShard", "PresplitBatchSampler", "SkipBatchSampler"]
+__all__ = ["AllShards", "BatchSamplerShard", "SkipBatchSampler"]
 
 
-class BatchSamplerShard(BatchSampler):
+class _Wrapper(BatchSampler):
+    """A batch sampler that wraps another one of any class.
+
+    Args:
+        batch_sampler: The batch sampler; any iterable of lists of indices.
+    """
+
+    # Not BatchSampler.__init__, which takes a sampler and checks its class.
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]]) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside of the batch sampler; None if it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the wrapped batch sampler."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, also for the samplers inside.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+
+class BatchSamplerShard(_Wrapper):
     """Gives one process its part of the batches of a batch sampler.
 
     On two processes, batches [0, 1, 2, 3], [4, 5, 6, 7] give
@@ -39,6 +72,9 @@ class BatchSamplerShard(BatchSampler):
         even_batches: Complete an incomplete last step with indices from the start.
         spread: Share out an incomplete last step as equally as can be where it is not completed, or where
             batches are split, and complete it with its own indices; as prepared loaders do.
+        seed: Seeds the global generators while a sampler that may draw from them is walked; None for one that
+            needs no seed.
+        agreed: Called with the walk over a sampler of unknown order; see `order_of`.
 
     Raises:
         ValueError: If process_index is no process, if the batch size does not divide by num_processes with
@@ -54,33 +90,23 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
         *,
         spread: bool = False,
+        seed: int | None = None,
+        agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None,
     ) -> None:
         check_place(num_processes, process_index)
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.spread = spread
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.seed: int | None = None  # of the generators under which an unknown sampler is walked
+        self.seed = seed
         self.epoch = 0
-        self.start = 0  # where the next pass starts in the global order, in samples
-        self.drawn_from: torch.Tensor | None = None  # state of the generator that the next pass draws from
-        self.agreed: Callable[[Callable[[], list[Any]]], list[Any]] | None = None
         self.share = Share()  # of the latest pass
+        self._agreed = agreed
+        self.start = 0
+        self._drawn_from: torch.Tensor | None = None
         self._check()
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler inside of the batch sampler; None if it has none."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches of the batch sampler, all processes together."""
-        return len(self.batch_sampler)  # type: ignore[arg-type]
 
     @property
     def local_batch_size(self) -> int | None:
@@ -137,9 +163,34 @@ class BatchSamplerShard(BatchSampler):
             epoch: Its number, from 0.
         """
         self.epoch = epoch
-        for inner in (self.batch_sampler, self.sampler):
-            if hasattr(inner, "set_epoch"):
-                inner.set_epoch(epoch)
+        super().set_epoch(epoch)
+
+    @property
+    def order_seed(self) -> int | None:
+        """Seed of the order; None for one that has none."""
+        sampler = self.sampler
+        return sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else self.seed
+
+    def set_seed(self, seed: int) -> None:
+        """Choose the seed of the order.
+
+        Args:
+            seed: The seed.
+        """
+        if isinstance(self.sampler, SeedableRandomSampler):
+            self.sampler.set_seed(seed)
+        else:
+            self.seed = seed
+
+    def set_start(self, start: int, drawn_from: torch.Tensor | None = None) -> None:
+        """Choose where the next passes start.
+
+        Args:
+            start: Place in the global order, in samples.
+            drawn_from: State of the generator that their order is drawn from; None where seed or generator
+                give the order.
+        """
+        self.start, self._drawn_from = start, drawn_from
 
     def __len__(self) -> int:
         if self._flat:
@@ -189,11 +240,11 @@ class BatchSamplerShard(BatchSampler):
             yield from self._whole_batches(self._order(), start, share)
 
     def _order(self) -> Any:
-        if self.drawn_from is not None:
+        if self._drawn_from is not None:
             generator = torch.Generator()
-            generator.set_state(self.drawn_from)
+            generator.set_state(self._drawn_from)
             return draw(self.walked, generator)
-        return order_of(self.walked, self.seed, self.epoch, self.agreed)
+        return order_of(self.walked, self.seed, self.epoch, self._agreed)
 
     def _flattened(self, batches: Any) -> Order:
         """Turn batches of the declared size into an order of indices."""
@@ -269,97 +320,7 @@ class AllShards(BatchSamplerShard):
         return None
 
 
-class PresplitBatchSampler(BatchSamplerShard):
-    """A batch sampler that gives the share of this process already.
-
-    Args:
-        batch_sampler: The batch sampler.
-        splitter: What shares out: it, the sampler inside (a `DistributedSampler` or one like it), or the
-            dataset.
-        part: (index, number) of the process that this share is for.
-        lengths: Length of the dataset of each process, if that is what is shared out and they are known.
-    """
-
-    def __init__(
-        self,
-        batch_sampler: Any,
-        splitter: Any,
-        part: tuple[int, int],
-        lengths: tuple[int, ...] | None = None,
-    ) -> None:
-        # Nothing is known of the batches of the others, unless all samples are dealt out in turn.
-        deals = isinstance(splitter, DistributedSampler)
-        super().__init__(batch_sampler, even_batches=deals)
-        self.splitter = splitter
-        self.deals = deals
-        self.part = part
-        self.num_parts = part[1]
-        self.lengths = lengths
-
-    @property
-    def step_size(self) -> int:
-        """Places in the global order that one step of all processes takes."""
-        return (self.batch_size or 1) * self.num_parts
-
-    @property
-    def num_samples(self) -> int | None:
-        """Length of the global order in samples, padding included; None where only walking tells."""
-        return int(self.splitter.total_size) if self.deals else None
-
-    @property
-    def num_real(self) -> int | None:
-        """Samples in the global order that are no padding; None where only walking tells."""
-        if not self.deals:
-            return None
-        return min(int(self.splitter.total_size), len(self.splitter.dataset))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every process gets as many batches, whatever the data."""
-        return self.deals
-
-    @property
-    def batches_of_each(self) -> tuple[int, ...] | None:
-        """Number of batches of each process in an epoch; None where it is not known."""
-        if self.lengths is None or not self._flat:
-            return None
-        size = self.batch_size
-        return tuple(length // size if self.drop_last else -(-length // size) for length in self.lengths)
-
-    def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
-        first = start // self.num_parts
-        last = self._fill_of_lengths() if self.lengths is not None else self._fill_of_dealt(first)
-        for batch in super()._batches(share, first):
-            share.last = last
-            yield batch
-
-    def _fill_of_lengths(self) -> Fill | None:
-        counts, lengths = self.batches_of_each, self.lengths
-        if counts is None or lengths is None:
-            return None
-        steps, size = max(counts), self.batch_size
-        rows = tuple(
-            min(length - (steps - 1) * size, size) if count == steps else 0
-            for length, count in zip(lengths, counts, strict=True)
-        )
-        return Fill.of(rows, rows) if rows[self.part[0]] else None
-
-    def _fill_of_dealt(self, first: int) -> Fill | None:
-        # A DistributedSampler deals its padded list out in turn: the last processes end with padding.
-        if self.num_samples is None or self.num_real is None or self.sampler is not self.splitter:
-            return None
-        if not self._flat:
-            return None
-        processes = self.num_parts
-        short = (len(self.splitter) - first) % self.batch_size
-        unpadded = processes - (self.num_samples - self.num_real)
-        if unpadded == processes or (short and self.drop_last):
-            return None
-        rows = short or self.batch_size
-        return Fill(tuple(rows - (rank >= unpadded) for rank in range(processes)), (rows,) * processes)
-
-
-class SkipBatchSampler(BatchSampler):
+class SkipBatchSampler(_Wrapper):
     """A batch sampler without its first batches.
 
     Args:
@@ -368,30 +329,8 @@ class SkipBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.skip_batches = check_skip(skip_batches)
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler inside of the batch sampler; None if it has none."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches of the batch sampler, the skipped ones included."""
-        return len(self.batch_sampler)  # type: ignore[arg-type]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass for the samplers inside.
-
-        Args:
-            epoch: Its number, from 0.
-        """
-        for inner in (self.batch_sampler, self.sampler):
-            if hasattr(inner, "set_epoch"):
-                inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(iter(self.batch_sampler), self.skip_batches, None)

@@ -69,7 +69,7 @@ class Seeding:
         """Return what takes the place of a random sampler; None for one that stays."""
         if isinstance(sampler, SeedableRandomSampler):
             new = copy.copy(sampler)
-            new.initial_seed = self._shared(sampler.initial_seed)
+            new.set_seed(self._shared(sampler.initial_seed))
             return new
         if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
             return None

@@ -105,16 +105,16 @@ class Progress:
 
     Args:
         epoch: Number of the first epoch.
+        part: See `Cursor`.
 
     Attributes:
         sample_seed: What the seeds of single samples are made of, where the order has no seed.
-        part: See `Cursor`.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int = 0, part: tuple[int, int] | None = None) -> None:
         self.epoch = epoch
         self.sample_seed = torch.initial_seed() >> 1  # fits into a signed 64-bit integer
-        self.part: tuple[int, int] | None = None
+        self.part = part
         self._begun = False
         self._resume: Cursor | None = None
         self._latest: Pass | None = None

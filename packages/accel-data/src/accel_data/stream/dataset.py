@@ -98,7 +98,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.spread = spread
         self.epoch = 0
         self._source = Source(dataset)
-        self.counts_rows = False  # whether an item is a whole batch, whose rows are counted as samples
 
     @property
     def share(self) -> int:
@@ -156,7 +155,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         for block in self.blocks():
             yield from block.samples
 
-    def blocks(self, start: int = 0, place: Place | None = None) -> Iterator[Block]:
+    def blocks(
+        self, start: int = 0, place: Place | None = None, counts_rows: bool = False
+    ) -> Iterator[Block]:
         """Read the batches of this process, or of this worker of it.
 
         Args:
@@ -164,6 +165,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 know how many of them are theirs: they also give the batches before it, without samples where
                 they are sure.
             place: Where to start instead.
+            counts_rows: Whether an item is a whole batch, whose rows are counted as samples.
 
         Yields:
             One block per batch.
@@ -176,19 +178,19 @@ class IterableDatasetShard(IterableDataset[Any]):
         over = _surely_before(start // self.chunk, reading) if place is None else 0
         number = -1
         while group := reading.take(layout.group):
-            for samples, fill in self._own(group, reading, layout):
+            for samples, fill in self._batches(group, reading, layout, counts_rows):
                 number += 1
                 if reading.divided or number % reading.num_workers == reading.worker:
                     yield Block([] if number < over else samples, fill, reading.mark())
 
-    def _own(
-        self, group: list[Any], reading: Reading, layout: Layout
+    def _batches(
+        self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
     ) -> Iterator[tuple[list[Any], Fill | None]]:
         """Return the batch of this process in one step, if it has one."""
         fill = None if len(group) == layout.group else layout.fill(len(group), self.process_index)
         if reading.divided and not layout.even:
             fill = None  # a process without a batch here goes on with one of the next worker
-        if fill and self.counts_rows:
+        if fill and counts_rows:
             fill = counted(fill, layout.deal(group, reading.head, None), count_rows)
         yield from ((samples, fill) for samples in layout.deal(group, reading.head, self.process_index))
 
@@ -222,8 +224,8 @@ class WholeStream(IterableDatasetShard):
         """Samples of a block of a dataset that divides itself over workers: there each makes its own."""
         return self.step_size if self.joined else self.share
 
-    def _own(
-        self, group: list[Any], reading: Reading, layout: Layout
+    def _batches(
+        self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
     ) -> Iterator[tuple[list[Any], Fill | None]]:
         parts = layout.deal(group, reading.head, None)
         is_full = len(group) == layout.group
@@ -284,11 +286,19 @@ class BlockReader(IterableDataset[Any]):
         shard: The shard.
         shared: Whether there are workers.
         place: Where the first pass starts, if it is in the middle of an epoch that another run has begun.
+        counts_rows: See `IterableDatasetShard.blocks`.
     """
 
-    def __init__(self, shard: IterableDatasetShard, shared: bool, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        shard: IterableDatasetShard,
+        shared: bool,
+        place: Place | None = None,
+        counts_rows: bool = False,
+    ) -> None:
         self.shard = shard
         self.place = place
+        self.counts_rows = counts_rows
         where = torch.zeros(3, dtype=torch.int64, device="cpu")
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
@@ -307,7 +317,7 @@ class BlockReader(IterableDataset[Any]):
         epoch, start, from_place = self.where.tolist()
         if epoch >= 0 and get_worker_info() is not None:
             self.shard.set_epoch(epoch)
-        return self.shard.blocks(start, self.place if from_place else None)
+        return self.shard.blocks(start, self.place if from_place else None, self.counts_rows)
 
 
 class CollateBlock:

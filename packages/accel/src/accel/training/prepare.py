@@ -261,8 +261,8 @@ def prepare_loader(
         prepared = copy.copy(prepared)
         prepared.gradient_state = run.gradient_state
     if run.process.world_size > 1:
-        prepared.tell_uneven = partial(warn_of_uneven, run.engine.loaders.joining)
-        prepared.tell_missing = partial(warn_of_missing, run.engine.loaders.joining)
+        joining = run.engine.loaders.joining
+        prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
     if not any(known is prepared for known in run.loaders):
         run.loaders.append(prepared)
         run.watch.begin(run)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from accel_data.prepare import skip_first_batches
+from accel_data.skip import skip_first_batches
 
 __all__ = ["EngineLoader"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel.engines.common.loader import EngineLoader
 from accel.engines.deepspeed.runtime import part
 from accel_data.checks import check_skip
-from accel_data.prepare import skip_first_batches
+from accel_data.skip import skip_first_batches
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.walk import recursively_apply
 from accel_state.process import rendezvous
