@@ -21,6 +21,7 @@ WITH_MODULE_ONLY = {
     "devices.table": {"default_device", "detect", "row"},
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"}
     | {"keep_accelerate_environment"},
+    "imports.packages": {"install_hint"},
     "process.shared_dict": {"shared_dict"},
     "logging.warning": {"user_frame", "warn"},
 }
@@ -29,12 +30,10 @@ INTERNAL = {
     "__about__",
     "devices",
     "devices.calls",
-    "devices.probes",
     "devices.row",
     "env.table",
     "env.variable",
     "imports",
-    "imports.packages",
     "lazy",
     "logging",
     "logging.tracebacks",

@@ -71,7 +71,7 @@ def get_grad_scaler(
     """
     kind = DistributedType.NO if distributed_type is None else DistributedType(distributed_type)
     if kind == DistributedType.XLA:
-        from accel_state.imports.available import require
+        from accel_state.imports.packages import require
 
         scaler: GradScaler = require("torch_xla.amp", "xla", "accel-optim").GradScaler(**kwargs)
         return scaler

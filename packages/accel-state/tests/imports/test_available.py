@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import accel_state
 from accel_state.devices import probes
 from accel_state.imports import available
 from accel_state.imports.packages import _compare_library, is_package_available
@@ -98,7 +99,7 @@ def add(site, module, version=None, body=""):
 
 
 def test_every_documented_check_exists():
-    missing = [name for name in DOCUMENTED.split() if f"is_{name}_available" not in available.__all__]
+    missing = [name for name in DOCUMENTED.split() if f"is_{name}_available" not in accel_state.__all__]
     assert missing == []
     others = {
         "check_cuda_fp8_capability",
@@ -107,7 +108,7 @@ def test_every_documented_check_exists():
         "is_torch_version",
         "require",
     }
-    assert others <= set(available.__all__)
+    assert others <= set(accel_state.__all__)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +128,16 @@ def test_every_documented_check_exists():
     ],
 )
 def test_documented_signatures(name, parameters):
-    signature = inspect.signature(getattr(available, name))
+    signature = inspect.signature(getattr(accel_state, name))
     assert {key: parameter.default for key, parameter in signature.parameters.items()} == parameters
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in available.__all__ if name.endswith(("_available", "gaudi1"))]
+    "name", [name for name in accel_state.__all__ if name.endswith(("_available", "gaudi1"))]
 )
 def test_every_check_answers_with_a_bool(name):
     if name != "is_package_available":
-        assert type(getattr(available, name)()) is bool
+        assert type(getattr(accel_state, name)()) is bool
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -218,7 +219,7 @@ def test_package_checks_import_no_torch():
         "import sys; from accel_state.imports import available\n"
         "for name in ('deepspeed', 'wandb', 'pippy', 'torchao', 'weights_only', 'fp8'):\n"
         "    getattr(available, f'is_{name}_available')()\n"
-        "assert available.is_torch_version('>=', '2.6')\n"
+        "assert available.packages.is_torch_version('>=', '2.6')\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)

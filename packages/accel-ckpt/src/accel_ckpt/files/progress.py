@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from accel_state.imports.available import require
+from accel_state.imports.packages import require
 
 __all__ = ["Progress"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_data.order.global_order import SeedableRandomSampler
-from accel_state.imports.available import require
+from accel_state.imports.packages import require
 
 __all__ = ["as_plain", "is_stateful", "loader_class", "stateful_class"]
 

@@ -15,7 +15,7 @@ from accel.estimate.formulas import ModelSize
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.weights.files import find_weight_files
 from accel_launch.errors import LaunchError
-from accel_state.imports.available import require
+from accel_state.imports.packages import require
 
 __all__ = ["Tensors", "find_tensors", "size_of"]
 

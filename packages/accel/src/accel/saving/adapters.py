@@ -9,7 +9,8 @@ import torch
 
 from accel_ckpt.errors import CheckpointError
 from accel_ops.modules import extract_model_from_parallel
-from accel_state.imports.available import is_peft_available, require
+from accel_state.imports.available import is_peft_available
+from accel_state.imports.packages import require
 
 __all__ = ["adapter_names", "is_peft_model", "under_own_names", "with_wrappers"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel_state.imports.available import require
+from accel_state.imports.packages import require
 
 __all__ = ["TensorBoardTracker"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.imports.available import require
+from accel_state.imports.packages import require
 from accel_state.process.state import current_process
 
 __all__ = ["tqdm"]
