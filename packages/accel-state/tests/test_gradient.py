@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
+from typing import Any
 
 import pytest
 
@@ -171,6 +174,20 @@ def test_reset_forgets_the_newest_but_not_the_handles() -> None:
     assert not state.initialized
     assert state.num_steps == 2
     assert GradientState().num_steps == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda handles: pickle.loads(pickle.dumps(handles))])
+def test_handles_that_are_copied_together_stay_on_one_state(copied: Any) -> None:
+    state, loader = GradientState(GradientAccumulationPlugin(num_steps=2)), Loader()
+    state._add_dataloader(loader)
+    first, second = copied([state, GradientState()])
+    first._set_sync_gradients(False)
+
+    assert not second.sync_gradients
+    assert second.num_steps == 2
+    assert second.active_dataloader is None
+    assert state.sync_gradients
+    assert state.active_dataloader is loader
 
 
 def test_repr_names_the_window() -> None:

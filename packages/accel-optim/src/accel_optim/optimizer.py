@@ -195,7 +195,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self.owner.forget_gradients(self._parameters())
+        if self.owner.holds_back:
+            self.owner.forget_gradients(self._parameters())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, at the window's boundary only.
@@ -217,7 +218,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._steps_in_backward:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             return None
-        self.owner.before_step(self._parameters())
+        self.owner.before_step(self.optimizer.param_groups)
         if self.scaler is not None:
             return self._step_scaled(self.scaler, closure)
         if closure is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -45,11 +46,11 @@ class ParameterOwner:
     def finish_window(self) -> None:
         """Reduce gradients that are still held back, before they are read, clipped, or stepped with."""
 
-    def before_step(self, parameters: Iterable[torch.Tensor]) -> None:
+    def before_step(self, param_groups: list[dict[str, Any]]) -> None:
         """Get ready for a step, which changes parameters; called at the window's boundary alone.
 
         Args:
-            parameters: Those of the optimizer that steps.
+            param_groups: Those of the optimizer that steps.
         """
         self.finish_window()
 

@@ -76,11 +76,15 @@ class AcceleratedScheduler:
         """
         if not self.step_with_optimizer or (self._measured and not self.gradient_state.in_dataloader):
             self.scheduler.step(*args, **kwargs)
-        elif not self.gradient_state.sync_gradients:
+            return
+        if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                 self.scheduler._step_count += 1
-        elif not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
-            self._move(*args, **kwargs)
+            return
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "step_was_skipped", False):
+                return
+        self._move(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rate of each parameter group, as last set."""

@@ -111,13 +111,10 @@ class Window:
             Whether it does. The same is found in `gradient_state.sync_gradients` from now on.
         """
         state = self.gradient_state
-        if self._step == 0:
-            self._forget_losses()
-        elif self._weight is not None:
-            self._weight.next_micro_batch()
+        self._next_micro_batch()
         self._inside = True
         count = self._step + 1
-        closes = count >= state.num_steps or (state.sync_with_dataloader and state.end_of_dataloader)
+        closes = count >= state.num_steps or (state.end_of_dataloader and state.sync_with_dataloader)
         self._step = 0 if closes else count
         state._set_sync_gradients(closes)
         return closes
@@ -170,7 +167,7 @@ class Window:
         if self._has_means and self._is_open:
             raise ValueError(_MIXED)
         if not self._inside:
-            self._next_outside()
+            self._next_micro_batch()
         own = self._weight = self._weight or WindowWeight()
         own.count(weight)
         if self.gradient_state.sync_gradients:
@@ -239,7 +236,7 @@ class Window:
         self._has_means = False
         self._weight = None
 
-    def _next_outside(self) -> None:
+    def _next_micro_batch(self) -> None:
         if self._step == 0:
             self._forget_losses()
         elif self._weight is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.process.shared_dict import shared_dict
@@ -19,15 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["GradientState"]
 
 
-@dataclass
-class _Window:
-    plugin_kwargs: dict[str, Any]
-    sync_gradients: bool = True
-    is_xla_gradients_synced: bool = False
-    loaders: list[weakref.ref[Any]] = field(default_factory=list)  # outermost first
+class _Loaders(list["weakref.ref[Any]"]):
+    """The loaders that are being iterated, outermost first; a copy reads none."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "loaders": []}  # a copy reads none
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Loaders, ()
 
 
 class GradientState:
@@ -37,16 +32,29 @@ class GradientState:
         gradient_accumulation_plugin: How gradients are accumulated. Without it the handle is on the newest
             state (one is made, of one step, if there is none); with one that differs from the newest state's,
             a new state is made, which is the newest from then on.
+
+    Attributes:
+        sync_gradients: Whether the micro-batch at hand ends the window, so that gradients are synchronised.
+        plugin_kwargs: The settings of the accumulation plugin; may be changed in place.
     """
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    _is_xla_synced: bool
+    _loaders: _Loaders
 
     _shared_state: ClassVar[dict[str, Any]] = shared_dict()
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
-        newest: _Window | None = GradientState._shared_state.get("newest")
+        newest: dict[str, Any] | None = GradientState._shared_state.get("newest")
         kwargs = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_dict()
-        if newest is None or kwargs not in (None, newest.plugin_kwargs):
-            newest = GradientState._shared_state["newest"] = _Window(kwargs or {})
-        self._window = newest
+        if newest is None or kwargs not in (None, newest["plugin_kwargs"]):
+            newest = GradientState._shared_state["newest"] = _new_state(kwargs or {})
+        # All handles on one state have one namespace: a loop reads it several times in every micro-batch.
+        self.__dict__ = newest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _handle_on, (self.__dict__,)  # handles that are copied together stay on one state
 
     @classmethod
     def new(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
@@ -59,7 +67,7 @@ class GradientState:
             A handle on it.
         """
         kwargs = {} if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_dict()
-        GradientState._shared_state["newest"] = _Window(kwargs)
+        GradientState._shared_state["newest"] = _new_state(kwargs)
         return cls()
 
     @property
@@ -68,58 +76,48 @@ class GradientState:
         return bool(GradientState._shared_state)
 
     @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """The settings of the accumulation plugin; may be changed in place."""
-        return self._window.plugin_kwargs
-
-    @property
     def num_steps(self) -> int:
         """Number of micro-batches that are accumulated before a step."""
-        return self._window.plugin_kwargs.get("num_steps") or 1
+        return self.plugin_kwargs.get("num_steps") or 1
 
     @property
     def adjust_scheduler(self) -> bool:
         """Whether a scheduler's calls inside a window are counted; they never change the learning rate."""
-        return bool(self._window.plugin_kwargs.get("adjust_scheduler", True))
+        return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the end of a loader ends the window, also when it is not full."""
-        return bool(self._window.plugin_kwargs.get("sync_with_dataloader", True))
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
         """Whether gradients are synchronised in every micro-batch (less memory in some engines)."""
-        return bool(self._window.plugin_kwargs.get("sync_each_batch", False))
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
     def step_scheduler_per_process(self) -> bool:
         """Whether schedules move once per process at each optimizer step, or once."""
-        return bool(self._window.plugin_kwargs.get("step_scheduler_per_process", True))
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the micro-batch at hand ends the window, so that gradients are synchronised."""
-        return self._window.sync_gradients
+        return bool(self.plugin_kwargs.get("step_scheduler_per_process", True))
 
     @property
     def is_xla_gradients_synced(self) -> bool:
         """Whether XLA gradients have been reduced in this window."""
-        return self._window.is_xla_gradients_synced
+        return self._is_xla_synced
 
     @is_xla_gradients_synced.setter
     def is_xla_gradients_synced(self, is_synced: bool) -> None:
-        self._window.is_xla_gradients_synced = is_synced
+        self._is_xla_synced = is_synced
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Say whether the micro-batch at hand ends the window; XLA gradients count as not reduced yet."""
-        self._window.sync_gradients = sync_gradients
-        self._window.is_xla_gradients_synced = False
+        self.sync_gradients = sync_gradients
+        self._is_xla_synced = False
 
     @property
     def active_dataloader(self) -> Any:
         """The innermost loader that is being iterated, or None."""
-        loaders = self._window.loaders
+        loaders = self._loaders
         while loaders:
             loader = loaders[-1]()
             if loader is not None:
@@ -130,13 +128,11 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[Any]:
         """The loaders that are being iterated, outermost first; only weak references to them are kept."""
-        return [
-            loader for loader in (reference() for reference in self._window.loaders) if loader is not None
-        ]
+        return [loader for loader in (reference() for reference in self._loaders) if loader is not None]
 
     @dataloader_references.setter
     def dataloader_references(self, loaders: Iterable[Any]) -> None:
-        self._window.loaders[:] = [weakref.ref(loader) for loader in loaders if loader is not None]
+        self._loaders[:] = [weakref.ref(loader) for loader in loaders if loader is not None]
 
     @property
     def in_dataloader(self) -> bool:
@@ -157,11 +153,11 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Note that iteration over a loader begins, inside those noted before."""
-        self._window.loaders.append(weakref.ref(dataloader))
+        self._loaders.append(weakref.ref(dataloader))
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Note that iteration over a loader has ended; nothing if it was not noted."""
-        loaders = self._window.loaders
+        loaders = self._loaders
         for position in reversed(range(len(loaders))):
             if loaders[position]() is dataloader:
                 del loaders[position]
@@ -179,3 +175,18 @@ class GradientState:
             f"Extra samples added: {self.remainder}\n"
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
+
+
+def _new_state(plugin_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "plugin_kwargs": plugin_kwargs,
+        "sync_gradients": True,
+        "_is_xla_synced": False,
+        "_loaders": _Loaders(),
+    }
+
+
+def _handle_on(state: dict[str, Any]) -> GradientState:
+    handle = object.__new__(GradientState)
+    handle.__dict__ = state
+    return handle

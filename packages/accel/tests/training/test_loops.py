@@ -311,3 +311,37 @@ def test_adversaries_in_fp16_go_on_from_a_checkpoint(bad, tmp_path):
 
     assert resumed[0].scaler.state_dict() == run[0].scaler.state_dict()
     assert all(torch.equal(*pair) for pair in zip(weights(*resumed[1]), weights(*run[1]), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("steps", [2, 3, 7, 10, 49])
+def test_the_gradient_of_a_mean_loss_is_that_of_a_division_to_the_last_bit(
+    steps: int, dtype: torch.dtype
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = accelerator.prepare(layer(0).to(dtype))
+    batch = batches(1)[0].to(dtype)
+    seen: list[torch.Tensor] = []
+    for divided in (True, False):
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.register_hook(seen.append)
+        with accelerator.accumulate(model):
+            if divided:
+                (loss / steps).backward()
+            else:
+                accelerator.backward(loss)
+        seen += [parameter.grad.clone() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, seen[:3], seen[3:]))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_loss_of_several_numbers_gets_the_message_of_torch(steps: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = accelerator.prepare(layer(0))
+
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        accelerator.backward(model(batches(1)[0]))
+    accelerator.backward(model(batches(1)[0]), gradient=torch.ones(8, 2, dtype=torch.float64))

@@ -11,3 +11,4 @@ class SingleEngine(Engine):
     """One process on one device."""
 
     name = "single"
+    takes_gradient = True

@@ -83,7 +83,8 @@ class GradientControl:
 
     def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
-        return _MicroBatch(self.run.window, self.run.engine, models)
+        run = self.run
+        return _MicroBatch(run.window, run.engine, models)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward leaves the gradients of `model` on their own process."""
@@ -131,7 +132,13 @@ class GradientControl:
                 return
         if weight is None:
             steps = run.window.loss_divisor()
-            run.engine.backward(loss if steps == 1 else loss / steps, **kwargs)
+            if steps == 1:
+                run.engine.backward(loss, **kwargs)
+            elif _can_start_from(run, loss, kwargs):
+                # What arrives at `loss` from `loss / steps`, with no division in the graph.
+                run.engine.backward(loss, gradient=torch.full_like(loss, 1 / steps), **kwargs)
+            else:
+                run.engine.backward(loss / steps, **kwargs)
             return
         precise = torch.promote_types(loss.dtype, torch.float32)
         factor = run.window.weigh(weight, _Gathered(run, precise))
@@ -192,6 +199,23 @@ class GradientControl:
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
             run.engine.gradients.clip_value(_unscaled(run, parameters), clip_value)
+
+
+def _can_start_from(run: Run, loss: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether backward may start from a gradient of this loss, with the same numbers to the last bit.
+
+    The scale of fp16 training is multiplied in before the division, other devices than these may divide
+    inexactly, and torch has its own message for losses that are no single number.
+    """
+    return (
+        type(loss) is torch.Tensor
+        and (loss.is_cpu or loss.is_cuda)
+        and loss.numel() == 1
+        and loss.is_floating_point()
+        and run.scaler is None
+        and run.engine.takes_gradient
+        and "gradient" not in kwargs
+    )
 
 
 def _backward_that_steps(
@@ -256,7 +280,7 @@ class _MicroBatch:
 
     def __enter__(self) -> None:
         self.window.__enter__()
-        if self.window.reduce_gradients or not self.engine.holds_gradients_back:
+        if not self.engine.holds_gradients_back or self.window.reduce_gradients:
             return
         self.held_back = contextlib.ExitStack()
         try:

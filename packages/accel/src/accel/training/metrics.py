@@ -117,11 +117,10 @@ def _some_are_missing(loader: Any, rows: tuple[int, ...]) -> str:
 
 
 def _holds_only_tensors(data: Any) -> bool:
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
+    if isinstance(data, torch.Tensor):
+        return True
+    inside = children(data)
+    return inside is not None and all(map(_holds_only_tensors, inside))
 
 
 def _may_be_uneven(loader: Any | None) -> bool:

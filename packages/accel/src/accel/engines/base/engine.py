@@ -59,6 +59,12 @@ class Engine:
     gradients_in_parts: ClassVar[bool] = False
     """Whether processes hold parts of gradients, so that they have to agree on what is left out in fp16."""
 
+    holds_gradients_back: ClassVar[bool] = False
+    """Whether `no_sync` does something in an accumulation window; where it does not, nobody enters it."""
+
+    takes_gradient: ClassVar[bool] = False
+    """Whether `backward` passes `gradient=` on to torch: a window's mean losses are not divided then."""
+
     unread_handlers: ClassVar[Mapping[str, str]] = {}
     """Kwargs handlers, by their field of `Handlers`, that this engine has no use for, and why."""
 
@@ -197,11 +203,6 @@ class Engine:
 
     def release(self) -> None:
         """Let go of what was prepared, so that it can be freed, and other objects be prepared."""
-
-    @property
-    def holds_gradients_back(self) -> bool:
-        """Whether `no_sync` does something; where it does not, nobody enters it."""
-        return False
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context in which backward leaves the gradients of `model` unsynchronised."""

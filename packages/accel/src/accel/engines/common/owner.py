@@ -83,12 +83,14 @@ class TrainingOwner(ParameterOwner):
             self._has_new = False
             average_gradients(self._loose.trained(), self._process)
 
-    def before_step(self, parameters: Iterable[torch.Tensor]) -> None:
+    def before_step(self, param_groups: list[dict[str, Any]]) -> None:
         """Reduce what is left, and have no forward pass compute with what was gathered before."""
         self.finish_window()
         self.show_present()
         if not self.may_differ:
-            self._check.before_step(parameters, self._models)
+            self._check.before_step(
+                (item for group in param_groups for item in group["params"]), self._models
+            )
 
 
 class ShardOwner(TrainingOwner):

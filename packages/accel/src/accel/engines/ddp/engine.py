@@ -89,6 +89,8 @@ class DDPEngine(Engine):
     gradients_type = DDPGradients
 
     name = "ddp"
+    takes_gradient = True
+    holds_gradients_back = True  # DDP reduces in every backward pass outside of no_sync
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -146,11 +148,6 @@ class DDPEngine(Engine):
             self.context.ddp.register_comm_hook(wrapped)
         self.owner.add(wrapped)
         return wrapped
-
-    @property
-    def holds_gradients_back(self) -> bool:
-        """DDP reduces in backward, unless it is told not to."""
-        return True
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """DDP's own no_sync; a model that is not wrapped has nothing to hold back.

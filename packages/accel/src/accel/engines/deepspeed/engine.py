@@ -391,11 +391,6 @@ class DeepSpeedEngine(Engine):
             )
         return self._driver
 
-    @property
-    def holds_gradients_back(self) -> bool:
-        """The window says where gradients are reduced for a step; nobody has to enter `no_sync` for it."""
-        return False
-
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward passes are not the window's last; stages 2 and 3 reduce in each."""
         if self._driver is None or model is not self._driver.engine:

@@ -77,6 +77,8 @@ class ShardedEngine(Engine):
     version = 2
 
     gradients_in_parts = True
+    takes_gradient = True
+    holds_gradients_back = True  # they are kept whole in a window, and reduced at its end
 
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
@@ -211,11 +213,6 @@ class ShardedEngine(Engine):
         Rprop chooses elements by a mask, which torch does for whole tensors alone.
         """
         return ("LBFGS", "Adafactor", "Rprop" if self.version == 2 else "Muon")
-
-    @property
-    def holds_gradients_back(self) -> bool:
-        """Gradients of a window are kept whole on their process, and reduced at its end."""
-        return True
 
 
 def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
