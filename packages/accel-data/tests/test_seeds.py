@@ -349,7 +349,7 @@ def test_an_index_that_is_no_integer_is_refused(index):
             return sample_seed(index)
 
     with pytest.raises(
-        TypeError, match=r"takes an integer, but got .*Pass one that tells the sample"
+        TypeError, match=r"takes an integer, but got .*Pass one that distinguishes the sample"
     ) as error:
         list(prepare(DataLoader(Keys())))
     assert repr(index) in str(error.value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_optim.lomo import find_lomo, lomo_backward, refuse_lomo, steps_in_backward
+from accel_optim.lomo import check_lomo, find_lomo, lomo_backward, steps_in_backward
 from accel_optim.optimizer import AcceleratedOptimizer
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -67,9 +67,9 @@ def test_backward_steps_and_step_does_nothing_more() -> None:
 def test_where_its_steps_would_be_wrong_it_is_refused(where: Any, message: str) -> None:
     model, optimizer = make()
     with pytest.raises(ValueError, match=f"StepsInBackward steps during .*{message}"):
-        refuse_lomo(optimizer, **where)
-    refuse_lomo(torch.optim.SGD(model.parameters()), **where)
-    refuse_lomo(optimizer, num_processes=1, has_scaler=False)
+        check_lomo(optimizer, **where)
+    check_lomo(torch.optim.SGD(model.parameters()), **where)
+    check_lomo(optimizer, num_processes=1, has_scaler=False)
 
 
 def test_two_of_them_are_refused() -> None:

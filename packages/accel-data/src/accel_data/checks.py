@@ -125,14 +125,14 @@ def explained(error: Exception, num_workers: int) -> Exception:
         num_workers: Number of worker processes that read.
 
     Returns:
-        The error to raise, `error` itself if it tells what happened.
+        The error to raise: `error` itself if it says what happened.
     """
     lost = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     if not num_workers or not lost or "DataLoader worker" in str(error):
         return error
     until = time.monotonic() + _DEATH_S
     while time.monotonic() < until:
-        try:  # torch knows more, unless it has told the main thread already, whom a signal tells
+        try:  # torch knows more, unless its signal handler has raised in the main thread already
             signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
         except RuntimeError as death:
             return death

@@ -95,7 +95,7 @@ def prepare_data_loader(
             as many shards as there are processes: without True each process reads a shard of its own.
         even_batches: Complete an incomplete last step, so that all processes get equally many samples:
             with samples from the start, or where batches are split with samples of the step itself;
-            `real_samples` tells which they are. Without it that step is shared out as equally as can be,
+            `real_samples` says which they are. Without it that step is shared out as equally as can be,
             and if it has fewer samples than there are processes, the last ones get no batch.
         slice_fn_for_dispatch: Takes the part of one process out of a dispatched batch; see
             `DataLoaderDispatcher`.
@@ -109,7 +109,7 @@ def prepare_data_loader(
             and sp get the same batches.
         data_ranks: For each process of the run, which share of the data it gets, where no mesh says it:
             [0, 0, 1, 1] for two groups of two that work on the same batches.
-        gradient_state: The state that is told when iteration begins and ends; by default the newest.
+        gradient_state: The state that is notified when iteration begins and ends; by default the newest.
         custom_classes: See `DataLoaderConfiguration`.
 
     Returns:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from accel_data.order.global_order import IsolatedRNG, mix_seed
 
-__all__ = ["TellWorker", "keyed", "pass_key", "sample_generator", "sample_rng", "sample_seed"]
+__all__ = ["WithKey", "keyed", "pass_key", "sample_generator", "sample_rng", "sample_seed"]
 
 
 class _Reading(threading.local):
@@ -38,9 +38,9 @@ def sample_seed(index: SupportsIndex) -> int:
     the thread that they are called in, and for the `__iter__` of an iterable dataset.
 
     Args:
-        index: What tells the sample from the others of its dataset: the index that `__getitem__` gets. In an
-            iterable dataset, the number of the sample in the whole stream, or another integer of its own;
-            not its number among those of one worker.
+        index: What distinguishes the sample from the others of its dataset: the index that `__getitem__`
+            gets. In an iterable dataset, the number of the sample in the whole stream, or another integer of
+            its own; not its number among those of one worker.
 
     Returns:
         An integer of 63 bits: the same on any number of processes and workers and after a resume, another one
@@ -63,8 +63,8 @@ def sample_seed(index: SupportsIndex) -> int:
         return mix_seed(key, operator.index(index)) >> 1
     except TypeError:
         raise TypeError(
-            f"sample_seed takes an integer, but got {index!r}. Pass one that tells the sample from the "
-            "others of its dataset, as its place in a list of all keys."
+            f"sample_seed takes an integer, but got {index!r}. Pass one that distinguishes the sample "
+            "from the others of its dataset, as its place in a list of all keys."
         ) from None
 
 
@@ -112,7 +112,7 @@ def keyed(loader: DataLoader[Any], start: Callable[[], Iterator[Any]], key: int)
         The batches.
     """
     if loader.num_workers:
-        with _told(loader, key):
+        with _shared_key(loader, key):
             return start()
     with _at_hand(key):
         batches = start()
@@ -142,8 +142,8 @@ def _at_hand(key: int) -> Iterator[None]:
         _reading.key = outer
 
 
-class TellWorker:
-    """A worker_init_fn that tells a worker where to find the key of the pass.
+class WithKey:
+    """A worker_init_fn through which a worker finds the key of the pass.
 
     Args:
         key: Shape (1,), in shared memory.
@@ -162,7 +162,7 @@ class TellWorker:
 
 
 @contextmanager
-def _told(loader: DataLoader[Any], key: int) -> Iterator[None]:
+def _shared_key(loader: DataLoader[Any], key: int) -> Iterator[None]:
     """Let the workers that start here, or live on, find the key."""
     shared: torch.Tensor | None = getattr(loader, "_worker_key", None)
     if shared is not None and loader.persistent_workers and loader._iterator is not None:
@@ -173,7 +173,7 @@ def _told(loader: DataLoader[Any], key: int) -> Iterator[None]:
     shared = torch.tensor([key], device="cpu").share_memory_()  # type: ignore[no-untyped-call]
     loader._worker_key = shared
     init = loader.worker_init_fn
-    loader.worker_init_fn = TellWorker(shared, init)
+    loader.worker_init_fn = WithKey(shared, init)
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     The loaders count epochs together: what comes after the new one's pass is the next epoch of either.
 
     Args:
-        dataloader: The loader, prepared or not; or an object around one that has a method
+        dataloader: The loader, prepared or not; or an object that wraps one and has a method
             `skip_first_batches(num_batches)`.
         num_batches: Number of batches to leave out.
 

@@ -54,7 +54,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Tell whether an error says that memory did not suffice.
+    """Return whether an error says that memory did not suffice.
 
     Args:
         exception: The error.

@@ -12,14 +12,14 @@ from weakref import ref
 import torch
 
 __all__ = [
-    "OwnForward",
+    "WeakForward",
     "extract_model_from_parallel",
     "get_module_children_bottom_up",
     "has_compiled_regions",
     "is_compiled_module",
     "model_has_dtensor",
-    "own_forward",
     "recursive_getattr",
+    "weak_forward",
 ]
 
 # Containers that keep the model in `.module`. A model can only be in one whose module is loaded.
@@ -43,15 +43,15 @@ def extract_model_from_parallel(
 
     Args:
         model: The model.
-        keep_fp32_wrapper: Keep what mixed precision put around `forward`. Otherwise it is taken off, from the
+        keep_fp32_wrapper: Keep what mixed precision wrapped `forward` in. Otherwise it is taken off, from the
             model itself.
         keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
             plain module is returned, also from inside of a container. What was compiled in place
-            (`torch.nn.Module.compile`) has nothing around it, and stays as it is.
+            (`torch.nn.Module.compile`) has no wrapper, and stays as it is.
         recursive: Also take submodules out of their containers, in place.
 
     Returns:
-        The inner model; `model` itself when nothing was around it.
+        The inner model; `model` itself when nothing wrapped it.
     """
     plain: torch.nn.Module = model._orig_mod if is_compiled_module(model) else model  # type: ignore[assignment]
     inner = _without_containers(plain)
@@ -63,7 +63,7 @@ def extract_model_from_parallel(
         return inner._orig_mod if is_compiled_module(inner) else inner  # type: ignore[return-value]
     if plain is model:
         return inner
-    # The same class and context around the inner model; the compiled container keeps its own.
+    # The same class and context wrap the inner model; the compiled container keeps its own.
     return model if inner is plain else type(model)(inner, model.dynamo_ctx)
 
 
@@ -86,7 +86,7 @@ def _free_children(model: torch.nn.Module) -> None:
         _free_children(freed)
 
 
-class OwnForward:
+class WeakForward:
     """A module's forward method, for what the module itself keeps: it holds the module weakly.
 
     A bound method in the place of `module.forward`, or behind what is there, is a cycle: the module's memory
@@ -132,7 +132,7 @@ class OwnForward:
         self._module = ref(method.__self__)
 
 
-def own_forward(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+def weak_forward(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
     """Return a forward as its module can keep it: without a cycle, where it is the module's method.
 
     Args:
@@ -140,14 +140,14 @@ def own_forward(forward: Callable[..., Any], module: torch.nn.Module) -> Callabl
         module: The module.
     """
     is_own = isinstance(forward, MethodType) and forward.__self__ is module
-    return OwnForward(forward) if is_own else forward  # type: ignore[arg-type]
+    return WeakForward(forward) if is_own else forward  # type: ignore[arg-type]
 
 
 def _restore_forward(model: torch.nn.Module) -> None:
     original = vars(model).pop("_original_forward", None)
     if original is None:
         return
-    if isinstance(original, OwnForward):
+    if isinstance(original, WeakForward):
         original = original.bound
     if original == MethodType(type(model).forward, model):
         del model.forward
@@ -156,7 +156,7 @@ def _restore_forward(model: torch.nn.Module) -> None:
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Tell whether `torch.compile` returned this module.
+    """Return whether `torch.compile` returned this module.
 
     Args:
         module: The module.
@@ -167,7 +167,7 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Tell whether the module or one inside of it was compiled, by `torch.compile` or in place.
+    """Return whether the module or one inside of it was compiled, by `torch.compile` or in place.
 
     Args:
         module: The module.
@@ -176,7 +176,7 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Tell whether any parameter is a `torch.distributed.tensor.DTensor`.
+    """Return whether any parameter is a `torch.distributed.tensor.DTensor`.
 
     Args:
         model: The model.

@@ -91,10 +91,10 @@ def synchronize_rng_states(
         RuntimeError: If the generators of process 0 could not be read.
     """
     process = process or current_process()
-    own, setters, problem = _generators(rng_types, generator)
+    states, setters, problem = _generators(rng_types, generator)
     if process.world_size > 1 and rng_types:
         # Also where there is a problem: the others would wait for this process for ever.
-        states, problem_of_0 = broadcast_object_list([own, _told(problem)], process=process)
+        states, problem_of_0 = broadcast_object_list([states, _sendable(problem)], process=process)
         for kind in setters.keys() & states.keys():
             setters[kind](states[kind])
         problem = problem or problem_of_0
@@ -124,7 +124,7 @@ def _generators(
     return states, setters, None
 
 
-def _told(problem: Exception | None) -> Exception | None:
+def _sendable(problem: Exception | None) -> Exception | None:
     """Return what is wrong as an exception that can be sent to other processes."""
     if problem is None or type(problem) is ValueError:
         return problem

@@ -1,4 +1,4 @@
-"""A gradient scaler for gradients that are in parts on several processes: all leave out the same steps."""
+"""A gradient scaler for gradients that are in parts on several processes: all skip the same steps."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class AgreeingGradScaler(ShardedGradScaler):
         """Step, unless the gradients of some process are not finite.
 
         Args:
-            optimizer: The optimizer. Also a fused one is left out on the host: its kernel would ask this
+            optimizer: The optimizer. Also a fused one is skipped on the host: its kernel would ask this
                 process's gradients alone.
             *args: Passed to its step.
             **kwargs: Passed to its step.
 
         Returns:
-            What its step returned; None if it was left out.
+            What its step returned; None if it was skipped.
         """
         if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().step(optimizer, *args, **kwargs)
@@ -71,11 +71,11 @@ class AgreeingGradScaler(ShardedGradScaler):
         """Divide this process's parts; one flag for all of them, wherever they lie and if there are none."""
         found = {found_inf.device: found_inf}
         for (device, _), parts in _local_gradients(optimizer).items():
-            own = found.setdefault(device, found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, own, inv_scale.to(device))
-        for device, own in found.items():
+            flag = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inv_scale.to(device))
+        for device, flag in found.items():
             if device != found_inf.device:
-                found_inf += own.to(found_inf.device)
+                found_inf += flag.to(found_inf.device)
         return {found_inf.device: found_inf}
 
 

@@ -108,7 +108,7 @@ def _wrapped(hook: Hook, wrapper: str) -> Hook:
 def _accepted_by(group: torch.distributed.ProcessGroup, hook: Hook) -> Hook:
     """Rename torch's bf16 hooks for backends that torch does not know to reduce bf16 (gloo and MPI do).
 
-    DistributedDataParallel refuses them by name wherever there is no NCCL or XCCL.
+    DistributedDataParallel rejects them by name wherever there is no NCCL or XCCL.
     """
     import torch.distributed as dist
 

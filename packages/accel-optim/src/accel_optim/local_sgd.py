@@ -54,7 +54,7 @@ class LocalSGD:
 
     Parameters are averaged after every `local_sgd_steps` optimizer steps and when the block is left, so that
     all processes go on with the same model. Floating point buffers (the statistics of batch norm) are
-    averaged with them, unless DistributedDataParallel was told `broadcast_buffers=False`. Optimizer states
+    averaged with them, unless DistributedDataParallel has `broadcast_buffers=False`. Optimizer states
     stay local; so do skipped fp16 steps, since gradients are a process's own.
 
     Micro-batches inside an accumulation window are no steps: `step` counts where the window closes, as the
@@ -89,7 +89,7 @@ class LocalSGD:
         self.enabled = bool(enabled) and accelerator.process.world_size > 1
         self.num_steps = 0
         if self.enabled:
-            _refuse_what_is_not_whole(accelerator, model)
+            _check_whole(accelerator, model)
         self._no_sync = contextlib.ExitStack()
 
     def __enter__(self) -> LocalSGD:
@@ -124,11 +124,11 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        own: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
+        averaged: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         if _inner(self.model).broadcast_buffers:
-            own += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        means = reduce([tensor.detach() for tensor in own], "mean", process=self.accelerator.process)
-        for tensor, mean in zip(own, means, strict=True):
+            averaged += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        means = reduce([tensor.detach() for tensor in averaged], "mean", process=self.accelerator.process)
+        for tensor, mean in zip(averaged, means, strict=True):
             tensor.copy_(mean)
 
 
@@ -137,7 +137,7 @@ def _inner(model: torch.nn.Module) -> Any:
     return model._orig_mod if is_compiled_module(model) else model
 
 
-def _refuse_what_is_not_whole(accelerator: _Trainer, model: torch.nn.Module) -> None:
+def _check_whole(accelerator: _Trainer, model: torch.nn.Module) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     kind = accelerator.distributed_type

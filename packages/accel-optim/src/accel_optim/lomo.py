@@ -13,11 +13,11 @@ import torch
 
 from accel_state.logging.warning import warn
 
-__all__ = ["find_lomo", "lomo_backward", "refuse_lomo", "steps_in_backward", "warn_of_clipping"]
+__all__ = ["check_lomo", "find_lomo", "lomo_backward", "steps_in_backward", "warn_of_clipping"]
 
 
 def steps_in_backward(optimizer: Any) -> bool:
-    """Tell whether an optimizer steps in its `fused_backward`, and not in `step`."""
+    """Return whether an optimizer steps in its `fused_backward`, and not in `step`."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 
@@ -42,8 +42,8 @@ def find_lomo(optimizers: Iterable[Any]) -> Any | None:
     return found[0] if found else None
 
 
-def refuse_lomo(optimizer: Any, *, num_processes: int, has_scaler: bool) -> None:
-    """Refuse to prepare an optimizer that steps in backward where its steps would be wrong.
+def check_lomo(optimizer: Any, *, num_processes: int, has_scaler: bool) -> None:
+    """Raise if an optimizer steps in backward where its steps would be wrong.
 
     Args:
         optimizer: Any optimizer; others pass.

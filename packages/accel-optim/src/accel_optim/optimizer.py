@@ -41,7 +41,7 @@ def patch_optimizer_step(
     """Wrap an optimizer's `step` so that its wrapper learns whether a scaler really called it.
 
     A scaler calls `step` only when the gradients are finite, and has waited for the device to know that.
-    Watching the call tells the same without waiting once more. Fused optimizers are called in any case and
+    Watching the call shows the same without waiting once more. Fused optimizers are called in any case and
     leave the parameters alone by themselves when the `found_inf` tensor which the scaler hands to them says
     so; it is kept, unread.
 
@@ -190,7 +190,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "gradients of the micro-batches before it. Call zero_grad() after step().",
             )
         if self.scaler is not None:
-            scaling.leave_out_step(self.scaler, self.optimizer)
+            scaling.skip_step(self.scaler, self.optimizer)
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:
@@ -227,7 +227,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last real step was left out, because fp16 gradients were not finite.
+        """Whether the last real step was skipped, because fp16 gradients were not finite.
 
         Exact, and free except for fused optimizers: those decide on the device, so that asking waits for it
         (once per step, as the scaler itself does for every other optimizer).
@@ -281,7 +281,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if isinstance(given, torch.Tensor):
             return self.owner.present_all([given])
         if isinstance(given, set | frozenset):
-            return given  # torch refuses it: its order is not that of other processes
+            return given  # torch rejects it: its order is not that of other processes
         given = list(given)
         if any(isinstance(item, tuple) for item in given):
             return [(name, self.owner.present(parameter)) for name, parameter in given]
@@ -306,7 +306,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not scaling.has_gradients(scaler, inner):
             return inner.step()
         scaling.begin_step(scaler, inner)
-        own = inner.__dict__.get("step")  # a scheduler puts its own wrapper there
+        replaced = inner.__dict__.get("step")  # a scheduler puts its own wrapper there
         method = inner.step
         if self._watched is None or self._watched[0] != method:
             self._watched = (method, patch_optimizer_step(self, method))
@@ -314,10 +314,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         try:
             result = scaler.step(inner)
         finally:
-            if own is None:
+            if replaced is None:
                 del inner.__dict__["step"]
             else:
-                inner.step = own  # type: ignore[method-assign]
+                inner.step = replaced  # type: ignore[method-assign]
         self._step_was_skipped = not self._step_called
         scaling.end_step(scaler, inner)
         return result

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["autocast", "get_mixed_precision_context_manager"]
 
-# fp8 kernels replace single layers; what is around them computes in bf16.
+# fp8 kernels replace single layers; the rest computes in bf16.
 _COMPUTE: Mapping[str, tuple[str, torch.dtype]] = {
     "fp16": ("fp16", torch.float16),
     "bf16": ("bf16", torch.bfloat16),

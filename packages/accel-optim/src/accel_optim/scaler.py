@@ -31,8 +31,8 @@ __all__ = [
     "get_fsdp2_grad_scaler",
     "get_grad_scaler",
     "has_gradients",
-    "leave_out_step",
     "share",
+    "skip_step",
     "unscale",
 ]
 
@@ -85,7 +85,7 @@ def get_grad_scaler(
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
-    """Make the gradient scaler of sharded models: the processes agree on which steps are left out.
+    """Make the gradient scaler of sharded models: the processes agree on which steps are skipped.
 
     Args:
         **kwargs: As those of `get_grad_scaler`.
@@ -97,7 +97,7 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
 
 
 def has_gradients(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether any parameter of the optimizer holds a gradient, on any process that shares it.
+    """Return whether any parameter of the optimizer holds a gradient, on any process that shares it.
 
     Args:
         scaler: The scaler, enabled; one that agrees asks all processes.
@@ -181,7 +181,7 @@ def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         scaler.update()
 
 
-def leave_out_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def skip_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Note that gradients are dropped instead of stepped with, if they were unscaled.
 
     The next ones have to be unscaled as well; and the scale is updated as after a step, by what was found.

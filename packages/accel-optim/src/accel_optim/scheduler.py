@@ -135,7 +135,7 @@ class AcceleratedScheduler:
         if self._moves == 1 or not self.gradient_state.step_scheduler_per_process:
             return
         for _ in range(self._moves - 1):
-            # The number of processes need not divide the schedule's length; torch refuses a step beyond it.
+            # The number of processes need not divide the schedule's length; torch raises at a step beyond it.
             if _has_ended(self.scheduler):
                 return
             self.scheduler.step(*args, **kwargs)

@@ -260,7 +260,7 @@ _RESET = (
 
 
 def is_initialized() -> bool:
-    """Tell whether there is an AcceleratorState."""
+    """Return whether there is an AcceleratorState."""
     return bool(AcceleratorState._shared_state)
 
 

@@ -228,7 +228,7 @@ class TorchDynamoPlugin(KwargsHandler):
     Args:
         backend: A `DynamoBackend` or its name in any letter case; "NO" compiles nothing.
         mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        fullgraph: Refuse graph breaks.
+        fullgraph: Raise on graph breaks.
         dynamic: Trace with dynamic shapes; None lets torch decide.
         options: Options of the backend; torch takes either these or a mode.
         disable: Make `torch.compile` do nothing.

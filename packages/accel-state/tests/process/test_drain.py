@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_state import env
-from accel_state.process.drain import settle
+from accel_state.process.drain import drain_gloo
 from accel_state.process.state import PartialState
 
 THREAD = "pt_gloo_runloop"
@@ -47,7 +47,7 @@ def busy_thread(name: str, rounds: int) -> Iterator[Callable[[], bool]]:
 def test_waits_until_the_thread_is_done() -> None:
     with busy_thread(THREAD, 200_000) as works:
         assert works()
-        settle(limit_s=60)
+        drain_gloo(limit_s=60)
         assert not works()
 
 
@@ -64,7 +64,7 @@ def test_waits_for_a_thread_that_wants_the_lock() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
-    settle(limit_s=60)
+    drain_gloo(limit_s=60)
     assert time.monotonic() >= end - 0.01
     thread.join()
 
@@ -72,14 +72,14 @@ def test_waits_for_a_thread_that_wants_the_lock() -> None:
 def test_waits_no_longer_than_its_limit() -> None:
     with busy_thread(THREAD, 2_000_000) as works:
         begin = time.monotonic()
-        settle(limit_s=0.05)
+        drain_gloo(limit_s=0.05)
         assert works()
         assert time.monotonic() - begin < 1
 
 
 def test_other_threads_and_idle_ones_hold_nothing_up() -> None:
     with busy_thread("somebody else", 2_000_000) as works:
-        settle(limit_s=60)
+        drain_gloo(limit_s=60)
         assert works()
 
 
@@ -98,7 +98,7 @@ dist.all_reduce_coalesced(tensors)
 
 @pytest.mark.long
 def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
-    """Without settle, about one in three of these processes aborts."""
+    """Without drain_gloo, about one in three of these processes aborts."""
     place = {"STORE": str(tmp_path / "store"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     workers = [
@@ -139,5 +139,5 @@ def destroy_while_held(folder: str) -> None:
 
 
 def test_a_group_that_is_held_after_its_end_does_not_hang(world: Any, tmp_path: Path) -> None:
-    """Without settle, both processes hang in the first rounds."""
+    """Without drain_gloo, both processes hang in the first rounds."""
     world.run(destroy_while_held, str(tmp_path), size=2)

@@ -162,7 +162,7 @@ class Sender:
 
         Raises:
             TypeError: If a batch cannot be sent, or one differs in structure from another; nothing has been
-                sent then, so that `fail` can tell the others.
+                sent then, so that `fail` reaches the others.
         """
         there = [part for part in parts if part is not ABSENT]
         check_alike(there)
@@ -198,12 +198,12 @@ class Sender:
         self.is_open = not last
 
     def stop(self) -> None:
-        """Tell the others that there is no batch."""
+        """Send to the others that there is no batch."""
         self._announce(self._next_slot(), _STOP)
         self.is_open = False
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that process 0 cannot go on."""
+        """Send to the others that process 0 cannot go on."""
         text = f"{type(error).__name__}: {error}".encode()
         with suppress(RuntimeError):  # some may be gone
             slot = self._next_slot()
@@ -212,7 +212,7 @@ class Sender:
         self.is_open = False
 
     def leave(self) -> None:
-        """Wait until all have got what they asked for, and tell them if this process left the loop early."""
+        """Wait until all have got what they asked for, and send on if this process left the loop early."""
         with suppress(RuntimeError):  # some may be gone
             for slot in self._slots:
                 slot.wait()

@@ -254,7 +254,7 @@ class DataLoaderDispatcher(PreparedLoader):
         steps: Iterator[Parts]
         if self._shard is None:
             stream = self._stream(started, self._stream_shard())
-            reads = (Read(batch, own) for batch, own in stream)
+            reads = (Read(batch, fill) for batch, fill in stream)
             steps = look_ahead(rounds.of(reads))
         else:
             found = rounds.of(Read(batch, None) for batch in self._indexed(started))
@@ -316,7 +316,7 @@ class Joined:
 
 
 def _with_last(rounds: Iterable[Round], shard: BatchSamplerShard, share: Any) -> Iterator[tuple[Round, bool]]:
-    """Tell which round is the last one: from their number, or where it is not known by reading one ahead."""
+    """Say with each round whether it is the last: by their number, or by reading one ahead."""
     if shard.has_length:
         for number, found in enumerate(rounds, 1):
             yield found, number == -(-share.num_batches // shard.num_processes)

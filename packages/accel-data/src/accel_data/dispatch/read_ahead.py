@@ -32,7 +32,7 @@ T = TypeVar("T", bound=_Step)
 
 
 class RandomUse:
-    """Tells whether the global random generators have been used since this was made.
+    """Notices whether the global random generators have been used since this was made.
 
     What is read ahead of its turn must not touch them: what the user draws meanwhile would depend on it, and
     after a resume it would be drawn twice.
@@ -107,7 +107,7 @@ class _Reader(Generic[T]):
         self._grad = torch.is_grad_enabled()
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._done: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-        # A daemon: the interpreter does not wait for it for ever, but tells it to end (see _close_all).
+        # A daemon: the interpreter does not wait for it for ever, but asks it to end (see _close_all).
         self._thread = threading.Thread(target=self._run, name="accel-data", daemon=True)
         self._thread.start()
         _open.add(self)

@@ -17,7 +17,7 @@ Parts = tuple[list[Any], Fill | None, bool]
 
 
 def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Message | None:
-    """Read one step and send it. Whatever fails, the others are told.
+    """Read one step and send it. Whatever fails, the others get the error.
 
     Args:
         rounds: What is read.

@@ -24,11 +24,11 @@ class Read(NamedTuple):
 
     Args:
         batch: The batch.
-        own: What is in it, as of one process; None if all samples are real, as many as in any other.
+        fill: What is in it, as of one process; None if all samples are real, as many as in any other.
     """
 
     batch: Any
-    own: Fill | None
+    fill: Fill | None
 
 
 class Round(NamedTuple):
@@ -90,7 +90,7 @@ class Rounds:
             rows = [self._rows(read) for read in group] + [0] * missing
             return Round(parts + [ABSENT] * missing, Fill(tuple(rows), tuple(rows)))
         rows = [self._rows(read) for read in group]
-        real = [read.own.real[0] if read.own else size for size, read in zip(rows, group, strict=True)]
+        real = [read.fill.real[0] if read.fill else size for size, read in zip(rows, group, strict=True)]
         if self.size is None:
             wanted = max(rows)
             parts = [extend(part, first, wanted - size) for part, size in zip(parts, rows, strict=True)]
@@ -102,7 +102,7 @@ class Rounds:
         assert self.slice_fn is not None
         batch, count = read.batch, self.num_processes
         rows = count_rows(batch)
-        real = read.own.real[0] if read.own else rows
+        real = read.fill.real[0] if read.fill else rows
         if self.even and rows % count:
             batch = extend(batch, first, -rows % count)
             rows += -rows % count
@@ -115,8 +115,8 @@ class Rounds:
         return Round(parts, Fill(real_in(real, sizes), sizes))
 
     def _rows(self, read: Read) -> int:
-        if read.own is not None:
-            return read.own.rows[0]
+        if read.fill is not None:
+            return read.fill.rows[0]
         return count_rows(read.batch) if self.size is None else self.size
 
 

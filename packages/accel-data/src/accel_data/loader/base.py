@@ -308,7 +308,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 
 def part_of(shard: Any) -> tuple[int, int] | None:
-    """Return (index, number) of the process that data was divided for before; None if that tells nothing.
+    """Return (index, number) of the process that data was divided for before; None if that does not matter.
 
     What a DistributedSampler deals out is counted like any other order.
     """

@@ -263,7 +263,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
-    """Take the batches out of items, and note in a share what else they tell."""
+    """Take the batches out of items, and note in a share what else they hold."""
     share = Share()
 
     def batches() -> Iterator[Any]:
@@ -303,7 +303,7 @@ def noted_ahead(batches: Iterator[tuple[Any, Fill | None]], share: Share) -> tup
 
 
 def look_ahead(batches: Iterator[tuple[Any, Fill | None]]) -> Generator[Item, None, None]:
-    """Tell which batch is the last one by reading one ahead."""
+    """Say with each batch whether it is the last one, by reading one ahead."""
     present = next(batches, None)
     if present is None:
         return

@@ -1,4 +1,4 @@
-"""What a loader tells while it is iterated."""
+"""What a loader says of the batch at hand while it is iterated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DataLoaderStateMixin"]
 
 
 class DataLoaderStateMixin:
-    """What a loader tells while it is iterated.
+    """What a loader says of the batch at hand while it is iterated.
 
     Attributes:
         end_of_dataloader: Whether the batch at hand is the last one.
@@ -18,7 +18,7 @@ class DataLoaderStateMixin:
             at the end of that process's batch; None if nothing is padded and every process has a batch.
         batch_rows: How many samples, padding included, each process has in this step, 0 if it has no batch;
             None where real_samples is.
-        gradient_state: The state that is told when iteration begins and ends.
+        gradient_state: The state that is notified when iteration begins and ends.
     """
 
     end_of_dataloader: bool

@@ -57,8 +57,8 @@ class SideStream:
         """Begin to copy a batch.
 
         Args:
-            batch: The batch. One with tensors that cannot be seen stays where it is: it could not be told
-                when their memory is free again.
+            batch: The batch. One with tensors that cannot be seen stays where it is: nothing could
+                say when their memory is free again.
             fill: See `Copy`.
         """
         if find_path(batch, _hides_tensors) is not None:

@@ -30,7 +30,7 @@ class DataLoaderShard(PreparedLoader):
         _non_blocking: Do not wait for copies from pinned memory to the device.
         torch_device_mesh: The mesh that the processes form.
         iteration: Number of the first epoch.
-        gradient_state: The state that is told when iteration begins and ends; by default the newest.
+        gradient_state: The state that is notified when iteration begins and ends; by default the newest.
         **kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Attributes:

@@ -80,7 +80,7 @@ class _Facts(NamedTuple):
     split: tuple[int, int, str, bool, str] | None
     length: int | None
     batch_size: int | None
-    rows: bytes | None  # tells this dataset from others of its length
+    rows: bytes | None  # differ between datasets of one length
 
 
 def find_split(dataloader: DataLoader[Any]) -> Split | None:
@@ -247,7 +247,7 @@ def _warn_of_loose(split: Split) -> None:
     warn(
         f"{name} has {rank}={split.rank} and {size}={split.size}, so it passes as one that holds the samples "
         f"of this process alone, and is not shared out. If it holds the same on all processes, each of them "
-        f"reads all of it: give {rank} and {size} other names. If it does hold its own, name the second one "
+        f"reads all of it: give {rank} and {size} other names. If it does hold a part, name the second one "
         "num_replicas, and this warning does not come.",
     )
 
@@ -263,7 +263,7 @@ def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
     """Whether the datasets of the processes are what split_dataset_by_node makes of one; all must ask.
 
     Their lengths must be those of its shares, and of many rows none may be in two shares. (Rows that are
-    twice in one share tell nothing.) Processes that get the same batches must have the same share.
+    twice in one share show nothing.) Processes that get the same batches must have the same share.
     """
     shares = _one_of_each(everyone)
     lengths = [facts.length or 0 for facts in shares]

@@ -49,12 +49,12 @@ class PresplitBatchSampler(BatchSamplerShard):
 
     @property
     def num_samples(self) -> int | None:
-        """Length of the global order in samples, padding included; None where only walking tells."""
+        """Length of the global order in samples, padding included; None where only a walk gives it."""
         return int(self.splitter.total_size) if self.deals else None
 
     @property
     def num_real(self) -> int | None:
-        """Samples in the global order that are no padding; None where only walking tells."""
+        """Samples in the global order that are no padding; None where only a walk gives it."""
         if not self.deals:
             return None
         return min(int(self.splitter.total_size), len(self.splitter.dataset))

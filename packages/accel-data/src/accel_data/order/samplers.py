@@ -130,12 +130,12 @@ class BatchSamplerShard(_Wrapper):
 
     @property
     def num_samples(self) -> int | None:
-        """Length of the global order in samples; None where only walking tells."""
+        """Length of the global order in samples; None where only a walk gives it."""
         return len(self.sampler) if self._flat and self.has_length else None
 
     @property
     def num_real(self) -> int | None:
-        """Samples in the global order that are no padding; None where only walking tells."""
+        """Samples in the global order that are no padding; None where only a walk gives it."""
         return self.num_samples
 
     @property
@@ -145,7 +145,7 @@ class BatchSamplerShard(_Wrapper):
 
     @property
     def batches_of_each(self) -> tuple[int, ...] | None:
-        """Number of batches of each process in the pass that has begun; None where only walking tells."""
+        """Number of batches of each process in the pass that has begun; None where only a walk gives it."""
         if not self.has_length:
             return None
         if self._flat:

@@ -76,36 +76,36 @@ class Seeding:
         generator = sampler.generator
         if generator is not None and not self.use_seedable_sampler:
             return None
-        own = self.data_seed
-        if own is None and generator is not None:
-            own = generator.initial_seed()
+        seed = self.data_seed
+        if seed is None and generator is not None:
+            seed = generator.initial_seed()
         wanted = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return SeedableRandomSampler(
-            sampler.data_source, sampler.replacement, wanted, data_seed=self._shared(own)
+            sampler.data_source, sampler.replacement, wanted, data_seed=self._shared(seed)
         )
 
     def for_samples(self) -> int:
         """Return what the seeds of single samples are made of, for a loader whose order has no seed."""
         return self._shared(self.data_seed, of_order=False)
 
-    def _shared(self, own: int | None, of_order: bool = True) -> int:
+    def _shared(self, seed: int | None, of_order: bool = True) -> int:
         """Return the seed of process 0; this process's where there is no process group.
 
         By default it comes from torch's initial seed, so that `torch.manual_seed` (or `set_seed`) makes a run
         repeatable on any number of processes, and from the place of the loader among those of its owner, so
         that two loaders over one dataset differ. Nothing is drawn from any generator.
         """
-        if own is None:
+        if seed is None:
             place = 0
             if self.owner is not None:
                 counts = _prepared.setdefault(self.owner, Counter())
                 place = counts[of_order]
                 counts[of_order] += 1
             root = torch.initial_seed() if of_order else ~torch.initial_seed()
-            own = mix_seed(root, place) >> 1  # fits into a signed 64-bit integer
+            seed = mix_seed(root, place) >> 1  # fits into a signed 64-bit integer
         if not self.several or self.data_seed is not None or not dist.is_initialized():
-            return own
-        seeds = [own]
+            return seed
+        seeds = [seed]
         broadcast_object_list(seeds)
         return seeds[0]
 

@@ -177,5 +177,5 @@ def _after(mark: Place | Mark, before: Place | None) -> Place:
 
 
 def _part(state: Mapping[str, Any]) -> Part:
-    own = state["state"]
-    return Part(state["read"], None if own is None else pickle.dumps(own), bool(state["ended"]))
+    inner = state["state"]
+    return Part(state["read"], None if inner is None else pickle.dumps(inner), bool(state["ended"]))

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face `datasets`: which they are, what tells them apart, and how a stream is split."""
+"""Datasets of Hugging Face `datasets`: which they are, how they differ, and how a stream is split."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def has_shards_for(dataset: Any, size: int) -> bool:
 
 
 def stream_digest(dataset: Any) -> bytes:
-    """Return what tells a stream from one with other shards, or with the same shards in another order.
+    """Return a digest that differs for streams with other shards, or with the same ones in another order.
 
     A stream that is shuffled without a seed differs from process to process.
     """

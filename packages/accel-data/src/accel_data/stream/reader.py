@@ -139,7 +139,7 @@ def read(source: Source, group: int, start: int, place: Place | None, head: int)
     info = get_worker_info()
     in_turn = place.left == place.chunk == group and not place.ahead
     if in_turn and info is not None and place.num_workers == info.num_workers:
-        return _own_part(source, group, place, info.id, head)
+        return _one_part(source, group, place, info.id, head)
     return _all_parts(source, place, head)
 
 
@@ -158,7 +158,7 @@ def _from_start(source: Source, group: int, start: int, count: int) -> Reading:
     return Reading(stream.worker, stream.num_workers, stream.divided, counted.take, mark, head)
 
 
-def _own_part(source: Source, group: int, place: Place, worker: int, count: int) -> Reading:
+def _one_part(source: Source, group: int, place: Place, worker: int, count: int) -> Reading:
     """Go on with one part of a divided stream; the loader's first worker gets the one whose turn it is."""
     workers = place.num_workers
     number = (worker + place.turn) % workers

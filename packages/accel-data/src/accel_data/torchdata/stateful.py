@@ -63,7 +63,7 @@ def _empty(kind: type[DataLoader[Any]]) -> Any:
 
 
 def is_stateful(dataloader: DataLoader[Any]) -> bool:
-    """Tell whether a loader is torchdata's StatefulDataLoader."""
+    """Return whether a loader is torchdata's StatefulDataLoader."""
     module = sys.modules.get(_LOADERS)
     return module is not None and isinstance(dataloader, module.StatefulDataLoader)
 

@@ -84,9 +84,9 @@ class Pack:
         copies = buffer.view(self.copies, self.nbytes)
         start = 0
         for part in self.parts:
-            own = copies if len(self.parts) == 1 else copies[:, start : start + part.nbytes]
+            rows = copies if len(self.parts) == 1 else copies[:, start : start + part.nbytes]
             start += part.nbytes
-            pieces = part.put_together(own)
+            pieces = part.put_together(rows)
             if len(pieces) == len(into):
                 into[:] = pieces
                 return
@@ -167,5 +167,5 @@ def _pack(
     for i in members:
         by_dtype.setdefault(dtypes[i], []).append(i)
     ordered = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
-    parts = [Part(dtype, device, own, [shapes[i] for i in own], copies) for dtype, own in ordered]
+    parts = [Part(dtype, device, places, [shapes[i] for i in places], copies) for dtype, places in ordered]
     return Pack(parts, copies)

@@ -99,12 +99,12 @@ class Part:
         Returns:
             Their elements. It may share memory with the tensor if there is one only.
         """
-        own = tensors
+        chosen = tensors
         if len(tensors) != len(self.positions):
-            own = [tensors[i] for i in self.positions]
+            chosen = [tensors[i] for i in self.positions]
         if self.row_shape is not None:
-            return torch.cat(own)  # type: ignore[arg-type]
-        return _flatten_dense_tensors(own)  # type: ignore[no-untyped-call,no-any-return]
+            return torch.cat(chosen)  # type: ignore[arg-type]
+        return _flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call,no-any-return]
 
     @cached_property
     def laid_out_shape(self) -> tuple[int, ...]:
@@ -188,6 +188,6 @@ def put_together(stacks: torch.Tensor, copies: int) -> Sequence[torch.Tensor]:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as a 1-dimensional uint8 tensor; it is copied only where it is not contiguous."""
-    own = tensor.resolve_conj().resolve_neg().contiguous()
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
     # Not view(-1): a tensor of one element is contiguous with any stride, which would stay.
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

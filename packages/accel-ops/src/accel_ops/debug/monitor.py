@@ -31,7 +31,7 @@ class Monitor:
     Args:
         store: Where questions and answers are written.
         rank: Rank of this process.
-        is_over: Called again and again; tells whether the thread is needed no longer.
+        is_over: Called again and again; returns whether the thread is needed no longer.
     """
 
     def __init__(self, store: Store, rank: int, is_over: Callable[[], bool]) -> None:

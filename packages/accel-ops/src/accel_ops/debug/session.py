@@ -114,13 +114,13 @@ class Session:
         raise DistributedOperationException(message)
 
     def first_time(self, topic: str) -> bool:
-        """Tell whether this is the first time that a topic comes up in this session."""
+        """Return whether this is the first time that a topic comes up in this session."""
         new = topic not in self._noted
         self._noted.add(topic)
         return new
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this process takes part no longer; the next meeting takes it back.
+        """Write for the others that this process takes part no longer; the next meeting takes it back.
 
         Args:
             reason: Why, as the end of a sentence.
@@ -266,7 +266,7 @@ def _call_at_the_end(function: Callable[[], None]) -> None:
 
 
 def leave(reason: str | None = None) -> None:
-    """Tell the other processes that this one takes part in no more collectives.
+    """Write for the other processes that this one takes part in no more collectives.
 
     It happens by itself when the process ends; call it where a process stops early but lives on. Nothing
     happens outside debug mode. A later collective takes it back.

@@ -12,7 +12,7 @@ from accel_ops.trees.walk import children, keys, rebuild
 
 __all__ = ["send_to_device"]
 
-# What every batch is made of is told by its type alone: looking for a method of another object is slow.
+# What every batch is made of is known by its type alone: looking for a method of another object is slow.
 _PLAIN_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 _SEQUENCES = frozenset({list, tuple})
 _PLAIN_CONTAINERS = frozenset({list, tuple, dict})
@@ -80,7 +80,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
 
 
 def _are_there(leaves: Iterable[Any], device: torch.device | int) -> bool:
-    """Tell quickly of most batches on the CPU that nothing has to move."""
+    """Return whether nothing has to move: found quickly for most batches on the CPU."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.device != device:

@@ -33,7 +33,7 @@ class TensorInformation:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Tell whether `tensor_info` is a `TensorInformation`."""
+    """Return whether `tensor_info` is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 

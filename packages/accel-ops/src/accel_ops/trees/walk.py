@@ -28,12 +28,12 @@ __all__ = [
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Tell whether `tensor` is a `torch.Tensor` (or an instance of a subclass)."""
+    """Return whether `tensor` is a `torch.Tensor` (or an instance of a subclass)."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Tell whether `data` is an instance of a namedtuple class."""
+    """Return whether `data` is an instance of a namedtuple class."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
@@ -118,7 +118,7 @@ def recursively_apply(
         func: Called as `func(leaf, *args, **kwargs)`.
         data: A tree. An object that passes `test_type` is a leaf even if it is a container.
         *args: Passed on to `func`.
-        test_type: Tells which objects `func` is applied to; by default tensors.
+        test_type: Returns whether `func` is applied to an object; by default tensors.
         error_on_other_type: Raise on a leaf that does not pass `test_type`, instead of keeping it.
         **kwargs: Passed on to `func`.
 
@@ -228,7 +228,7 @@ def _replace(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _all_tensors(values: Sequence[Any]) -> bool:
-    """Tell, for many at once, whether all are tensors; False may be wrong (for tensors of other classes)."""
+    """Return, for many at once, whether all are tensors; False may be wrong (for other tensor classes)."""
     return set(map(type, values)) == {torch.Tensor}
 
 

@@ -45,7 +45,7 @@ def _cpu_prepare_group(num_processes: int) -> None:
 
 
 def cpu_is_available() -> bool:
-    """Tell that there is a CPU."""
+    """Return True: there is always a CPU."""
     return True
 
 
@@ -107,7 +107,7 @@ def _xla_runtime() -> Any:
 
 
 def xla_is_available() -> bool:
-    """Tell whether torch_xla runs on hardware here; it runs on the CPU too, which nobody means."""
+    """Return whether torch_xla runs on hardware here; it runs on the CPU too, which nobody means."""
     return probes.is_torch_xla_available() and _xla_runtime().device_type() in {"TPU", "CUDA", "NEURON"}
 
 

@@ -16,7 +16,7 @@ _OLDEST_LINUX = (5, 5)  # older ones can hang in a training of several processes
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of this machine's NVIDIA GPUs and their number, as nvidia-smi tells them.
+    """Return the names of this machine's NVIDIA GPUs and their number, as nvidia-smi lists them.
 
     CUDA_VISIBLE_DEVICES hides none of them.
 
@@ -42,7 +42,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Tell whether NCCL may use peer-to-peer and InfiniBand between this machine's GPUs.
+    """Return whether NCCL may use peer-to-peer and InfiniBand between this machine's GPUs.
 
     GeForce cards from the 40 series on cannot reach each other's memory. Where this is False, set
     NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1.

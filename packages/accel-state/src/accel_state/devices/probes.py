@@ -38,7 +38,7 @@ __all__ = [
 
 @functools.cache
 def is_cuda_available() -> bool:
-    """Tell whether a CUDA device is usable, without initialising CUDA, so that the process can still fork."""
+    """Return whether a CUDA device is usable; CUDA is not initialised, so that the process can still fork."""
     import torch
 
     with env.patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
@@ -46,7 +46,7 @@ def is_cuda_available() -> bool:
 
 
 def is_rocm_available() -> bool:
-    """Tell whether torch runs on AMD GPUs, which it presents as CUDA devices."""
+    """Return whether torch runs on AMD GPUs, which it presents as CUDA devices."""
     import torch
 
     return torch.version.hip is not None and is_cuda_available()
@@ -54,7 +54,7 @@ def is_rocm_available() -> bool:
 
 @functools.cache
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Tell whether Intel GPUs are usable.
+    """Return whether Intel GPUs are usable.
 
     Args:
         check_device: Ask also that a first device can be read.
@@ -63,7 +63,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Tell whether Apple's GPU is usable.
+    """Return whether Apple's GPU is usable.
 
     Args:
         min_version: Oldest version of torch that will do.
@@ -80,7 +80,7 @@ def _has_mps() -> bool:
 
 @functools.cache
 def is_npu_available(check_device: bool = False) -> bool:
-    """Tell whether Ascend NPUs are usable through torch_npu.
+    """Return whether Ascend NPUs are usable through torch_npu.
 
     Args:
         check_device: Ask also that a first device can be read.
@@ -90,7 +90,7 @@ def is_npu_available(check_device: bool = False) -> bool:
 
 @functools.cache
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Tell whether Cambricon MLUs are usable through torch_mlu.
+    """Return whether Cambricon MLUs are usable through torch_mlu.
 
     Args:
         check_device: Ask also that a first device can be read.
@@ -100,7 +100,7 @@ def is_mlu_available(check_device: bool = False) -> bool:
 
 @functools.cache
 def is_musa_available(check_device: bool = False) -> bool:
-    """Tell whether Moore Threads GPUs are usable through torch_musa.
+    """Return whether Moore Threads GPUs are usable through torch_musa.
 
     Args:
         check_device: Ask also that a first device can be read.
@@ -110,7 +110,7 @@ def is_musa_available(check_device: bool = False) -> bool:
 
 @functools.cache
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Tell whether Tecorigin accelerators are usable through torch_sdaa.
+    """Return whether Tecorigin accelerators are usable through torch_sdaa.
 
     Args:
         check_device: Ask also that a first device can be read.
@@ -120,7 +120,7 @@ def is_sdaa_available(check_device: bool = False) -> bool:
 
 @functools.cache
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Tell whether AWS Neuron devices are usable through torch_neuronx.
+    """Return whether AWS Neuron devices are usable through torch_neuronx.
 
     Args:
         check_device: Ask also that a first device can be read.
@@ -130,7 +130,7 @@ def is_neuron_available(check_device: bool = False) -> bool:
 
 @functools.cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Tell whether Intel Gaudi devices are usable through habana_frameworks.
+    """Return whether Intel Gaudi devices are usable through habana_frameworks.
 
     Args:
         init_hccl: Also load Gaudi's collective library, which registers the `hccl` backend.
@@ -142,7 +142,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 @functools.cache
 def is_habana_gaudi1() -> bool:
-    """Tell whether the Gaudi devices are of the first generation, which has no fp16."""
+    """Return whether the Gaudi devices are of the first generation, which has no fp16."""
     if not is_hpu_available():
         return False
     from importlib import import_module
@@ -153,7 +153,7 @@ def is_habana_gaudi1() -> bool:
 
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Tell whether torch_xla is usable.
+    """Return whether torch_xla is usable.
 
     Args:
         check_is_tpu: Ask also that its devices are TPUs.
@@ -208,7 +208,7 @@ def _is_backend_available(device_type: str, check_device: bool) -> bool:
 
 @functools.cache
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Tell whether the machine's accelerator (the CPU, where there is none) computes in bfloat16.
+    """Return whether the machine's accelerator (the CPU, where there is none) computes in bfloat16.
 
     Args:
         ignore_tpu: Answer False on TPUs.
@@ -225,12 +225,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Tell whether the machine's accelerator computes in float16."""
+    """Return whether the machine's accelerator computes in float16."""
     return not is_habana_gaudi1()
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Tell whether the current CUDA device multiplies in fp8 (compute capability 8.9 or above)."""
+    """Return whether the current CUDA device multiplies in fp8 (compute capability 8.9 or above)."""
     import torch
 
     return is_cuda_available() and tuple(torch.cuda.get_device_capability()) >= (8, 9)
@@ -238,7 +238,7 @@ def check_cuda_fp8_capability() -> bool:
 
 @functools.cache
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Tell whether Transformer Engine (version 2.1 or above) is installed and this GPU scales fp8 by blocks.
+    """Return whether Transformer Engine (2.1 or above) is installed and this GPU scales fp8 by blocks.
 
     MXFP8 products run on compute capabilities 10 and 11; on 12 Transformer Engine does not support them.
     """
@@ -252,7 +252,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 @functools.cache
 def is_xccl_available() -> bool:
-    """Tell whether torch was built with XCCL, the communication backend of Intel GPUs."""
+    """Return whether torch was built with XCCL, the communication backend of Intel GPUs."""
     import torch.distributed
 
     if not torch.distributed.is_available():

@@ -30,7 +30,7 @@ class DeviceRow:
         backend: Communication backend for several processes; None when the hardware runs one process only.
         rng_type: Kind of the device's random generator; None when it has none of its own.
         autocast_dtypes: The mixed precisions that autocast has on such hardware: "bf16", "fp16".
-        available: Tells whether this process can use such a device.
+        available: Returns whether this process can use such a device.
         extension: Module that registers the type with torch, imported on first use.
         indexed: Whether a process picks one device of several by its index.
         binds_group: Whether the process group takes the device when it is made (and barriers name it).
@@ -57,11 +57,11 @@ class DeviceRow:
     calls: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
     def is_available(self) -> bool:
-        """Tell whether this process can use such a device."""
+        """Return whether this process can use such a device."""
         return self.available()
 
     def has_autocast(self, precision: str) -> bool:
-        """Tell whether autocast runs here in a precision.
+        """Return whether autocast runs here in a precision.
 
         Args:
             precision: "bf16" or "fp16".

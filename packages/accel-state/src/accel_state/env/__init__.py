@@ -49,7 +49,7 @@ def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def is_set(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether a variable has a text; an empty one counts as unset.
+    """Return whether a variable has a text; an empty one counts as unset.
 
     Args:
         name: Any variable's name, in the table or not.

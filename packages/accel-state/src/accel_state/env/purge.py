@@ -15,8 +15,8 @@ __all__ = ["purge_accelerate_environment"]
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
-# unittest calls these around a test, in TestCase.run, or all of a class: what they set is for the tests.
-_AROUND_TESTS = ("setUp", "asyncSetUp", "tearDown", "asyncTearDown", "tearDownClass")
+# unittest calls these before and after tests, in TestCase.run: what they set is for the tests.
+_TEST_FIXTURES = ("setUp", "asyncSetUp", "tearDown", "asyncTearDown", "tearDownClass")
 
 
 def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
@@ -42,13 +42,13 @@ def purge_accelerate_environment(func_or_cls: _Target) -> _Target:
 
 def _purge_subclasses(base: Any) -> None:
     """Let classes that are made of this one be purged too."""
-    own = vars(base).get("__init_subclass__")
+    defined = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **options: Any) -> None:
-        if own is None:
+        if defined is None:
             super(base, cls).__init_subclass__(**options)
         else:
-            own.__func__(cls, **options)
+            defined.__func__(cls, **options)
         _purge_methods(cls)
 
     base.__init_subclass__ = classmethod(init_subclass)
@@ -57,7 +57,7 @@ def _purge_subclasses(base: Any) -> None:
 def _purge_methods(cls: type) -> None:
     is_test_case = "unittest" in sys.modules and issubclass(cls, sys.modules["unittest"].TestCase)
     for name, member in list(vars(cls).items()):
-        if is_test_case and name in _AROUND_TESTS:
+        if is_test_case and name in _TEST_FIXTURES:
             continue
         if is_test_case and name == "setUpClass" and isinstance(member, classmethod):
             setattr(cls, name, classmethod(_purging_after_the_class(member.__func__)))

@@ -123,7 +123,7 @@ _DYNAMO = _group(
     "ACCELERATE_DYNAMO_",
     ("BACKEND", "str", "no", "Backend of torch.compile.", _DYNAMO_BACKENDS),
     ("MODE", "str", "default", "Mode of torch.compile.", _DYNAMO_MODES),
-    ("USE_FULLGRAPH", "flag", False, "Refuse graph breaks."),
+    ("USE_FULLGRAPH", "flag", False, "Raise on graph breaks."),
     ("USE_DYNAMIC", "flag", None, "Trace with dynamic shapes; unset lets torch decide."),
     ("USE_REGIONAL_COMPILATION", "flag", False, "Compile each repeated block once."),
 )

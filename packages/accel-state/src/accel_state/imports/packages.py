@@ -36,7 +36,7 @@ _SIBLINGS = {
 
 @functools.cache
 def is_package_available(module: str) -> bool:
-    """Tell whether a module can be imported, without importing it.
+    """Return whether a module can be imported, without importing it.
 
     A folder without `__init__.py` does not count: many tools leave one named after themselves (`wandb/`,
     `aim/`) in the working folder.

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["settle"]
+__all__ = ["drain_gloo"]
 
 _THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # Linux; elsewhere there is the first short wait alone
@@ -25,7 +25,7 @@ _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _PAUSE_S = _INTERVAL_S = 0.001
 
 
-def settle(limit_s: float = 5.0) -> None:
+def drain_gloo(limit_s: float = 5.0) -> None:
     """Wait until no thread of gloo is at work, or waits for the interpreter's lock.
 
     A thread that waits for the lock sleeps as an idle one does, but wakes once in each switch interval (which
@@ -68,7 +68,7 @@ def _wakings() -> dict[str, tuple[str, int]]:
             status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
         except OSError:  # the thread has ended
             continue
-        # Not every system counts them; the state alone tells less.
+        # Not every system counts them; the state alone says less.
         switches = sum(int(status.get(name, 0)) for name in _SWITCHES)
         found[task.name] = status["State"].split()[0], switches
     return found

@@ -1,7 +1,7 @@
 """Write down by which exception this process ends, and when, for what started it.
 
 A launcher names a file in TORCHELASTIC_ERROR_FILE: `accel launch` and torchrun do, which compare the times to
-tell the first failure from those that follow from it. The format is torch's.
+find the first failure among those that follow from it. The format is torch's.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def register(
 
 
 def joined(process: Process) -> None:
-    """Tell debug mode that this process has joined the process group.
+    """Notify debug mode that this process has joined the process group.
 
     Args:
         process: The facts of this process.
@@ -51,7 +51,7 @@ def joined(process: Process) -> None:
 
 
 def waits(process: Process) -> None:
-    """Tell debug mode that this process is about to wait for the others.
+    """Notify debug mode that this process is about to wait for the others.
 
     Args:
         process: The facts of this process.
@@ -61,6 +61,6 @@ def waits(process: Process) -> None:
 
 
 def leaves() -> None:
-    """Tell debug mode that the work of this process in the run is over."""
+    """Notify debug mode that the work of this process in the run is over."""
     if _calls is not None:
         _calls.leaves()

@@ -25,7 +25,7 @@ from accel_state import env
 from accel_state.devices.table import DeviceRow
 from accel_state.env import CPUInformation
 from accel_state.logging.warning import warn
-from accel_state.process.drain import settle
+from accel_state.process.drain import drain_gloo
 from accel_state.process.stores import open_store
 
 __all__ = [
@@ -67,7 +67,7 @@ _made: _Made | None = None
 
 
 def has_group() -> bool:
-    """Tell whether this process has a default process group."""
+    """Return whether this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -201,7 +201,7 @@ def _backends() -> dict[str, str]:
 
 def _remember(options: Mapping[str, Any]) -> None:
     global _made
-    for function in (settle, _destroy_at_exit):  # at exit the last one runs first
+    for function in (drain_gloo, _destroy_at_exit):  # at exit the last one runs first
         atexit.unregister(function)
         atexit.register(function)
     _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
@@ -264,7 +264,7 @@ def destroy(group: Any = None) -> None:
     if group is None:
         for function in _before:
             function()
-        settle()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
+        drain_gloo()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
     dist.destroy_process_group(group)
     if not dist.is_initialized():
         _made = None

@@ -81,7 +81,7 @@ class PartialState(ProcessControl):
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy a process group; nothing for one process.
 
-        Rank and size stay known, so that `is_main_process` still tells who prints. Waiting for others is an
+        Rank and size stay known, so that `is_main_process` still says who prints. Waiting for others is an
         error from then on; `PartialState._reset_state()` and a new PartialState begin anew.
 
         Args:

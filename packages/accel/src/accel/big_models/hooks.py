@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from accel_ops.modules import OwnForward, own_forward
+from accel_ops.modules import WeakForward, weak_forward
 
 __all__ = [
     "ModelHook",
@@ -235,7 +235,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         module._hf_hook = SequentialHook(*_parts(old), *_parts(hook))  # type: ignore[assignment]
         return module
     module._hf_hook = hook  # type: ignore[assignment]
-    module._old_forward = own_forward(module.forward, module)  # type: ignore[assignment]
+    module._old_forward = weak_forward(module.forward, module)  # type: ignore[assignment]
     module.forward = module._hooked_forward = HookedForward(module)  # type: ignore[assignment]
     return module
 
@@ -280,7 +280,7 @@ def _restore_forward(module: nn.Module) -> None:
     del attributes["_hf_hook"]
     if attributes.get("forward") is not hooked:
         hooked.retired = old  # another wrapper, which stays, may call it
-    elif isinstance(old, OwnForward) and old.bound.__func__ is getattr(type(module), "forward", None):
+    elif isinstance(old, WeakForward) and old.bound.__func__ is getattr(type(module), "forward", None):
         del attributes["forward"]
     else:
-        attributes["forward"] = old.bound if isinstance(old, OwnForward) else old
+        attributes["forward"] = old.bound if isinstance(old, WeakForward) else old

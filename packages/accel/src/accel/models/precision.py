@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.modules import extract_model_from_parallel, own_forward
+from accel_ops.modules import extract_model_from_parallel, weak_forward
 from accel_ops.trees.convert import convert_outputs_to_fp32
 from accel_optim.handlers import AutocastKwargs
 from accel_optim.precision import autocast
@@ -49,7 +49,7 @@ class AutocastForward:
         self.precision = precision
         self.device_type = device_type
         functools.update_wrapper(self, forward)
-        self.__wrapped__ = self.forward = own_forward(forward, module)
+        self.__wrapped__ = self.forward = weak_forward(forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in the precision's autocast context."""

@@ -29,7 +29,7 @@ from accel.engines.context import EngineContext, Prepared
 from accel.models.precision import wrap_forward
 from accel.models.regions import compile_regions
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module
-from accel_optim.lomo import refuse_lomo
+from accel_optim.lomo import check_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.owner import ParameterOwner
 from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
@@ -129,7 +129,7 @@ class Engine:
             if has_scaler:
                 refuse_fp16_parameters_of(optimizer, self.owner.present)
             refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
-            refuse_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
+            check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
 
     def check_together(self, objects: Prepared) -> None:
         """Check before `prepare`; engines whose processes go on together refuse on all what one refuses."""
