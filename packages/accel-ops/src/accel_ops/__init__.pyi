@@ -15,6 +15,16 @@ from accel_ops.memory import clear_device_cache as clear_device_cache
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size
 from accel_ops.memory import release_memory as release_memory
 from accel_ops.memory import should_reduce_batch_size as should_reduce_batch_size
+from accel_ops.module_tensors import (
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+)
+from accel_ops.module_tensors import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from accel_ops.module_tensors import find_tied_parameters as find_tied_parameters
+from accel_ops.module_tensors import named_module_tensors as named_module_tensors
+from accel_ops.module_tensors import retie_parameters as retie_parameters
+from accel_ops.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_ops.modules import extract_model_from_parallel as extract_model_from_parallel
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_ops.modules import has_compiled_regions as has_compiled_regions

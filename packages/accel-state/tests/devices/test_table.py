@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from accel_state.devices import table
 from accel_state.devices.row import DeviceRow
-from accel_state.devices.table import DEVICES, default_device, detect, row
+from accel_state.devices.table import (
+    DEVICES,
+    default_device,
+    detect,
+    existing_device,
+    get_current_device_type,
+    row,
+)
 from accel_state.enums import DistributedType, RNGType
 
 
@@ -155,6 +163,7 @@ def test_calls_name_what_the_row_or_torch_calls() -> None:
 
 PROBE = """
 import sys
+from dataclasses import replace
 import torch
 from accel_state.devices.table import DEVICES, default_device, detect
 detect()
@@ -186,3 +195,21 @@ def test_cuda_row_runs() -> None:
     cuda.empty_cache()
     address = cuda.pci_address(0)
     assert address is None or len(address) == len("0000:1b:00.0")
+
+
+def test_a_device_that_is_here_is_found_and_another_is_named():
+    assert existing_device("cpu") == torch.device("cpu")
+    assert existing_device(torch.device("meta")) == torch.device("meta")
+    for absent in ("disk", "cuda:99", 99, torch.device("xpu", 77)):
+        with pytest.raises(ValueError, match=f"no device {absent} here.*cpu \\(1\\)"):
+            existing_device(absent)
+
+
+def test_the_kind_of_accelerator_is_told_without_one(monkeypatch):
+    expected = next((e for e in DEVICES.values() if e.is_available() and e.type not in ("cpu", "mps")), None)
+    kind = expected.type if expected else "cuda"
+
+    assert get_current_device_type() == (kind, DEVICES[kind].distributed_type.value)
+    npu = replace(DEVICES["npu"], available=lambda: True)
+    monkeypatch.setattr(table, "DEVICES", {**DEVICES, "npu": npu})
+    assert get_current_device_type() == ("npu", "MULTI_NPU")

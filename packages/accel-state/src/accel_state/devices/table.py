@@ -9,6 +9,7 @@ for hardware leaves CUDA uninitialised, so that processes can still be forked af
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 
 import torch
@@ -19,7 +20,15 @@ from accel_state.devices.row import DeviceRow
 from accel_state.enums import DistributedType, RNGType
 from accel_state.logging.warning import warn
 
-__all__ = ["DEVICES", "DeviceRow", "default_device", "detect", "row"]
+__all__ = [
+    "DEVICES",
+    "DeviceRow",
+    "default_device",
+    "detect",
+    "existing_device",
+    "get_current_device_type",
+    "row",
+]
 
 _HALF = frozenset({"bf16", "fp16"})
 _BF16 = frozenset({"bf16"})
@@ -215,6 +224,47 @@ def default_device(cpu: bool = False) -> torch.device:
     """
     found = detect(cpu)
     return found.device(found.asked_index())
+
+
+def existing_device(device: int | str | torch.device) -> torch.device:
+    """Return a device that this process can put tensors on.
+
+    Args:
+        device: A device or its name; an integer counts the accelerators. "meta" is always there.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: If it is not a device, or not here.
+    """
+    here = [entry for entry in DEVICES.values() if entry.is_available()]  # the CPU comes last
+    found = None
+    if not isinstance(device, int):
+        with suppress(RuntimeError):
+            found = torch.device(device)
+    elif here[0].type != "cpu":
+        found = torch.device(here[0].type, device)
+    if found is not None and (found.type == "meta" or _is_here(found, DEVICES.get(found.type))):
+        return found
+    kinds = ", ".join(f"{entry.type} ({entry.count()})" for entry in here)
+    raise ValueError(f"There is no device {device} here. Devices by type: {kinds}.")
+
+
+def _is_here(device: torch.device, entry: DeviceRow | None) -> bool:
+    return entry is not None and entry.is_available() and (device.index or 0) < entry.count()
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return what kind of accelerator this process has, without initialising it.
+
+    Returns:
+        Its type and the distributed type of several processes on it; ("cuda", "MULTI_GPU") where there is no
+        accelerator that several processes use by a communication backend of their own.
+    """
+    several = [entry for name, entry in DEVICES.items() if name not in ("xla", "mps", "cpu")]
+    found = next((entry for entry in several if entry.is_available()), DEVICES["cuda"])
+    return found.type, found.distributed_type.value
 
 
 def _asked(name: str) -> DeviceRow:

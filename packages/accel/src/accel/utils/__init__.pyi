@@ -106,6 +106,14 @@ from accel_ops.collectives.padding import pad_across_processes as pad_across_pro
 from accel_ops.collectives.padding import pad_input_tensors as pad_input_tensors
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size
 from accel_ops.memory import release_memory as release_memory
+from accel_ops.module_tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accel_ops.module_tensors import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from accel_ops.module_tensors import find_tied_parameters as find_tied_parameters
+from accel_ops.module_tensors import named_module_tensors as named_module_tensors
+from accel_ops.module_tensors import retie_parameters as retie_parameters
+from accel_ops.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_ops.modules import extract_model_from_parallel as extract_model_from_parallel
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_ops.modules import has_compiled_regions as has_compiled_regions
@@ -161,6 +169,7 @@ from accel_state.devices.probes import (
 )
 from accel_state.devices.probes import is_xccl_available as is_xccl_available
 from accel_state.devices.probes import is_xpu_available as is_xpu_available
+from accel_state.devices.table import get_current_device_type as get_current_device_type
 from accel_state.enums import ComputeEnvironment as ComputeEnvironment
 from accel_state.enums import CustomDtype as CustomDtype
 from accel_state.enums import DDPCommunicationHookType as DDPCommunicationHookType
