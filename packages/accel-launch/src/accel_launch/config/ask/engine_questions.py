@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from accel_launch.config.ask.question import Answers, Question, Test, ask, needed, several
+from accel_launch.config.ask.question import Answers, Question, Test, answered, ask, asked_if, needed, several
 from accel_launch.settings.schema import SETTINGS
 
 __all__ = ["engine_questions"]
@@ -18,22 +18,6 @@ _ENGINES = (
     ("deepspeed", "DeepSpeed"),
     ("megatron", "Megatron-LM"),
 )
-
-
-def _is_fsdp(answers: Answers) -> bool:
-    return answers.get("engine") == "fsdp"
-
-
-def _version(number: int) -> Test:
-    return lambda answers: _is_fsdp(answers) and answers["fsdp_version"] == number
-
-
-def _wraps_by(policy: str) -> Test:
-    return lambda answers: _is_fsdp(answers) and answers["fsdp_auto_wrap_policy"] == policy
-
-
-def _is_mesh(answers: Answers) -> bool:
-    return answers.get("engine") == "mesh"
 
 
 _MESH = ("dp_replicate", "tp", "cp", "sp", "dp_shard")  # the last one takes what the others leave
@@ -77,61 +61,64 @@ def engine_questions() -> list[Question]:
         lambda answers: "ddp",
         when=lambda answers: answers["processes"] > 1,
     )
-    return [spread, *_fsdp(), *_mesh(), *_deepspeed(), *_megatron()]
+    details = {"fsdp": _fsdp(), "mesh": _mesh(), "deepspeed": _deepspeed(), "megatron": _megatron()}
+    return [
+        spread,
+        *(
+            question
+            for name, questions in details.items()
+            for question in asked_if(answered("engine", name), questions)
+        ),
+    ]
 
 
 def _fsdp() -> list[Question]:
+    version_1 = answered("fsdp_version", 1)
     return [
         ask(
             "fsdp_version",
             "Which FSDP?",
             2,
-            when=_is_fsdp,
             choices=((2, "2: fully_shard"), (1, "1: FullyShardedDataParallel")),
         ),
-        ask("fsdp_sharding_strategy", "What is sharded?", when=_version(1)),
+        ask("fsdp_sharding_strategy", "What is sharded?", when=version_1),
         ask(
             "fsdp_reshard_after_forward",
             "Free gathered parameters after the forward pass (less memory, more communication)?",
             "true",
-            when=_version(2),
+            when=answered("fsdp_version", 2),
             choices=(("false", "no"), ("true", "yes")),
         ),
-        ask("fsdp_auto_wrap_policy", "Which modules are wrapped?", "TRANSFORMER_BASED_WRAP", when=_is_fsdp),
+        ask("fsdp_auto_wrap_policy", "Which modules are wrapped?", "TRANSFORMER_BASED_WRAP"),
         ask(
             "fsdp_transformer_layer_cls_to_wrap",
             "Layer classes to wrap, comma separated (empty: what the model itself names)?",
             "",
-            when=_wraps_by("TRANSFORMER_BASED_WRAP"),
+            when=answered("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         ),
         ask(
             "fsdp_min_num_params",
             "Smallest module to wrap, in parameters?",
             100_000_000,
-            when=_wraps_by("SIZE_BASED_WRAP"),
+            when=answered("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
         ),
-        ask("fsdp_backward_prefetch", "Gather ahead in backward?", "BACKWARD_PRE", when=_version(1)),
-        ask("fsdp_use_orig_params", "Keep the original parameters visible?", True, when=_version(1)),
-        ask("fsdp_cpu_ram_efficient_loading", "Let only the first process read the weights?", when=_is_fsdp),
+        ask("fsdp_backward_prefetch", "Gather ahead in backward?", "BACKWARD_PRE", when=version_1),
+        ask("fsdp_use_orig_params", "Keep the original parameters visible?", True, when=version_1),
+        ask("fsdp_cpu_ram_efficient_loading", "Let only the first process read the weights?"),
         ask(
             "fsdp_sync_module_states",
             "Broadcast the weights from the first process?",
             lambda answers: answers["fsdp_cpu_ram_efficient_loading"],
-            when=_version(1),
+            when=version_1,
         ),
-        ask("fsdp_offload_params", "Keep parameters and gradients on the CPU?", when=_is_fsdp),
+        ask("fsdp_offload_params", "Keep parameters and gradients on the CPU?"),
         ask(
             "fsdp_state_dict_type",
             "How are checkpoints laid out?",
             "SHARDED_STATE_DICT",
-            when=_is_fsdp,
             choices=(("SHARDED_STATE_DICT", "a part per process"), ("FULL_STATE_DICT", "one whole file")),
         ),
-        ask(
-            "fsdp_activation_checkpointing",
-            "Recompute activations in backward (less memory, more work)?",
-            when=_is_fsdp,
-        ),
+        ask("fsdp_activation_checkpointing", "Recompute activations in backward (less memory, more work)?"),
     ]
 
 
@@ -141,48 +128,53 @@ def _mesh() -> list[Question]:
         ask(
             "parallelism_config_cp_comm_strategy",
             "How does context parallelism exchange keys and values?",
-            when=lambda answers: _is_mesh(answers) and answers["parallelism_config_cp_size"] > 1,
+            when=lambda answers: bool(answers["parallelism_config_cp_size"] > 1),
         ),
     ]
 
 
 def _mesh_axis(axis: str) -> Question:
     name = f"parallelism_config_{axis}_size"
-    return ask(
-        name,
-        f"{SETTINGS[name].help.removesuffix('.')} ({axis})?",
-        when=_is_mesh,
-        default=_default_axis(axis),
-        check=_check_mesh(axis),
-    )
-
-
-def _is_deepspeed(answers: Answers) -> bool:
-    return answers.get("engine") == "deepspeed"
+    title = f"{SETTINGS[name].help.removesuffix('.')} ({axis})?"
+    return ask(name, title, default=_default_axis(axis), check=_check_mesh(axis))
 
 
 def _zero(stage: int) -> Test:
-    """Tell whether the questions ask for a ZeRO stage, or a higher one."""
+    """Return a test of whether the questions ask for a ZeRO stage, or a higher one."""
     return lambda answers: bool(answers.get("zero_stage", -1) >= stage)
 
 
-def _has_hostfile(answers: Answers) -> bool:
-    return bool(answers.get("deepspeed_multinode_launcher", "standard") != "standard")
-
-
 def _deepspeed() -> list[Question]:
+    hostfile = [
+        ask(
+            "deepspeed_hostfile",
+            "Hostfile, with a line NAME slots=4 per machine?",
+            "",
+            check=needed("The hostfile"),
+        ),
+        ask(
+            "deepspeed_inclusion_filter",
+            "Machines and slots to use, NAME:SLOT,SLOT@NAME (empty: all)?",
+            "",
+        ),
+        ask(
+            "deepspeed_exclusion_filter",
+            "Machines and slots to leave out, NAME:SLOT,SLOT@NAME (empty: none)?",
+            "",
+            when=lambda answers: not answers["deepspeed_inclusion_filter"],
+        ),
+    ]
     return [
         ask(
             "deepspeed_config_file",
             "DeepSpeed's own JSON configuration (empty: answer questions instead)?",
             "",
-            when=_is_deepspeed,
         ),
         ask(
             "zero_stage",
             "What is sharded (ZeRO)?",
             2,
-            when=lambda answers: _is_deepspeed(answers) and not answers["deepspeed_config_file"],
+            when=lambda answers: not answers["deepspeed_config_file"],
             choices=(
                 (0, "0: nothing"),
                 (1, "1: optimizer states"),
@@ -190,8 +182,8 @@ def _deepspeed() -> list[Question]:
                 (3, "3: parameters too"),
             ),
         ),
-        *_offload("optimizer", "optimizer states", stage=2),
-        *_offload("param", "parameters", stage=3),
+        *asked_if(_zero(2), _offload("optimizer", "optimizer states")),
+        *asked_if(_zero(3), _offload("param", "parameters")),
         ask("gradient_accumulation_steps", "Steps over which gradients are added up?", 1, when=_zero(0)),
         ask("gradient_clipping", "Largest gradient norm (empty: no clipping)?", "", when=_zero(0)),
         ask("zero3_init_flag", "Shard parameters while the model is built?", True, when=_zero(3)),
@@ -202,42 +194,21 @@ def _deepspeed() -> list[Question]:
             "",
             when=_zero(3),
         ),
-        ask(
-            "deepspeed_multinode_launcher",
-            "How are the machines reached?",
-            "standard",
-            when=lambda answers: _is_deepspeed(answers) and several(answers),
-        ),
-        ask(
-            "deepspeed_hostfile",
-            "Hostfile, with a line NAME slots=4 per machine?",
-            "",
-            when=_has_hostfile,
-            check=needed("The hostfile"),
-        ),
-        ask(
-            "deepspeed_inclusion_filter",
-            "Machines and slots to use, NAME:SLOT,SLOT@NAME (empty: all)?",
-            "",
-            when=_has_hostfile,
-        ),
-        ask(
-            "deepspeed_exclusion_filter",
-            "Machines and slots to leave out, NAME:SLOT,SLOT@NAME (empty: none)?",
-            "",
-            when=lambda answers: _has_hostfile(answers) and not answers["deepspeed_inclusion_filter"],
+        ask("deepspeed_multinode_launcher", "How are the machines reached?", "standard", when=several),
+        *asked_if(
+            lambda answers: answers.get("deepspeed_multinode_launcher", "standard") != "standard", hostfile
         ),
     ]
 
 
-def _offload(what: str, called: str, stage: int) -> list[Question]:
+def _offload(what: str, called: str) -> list[Question]:
     return [
-        ask(f"offload_{what}_device", f"Where do {called} rest?", when=_zero(stage)),
+        ask(f"offload_{what}_device", f"Where do {called} rest?"),
         ask(
             f"offload_{what}_nvme_path",
             f"Folder on NVMe for {called}?",
             "",
-            when=lambda answers: answers.get(f"offload_{what}_device") == "nvme",
+            when=answered(f"offload_{what}_device", "nvme"),
             check=needed("The folder"),
         ),
     ]
@@ -245,14 +216,6 @@ def _offload(what: str, called: str, stage: int) -> list[Question]:
 
 def _megatron_size(answers: Answers, *names: str) -> int:
     return math.prod(answers.get(f"megatron_lm_{name}_degree", 1) for name in names)
-
-
-def _is_megatron(answers: Answers) -> bool:
-    return answers.get("engine") == "megatron"
-
-
-def _has_several(*names: str) -> Test:
-    return lambda answers: _is_megatron(answers) and _megatron_size(answers, *names) > 1
 
 
 def _check_degree(value: Any, answers: Answers) -> None:
@@ -263,21 +226,24 @@ def _check_degree(value: Any, answers: Answers) -> None:
 
 def _megatron() -> list[Question]:
     return [
-        ask("megatron_lm_tp_degree", "Tensor-parallel size?", 1, when=_is_megatron, check=_check_degree),
+        ask("megatron_lm_tp_degree", "Tensor-parallel size?", 1, check=_check_degree),
         ask(
             "megatron_lm_sequence_parallelism",
             "Shard activations along the sequence?",
-            when=_has_several("tp"),
+            when=lambda answers: _megatron_size(answers, "tp") > 1,
         ),
-        ask("megatron_lm_pp_degree", "Pipeline-parallel size?", 1, when=_is_megatron, check=_check_degree),
-        ask("megatron_lm_num_micro_batches", "Micro-batches per pipeline step?", 1, when=_has_several("pp")),
+        ask("megatron_lm_pp_degree", "Pipeline-parallel size?", 1, check=_check_degree),
+        ask(
+            "megatron_lm_num_micro_batches",
+            "Micro-batches per pipeline step?",
+            1,
+            when=lambda answers: _megatron_size(answers, "pp") > 1,
+        ),
         ask(
             "megatron_lm_use_distributed_optimizer",
             "Shard optimizer states over the data-parallel processes?",
-            when=lambda answers: (
-                _is_megatron(answers) and _megatron_size(answers, "tp", "pp") < answers["processes"]
-            ),
+            when=lambda answers: _megatron_size(answers, "tp", "pp") < answers["processes"],
         ),
-        ask("megatron_lm_recompute_activations", "Recompute activations in backward?", when=_is_megatron),
-        ask("megatron_lm_gradient_clipping", "Largest gradient norm (0: no clipping)?", when=_is_megatron),
+        ask("megatron_lm_recompute_activations", "Recompute activations in backward?"),
+        ask("megatron_lm_gradient_clipping", "Largest gradient norm (0: no clipping)?"),
     ]

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from accel_launch.settings.schema import SETTINGS, Setting
 
-__all__ = ["Answers", "Question", "Test", "ask", "is_gpu", "needed", "several"]
+__all__ = [
+    "Answers",
+    "Question",
+    "Test",
+    "answered",
+    "ask",
+    "asked_if",
+    "is_gpu",
+    "is_sagemaker",
+    "is_tpu",
+    "needed",
+    "several",
+]
 
 Answers = Mapping[str, Any]
 Test = Callable[[Answers], bool]
@@ -37,7 +50,7 @@ class Question:
         title: The question.
         choices: What can be chosen, each with what it means; empty to let the user write.
         default: The default answer, from the answers so far.
-        when: Tells from the answers so far whether it is asked.
+        when: Whether it is asked, from the answers so far.
         check: Raises ValueError for an answer that does not fit those so far.
     """
 
@@ -73,22 +86,41 @@ class Question:
 _YES_NO = ((False, "no"), (True, "yes"))
 
 
-def several(answers: Answers) -> bool:
-    """Tell whether there are several machines, each with a launcher.
+def answered(name: str, *values: Any) -> Test:
+    """Return a test of whether a question was answered with one of some values.
 
     Args:
-        answers: The answers so far.
+        name: The question's name.
+        *values: The values.
     """
-    return bool(answers["place"] == "several")
+    return lambda answers: answers.get(name) in values
 
 
-def is_gpu(answers: Answers) -> bool:
-    """Tell whether GPUs are trained on.
+several = answered("place", "several")
+"""Whether there are several machines, each with a launcher."""
+
+is_gpu = answered("device", "all", "some")
+"""Whether GPUs are trained on."""
+
+is_tpu = answered("device", "tpu")
+"""Whether TPUs are trained on, those of this machine or of a pod."""
+
+is_sagemaker = answered("place", "sagemaker")
+"""Whether Amazon SageMaker is trained on."""
+
+
+def asked_if(when: Test, questions: Iterable[Question]) -> list[Question]:
+    """Ask questions only where a test holds, beside their own tests.
 
     Args:
-        answers: The answers so far.
+        when: The test, which comes first: theirs may look for answers that are there only then.
+        questions: The questions.
     """
-    return answers["device"] in ("all", "some")
+
+    def both(own: Test, answers: Answers) -> bool:
+        return when(answers) and own(answers)
+
+    return [replace(question, when=partial(both, question.when)) for question in questions]
 
 
 def ask(name: str, title: str, default: Any = None, **rest: Any) -> Question:
@@ -108,7 +140,7 @@ def ask(name: str, title: str, default: Any = None, **rest: Any) -> Question:
 
 
 def needed(what: str) -> Callable[[Any, Answers], None]:
-    """Return a check that refuses an empty answer.
+    """Return a check that rejects an empty answer.
 
     Args:
         what: What is needed.

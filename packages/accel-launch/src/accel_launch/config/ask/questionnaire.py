@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from accel_launch.config.ask.hosted_questions import is_sagemaker, is_tpu
 from accel_launch.config.ask.prompt import Back, Prompt
-from accel_launch.config.ask.question import Answers, Question
+from accel_launch.config.ask.question import Answers, Question, is_sagemaker, is_tpu
 from accel_launch.config.ask.questions import questions
 from accel_launch.config.file import LaunchConfig
 from accel_launch.settings.masking import mask_values

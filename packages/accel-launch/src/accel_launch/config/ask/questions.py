@@ -11,8 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from accel_launch.config.ask.engine_questions import engine_questions
-from accel_launch.config.ask.hosted_questions import is_tpu, sagemaker_questions, tpu_questions
-from accel_launch.config.ask.question import Answers, Question, Test, ask, is_gpu, needed, several
+from accel_launch.config.ask.hosted_questions import sagemaker_questions, tpu_questions
+from accel_launch.config.ask.question import (
+    Answers,
+    Question,
+    answered,
+    ask,
+    asked_if,
+    is_gpu,
+    is_tpu,
+    needed,
+    several,
+)
 
 __all__ = ["questions"]
 
@@ -43,6 +53,21 @@ def _check_gpus(gpus: int) -> Callable[[Any, Answers], None]:
 
 
 def _place() -> list[Question]:
+    address = needed("The address of machine 0")
+    machines = [
+        ask("num_machines", "How many machines?", 2, check=_check_machines),
+        ask("machine_rank", "Which of them is this one, from 0?", check=_check_rank),
+        ask("main_process_ip", "Host name or address of machine 0?", "", check=address),
+        ask("main_process_port", "Port on machine 0?", 29500),
+        ask(
+            "rdzv_backend",
+            "How do the machines meet?",
+            choices=(
+                ("static", "static: each machine is told its rank"),
+                ("c10d", "c10d: ranks are handed out, machines may restart"),
+            ),
+        ),
+    ]
     return [
         Question(
             "place",
@@ -55,25 +80,7 @@ def _place() -> list[Question]:
             ),
             lambda answers: "one",
         ),
-        ask("num_machines", "How many machines?", 2, when=several, check=_check_machines),
-        ask("machine_rank", "Which of them is this one, from 0?", when=several, check=_check_rank),
-        ask(
-            "main_process_ip",
-            "Host name or address of machine 0?",
-            "",
-            when=several,
-            check=needed("The address of machine 0"),
-        ),
-        ask("main_process_port", "Port on machine 0?", 29500, when=several),
-        ask(
-            "rdzv_backend",
-            "How do the machines meet?",
-            when=several,
-            choices=(
-                ("static", "static: each machine is told its rank"),
-                ("c10d", "c10d: ranks are handed out, machines may restart"),
-            ),
-        ),
+        *asked_if(several, machines),
     ]
 
 
@@ -92,7 +99,7 @@ def _device(place: str, gpus: int, tpu: bool) -> Question:
 
 
 def _by_mpirun(answers: Answers) -> bool:
-    """Tell whether mpirun may start the processes: it tells each its rank, which c10d would hand out."""
+    """Whether mpirun may start the processes: it gives each its rank, as c10d would."""
     return several(answers) and answers["device"] == "cpu" and answers["rdzv_backend"] == "static"
 
 
@@ -104,14 +111,14 @@ def _devices(gpus: int, tpu: bool) -> list[Question]:
             "gpu_ids",
             f"Which GPUs, of 0 to {gpus - 1}?",
             "0",
-            when=lambda answers: answers["device"] == "some",
+            when=answered("device", "some"),
             check=_check_gpus(gpus),
         ),
         ask(
             "num_processes",
             "How many processes, over all machines?",
             lambda answers: answers.get("num_machines", 1),
-            when=lambda answers: answers["device"] == "cpu",
+            when=answered("device", "cpu"),
             check=_check_processes,
         ),
         ask(
@@ -128,49 +135,73 @@ def _devices(gpus: int, tpu: bool) -> list[Question]:
     ]
 
 
-def _compiles(answers: Answers) -> bool:
-    return bool(answers["dynamo_backend"] != "no")
-
-
 def _fp8() -> list[Question]:
-    def of(backend: str) -> Test:
-        return lambda answers: answers.get("fp8_backend") == backend
-
-    return [
-        ask("fp8_format", "Number format?", when=of("TE")),
-        ask("fp8_margin", "Margin of the scaling factor, in powers of two?", when=of("TE")),
-        ask("fp8_interval", "Steps between recomputations of the scaling factor?", when=of("TE")),
-        ask("fp8_amax_history_len", "Steps of the history of maxima?", when=of("TE")),
-        ask("fp8_amax_compute_algo", "Which maximum of the history?", when=of("TE")),
-        ask("fp8_use_autocast_during_eval", "Use fp8 in evaluation, too?", when=of("TE")),
+    transformer_engine = [
+        ask("fp8_format", "Number format?"),
+        ask("fp8_margin", "Margin of the scaling factor, in powers of two?"),
+        ask("fp8_interval", "Steps between recomputations of the scaling factor?"),
+        ask("fp8_amax_history_len", "Steps of the history of maxima?"),
+        ask("fp8_amax_compute_algo", "Which maximum of the history?"),
+        ask("fp8_use_autocast_during_eval", "Use fp8 in evaluation, too?"),
         ask(
             "fp8_override_linear_precision",
             "Higher precision in forward, gradients of inputs, of weights (three times true or false)?",
-            when=of("TE"),
         ),
-        ask("fp8_opt_level", "Optimization level?", when=of("MSAMP")),
+    ]
+    torchao = [
         ask(
             "fp8_enable_fsdp_float8_all_gather",
             "Gather sharded parameters in fp8?",
-            when=lambda answers: of("AO")(answers) and answers.get("engine") == "fsdp",
+            when=answered("engine", "fsdp"),
         ),
-        ask("fp8_pad_inner_dim", "Pad inner dimensions to a multiple of 16?", when=of("AO")),
+        ask("fp8_pad_inner_dim", "Pad inner dimensions to a multiple of 16?"),
+    ]
+    return [
+        ask(
+            "fp8_backend",
+            "Which fp8 library?",
+            "AO",
+            when=answered("mixed_precision", "fp8"),
+            choices=(("AO", "AO: torchao"), ("TE", "TE: Transformer Engine"), ("MSAMP", "MSAMP: MS-AMP")),
+        ),
+        *asked_if(answered("fp8_backend", "TE"), transformer_engine),
+        ask("fp8_opt_level", "Optimization level?", when=answered("fp8_backend", "MSAMP")),
+        *asked_if(answered("fp8_backend", "AO"), torchao),
+    ]
+
+
+def _compilation() -> list[Question]:
+    details = [
+        ask("dynamo_mode", "Which mode of torch.compile?"),
+        ask("dynamo_use_fullgraph", "Fail on graph breaks?"),
+        ask(
+            "dynamo_use_dynamic",
+            "Trace with dynamic shapes?",
+            "",
+            choices=(("", "as torch decides"), (False, "no"), (True, "yes")),
+        ),
+        ask("dynamo_use_regional_compilation", "Compile each repeated block once?"),
+    ]
+    return [
+        ask(
+            "dynamo_backend",
+            "Compile the model with torch.compile?",
+            choices=(("no", "no"), ("inductor", "yes, with inductor"), ("aot_eager", "aot_eager, to debug")),
+        ),
+        *asked_if(answered("dynamo_backend", "inductor", "aot_eager"), details),
     ]
 
 
 def _training() -> list[Question]:
+    for_several = [
+        ask("enable_cpu_affinity", "Bind each process to the CPU cores nearest to its GPU?", when=is_gpu),
+        ask("debug", "Check every collective for mismatches (slower, for debugging)?"),
+    ]
     return [
         ask(
             "mixed_precision",
             "Mixed precision?",
             choices=tuple((name, name) for name in ("no", "bf16", "fp16", "fp8")),
-        ),
-        ask(
-            "fp8_backend",
-            "Which fp8 library?",
-            "AO",
-            when=lambda answers: answers["mixed_precision"] == "fp8",
-            choices=(("AO", "AO: torchao"), ("TE", "TE: Transformer Engine"), ("MSAMP", "MSAMP: MS-AMP")),
         ),
         *_fp8(),
         ask(
@@ -178,31 +209,8 @@ def _training() -> list[Question]:
             "Compute double as float, and float as bfloat16?",
             when=lambda answers: is_tpu(answers) and answers["mixed_precision"] == "bf16",
         ),
-        ask(
-            "dynamo_backend",
-            "Compile the model with torch.compile?",
-            choices=(("no", "no"), ("inductor", "yes, with inductor"), ("aot_eager", "aot_eager, to debug")),
-        ),
-        ask("dynamo_mode", "Which mode of torch.compile?", when=_compiles),
-        ask("dynamo_use_fullgraph", "Refuse graph breaks?", when=_compiles),
-        ask(
-            "dynamo_use_dynamic",
-            "Trace with dynamic shapes?",
-            "",
-            when=_compiles,
-            choices=(("", "as torch decides"), (False, "no"), (True, "yes")),
-        ),
-        ask("dynamo_use_regional_compilation", "Compile each repeated block once?", when=_compiles),
-        ask(
-            "enable_cpu_affinity",
-            "Bind each process to the CPU cores nearest to its GPU?",
-            when=lambda answers: is_gpu(answers) and answers["processes"] > 1,
-        ),
-        ask(
-            "debug",
-            "Check every collective for mismatches (slower, for debugging)?",
-            when=lambda answers: answers["processes"] > 1,
-        ),
+        *_compilation(),
+        *asked_if(lambda answers: bool(answers["processes"] > 1), for_several),
     ]
 
 
