@@ -65,12 +65,20 @@ def _own(
     group: str, name: str, kind: Any, default: Any, help: str, *, choices: tuple[Any, ...] = (), **rest: Any
 ) -> Setting:
     """Make a setting that has no environment variable."""
-    return Setting(Variable(name, kind, default, help, choices), name, group, **rest)
+    return _setting(Variable(name, kind, default, help, choices), group, name, **rest)
 
 
 def _environment(group: str, name: str, variable: str, **rest: Any) -> Setting:
     """Make a setting that is read from, and written to, an environment variable of the table."""
-    return Setting(VARIABLES[variable], name, group, from_environment=True, **rest)
+    return _setting(VARIABLES[variable], group, name, from_environment=True, **rest)
+
+
+def _setting(
+    spec: Variable, group: str, name: str, *, in_config: bool = False, key: str = "", **rest: Any
+) -> Setting:
+    """Make a setting; `in_config` if its key in the config file has its name."""
+    key = name if in_config else key
+    return Setting(spec, name, group, switch=spec.kind == "flag", key=key, **rest)
 
 
 _LAUNCH = [
@@ -81,10 +89,9 @@ _LAUNCH = [
         "flag",
         False,
         "Treat the script as the name of a Python module, as in `python -m`.",
-        switch=True,
         short="-m",
     ),
-    _own("launch", "no_python", "flag", False, "Run the script as a program, without python.", switch=True),
+    _own("launch", "no_python", "flag", False, "Run the script as a program, without python."),
     _own(
         "launch",
         "launcher",
@@ -101,26 +108,18 @@ _LAUNCH = [
         "flag",
         False,
         "Print each effective setting and where it came from; start nothing.",
-        switch=True,
     ),
-    _own(
-        "launch",
-        "dry_run",
-        "flag",
-        False,
-        "Print the command and the environment; start nothing.",
-        switch=True,
-    ),
+    _own("launch", "dry_run", "flag", False, "Print the command and the environment; start nothing."),
 ]
 
 _RESOURCES = [
-    _environment("resources", "cpu", "ACCELERATE_USE_CPU", switch=True, key="use_cpu"),
-    _own("resources", "multi_gpu", "flag", False, "Run on several GPUs.", switch=True),
+    _environment("resources", "cpu", "ACCELERATE_USE_CPU", key="use_cpu"),
+    _own("resources", "multi_gpu", "flag", False, "Run on several GPUs."),
     _environment(
         "resources",
         "num_processes",
         "ACCELERATE_NUM_PROCESSES",
-        key="num_processes",
+        in_config=True,
         **_COUNT,
         note="Number of processes, over all machines; by default one per visible GPU, else one.",
     ),
@@ -128,7 +127,7 @@ _RESOURCES = [
         "resources",
         "gpu_ids",
         "CUDA_VISIBLE_DEVICES",
-        key="gpu_ids",
+        in_config=True,
         note="GPUs to use on this machine, e.g. 0,1; all for every visible one.",
     ),
     _environment(
@@ -138,13 +137,7 @@ _RESOURCES = [
         **_THREADS,
         note="CPU threads of each process (OMP_NUM_THREADS); by default the cores over the processes.",
     ),
-    _environment(
-        "resources",
-        "enable_cpu_affinity",
-        "ACCELERATE_CPU_AFFINITY",
-        switch=True,
-        key="enable_cpu_affinity",
-    ),
+    _environment("resources", "enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY", in_config=True),
 ]
 
 _MACHINES = [
@@ -154,30 +147,22 @@ _MACHINES = [
         "str",
         1,
         "Number of machines; MIN:MAX for an elastic run.",
-        key="num_machines",
+        in_config=True,
         **_MACHINE_RANGE,
     ),
-    _own(
-        "machines",
-        "machine_rank",
-        "int",
-        0,
-        "Rank of this machine, from 0.",
-        key="machine_rank",
-        **_INDEX,
-    ),
+    _own("machines", "machine_rank", "int", 0, "Rank of this machine, from 0.", in_config=True, **_INDEX),
     _environment(
         "machines",
         "main_process_ip",
         "MASTER_ADDR",
-        key="main_process_ip",
+        in_config=True,
         note="Host name or address of machine 0.",
     ),
     _environment(
         "machines",
         "main_process_port",
         "MASTER_PORT",
-        key="main_process_port",
+        in_config=True,
         **_PORT,
         note="Port of rank 0; by default, or when 0, a free one on one machine and 29500 on several.",
     ),
@@ -187,10 +172,9 @@ _MACHINES = [
         "flag",
         False,
         "Accepted for old commands; the launcher needs no such hint.",
-        switch=True,
-        key="same_network",
+        in_config=True,
     ),
-    _own("machines", "rdzv_backend", "str", "static", "Rendezvous: static, c10d, etcd.", key="rdzv_backend"),
+    _own("machines", "rdzv_backend", "str", "static", "Rendezvous: static, c10d, etcd.", in_config=True),
     _own("machines", "rdzv_conf", "str", "", "More rendezvous settings: key=value,key=value."),
     _own(
         "machines",
@@ -211,7 +195,7 @@ _MACHINES = [
 ]
 
 _OUTPUT = [
-    _own("output", "quiet", "flag", False, "Say nothing about a failed script.", switch=True, short="-q"),
+    _own("output", "quiet", "flag", False, "Say nothing about a failed script.", short="-q"),
     _own(
         "output",
         "tee",
@@ -235,28 +219,26 @@ _OUTPUT = [
 ]
 
 _TRAINING = [
-    _environment(
-        "training", "mixed_precision", "ACCELERATE_MIXED_PRECISION", key="mixed_precision", always=True
-    ),
+    _environment("training", "mixed_precision", "ACCELERATE_MIXED_PRECISION", in_config=True, always=True),
     _environment(
         "training",
         "gradient_accumulation_steps",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         section="deepspeed_config",
-        key="gradient_accumulation_steps",
+        in_config=True,
         **_COUNT,
     ),
-    _environment("training", "debug", "ACCELERATE_DEBUG_MODE", switch=True, key="debug"),
-    _environment("training", "downcast_bf16", "ACCELERATE_DOWNCAST_BF16", switch=True, key="downcast_bf16"),
+    _environment("training", "debug", "ACCELERATE_DEBUG_MODE", in_config=True),
+    _environment("training", "downcast_bf16", "ACCELERATE_DOWNCAST_BF16", in_config=True),
 ]
 
 _ELSEWHERE = [
-    _own("tpu", "tpu", "flag", False, "Run on TPU.", switch=True),
-    _own("tpu", "tpu_cluster", "flag", False, "Run on a TPU pod.", switch=True, key="tpu_use_cluster"),
-    _own("tpu", "no_tpu_cluster", "flag", False, "Do not run on a TPU pod.", switch=True),
-    _own("tpu", "tpu_name", "str", None, "The pod's name.", key="tpu_name"),
-    _own("tpu", "tpu_zone", "str", None, "The pod's zone.", key="tpu_zone"),
-    _own("tpu", "tpu_use_sudo", "flag", False, "Use sudo on the pod.", switch=True, key="tpu_use_sudo"),
+    _own("tpu", "tpu", "flag", False, "Run on TPU."),
+    _own("tpu", "tpu_cluster", "flag", False, "Run on a TPU pod.", key="tpu_use_cluster"),
+    _own("tpu", "no_tpu_cluster", "flag", False, "Do not run on a TPU pod."),
+    _own("tpu", "tpu_name", "str", None, "The pod's name.", in_config=True),
+    _own("tpu", "tpu_zone", "str", None, "The pod's zone.", in_config=True),
+    _own("tpu", "tpu_use_sudo", "flag", False, "Use sudo on the pod.", in_config=True),
     _own(
         "tpu", "vm", "list", (), "Without effect: a pod is reached by its name.", repeated=True, key="tpu_vm"
     ),
@@ -275,7 +257,7 @@ _ELSEWHERE = [
         "str",
         "main",
         "Function of the script that TPU workers run.",
-        key="main_training_function",
+        in_config=True,
     ),
     _own("sagemaker", "aws_access_key_id", "str", None, "AWS access key."),
     _own("sagemaker", "aws_secret_access_key", "str", None, "AWS secret key."),
@@ -286,7 +268,7 @@ _ELSEWHERE = [
         None,
         "Hostfile for mpirun.",
         section="mpirun_config",
-        key="mpirun_hostfile",
+        in_config=True,
     ),
     _own(
         "mpirun",
@@ -295,7 +277,7 @@ _ELSEWHERE = [
         1,
         "oneCCL worker threads per process.",
         section="mpirun_config",
-        key="mpirun_ccl",
+        in_config=True,
     ),
 ]
 
