@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import sys
 import warnings
 import zipfile
@@ -20,6 +19,7 @@ import torch
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.safetensors_header import shortened, tensors_between
 from accel_ckpt.files.safetensors_writer import DTYPES, dump
 from accel_state.process.state import current_process
@@ -73,14 +73,8 @@ def save(
     if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
         write(obj, path, safe_serialization)
         return
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
+    with replacing(path) as draft:
         write(obj, draft, safe_serialization)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:

@@ -14,10 +14,10 @@ from typing import IO, Any, cast
 from accel_ckpt.file_names import role_of
 from accel_ckpt.files import digests
 from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry
+from accel_ckpt.files.disk import flush
 from accel_ckpt.files.hashing import digest_chunk
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.threads import Crew
-from accel_ckpt.folder.recovery import flush
 
 __all__ = ["Writer"]
 

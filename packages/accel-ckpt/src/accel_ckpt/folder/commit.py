@@ -26,10 +26,11 @@ from typing import Any
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files.digests import FileEntry
+from accel_ckpt.files.disk import flush
 from accel_ckpt.files.paths import is_inside
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import manifest
-from accel_ckpt.folder.recovery import discard, flush, folders_of, is_needed, move_out, sweep
+from accel_ckpt.folder.recovery import discard, folders_of, is_needed, move_out, sweep
 
 __all__ = ["commit", "new_token", "seal", "staging_path"]
 

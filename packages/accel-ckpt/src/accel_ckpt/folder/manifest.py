@@ -19,6 +19,7 @@ from typing import Any
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry, kind_of, plain_file
+from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.files.paths import check_inside
 
@@ -85,13 +86,8 @@ def write(folder: Path, manifest: Manifest) -> None:
         folder: The folder.
         manifest: Its manifest.
     """
-    path = folder / MANIFEST
-    draft = path.with_name(MANIFEST + ".tmp")
-    with open(draft, "wb") as file:
+    with replacing(folder / MANIFEST) as draft, open(draft, "wb") as file:
         file.write(_encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
 
 
 def is_complete(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST
+from accel_ckpt.files.disk import flush
 from accel_ckpt.folder import manifest
 from accel_state.logging.warning import warn
 
@@ -22,7 +23,6 @@ __all__ = [
     "discard",
     "find",
     "finish",
-    "flush",
     "folders_of",
     "is_needed",
     "move_out",
@@ -221,17 +221,6 @@ def move_out(staging: Path, target: Path) -> None:
 def folders_of(root: Path, names: Iterable[str]) -> set[Path]:
     """Return the folders that files are in, with all those between them and the root."""
     return {root, *(root / folder for name in names for folder in PurePosixPath(name).parents)}
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows has no handles on folders to flush
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _left_beside(target: Path) -> Path | None:

@@ -20,11 +20,11 @@ from accel_ckpt.folder import recovery
 from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.run.compare import Expected, Findings, audit
 from accel_ckpt.run.gradients import set_gradients
-from accel_ckpt.run.optimizer_groups import match_groups, schedules_of, without_wrapper_names
+from accel_ckpt.run.models import compare_models, load_models
+from accel_ckpt.run.optimizer_groups import match_groups, schedules_of
 from accel_ckpt.run.reader import Reading, open_checkpoint
 from accel_ckpt.run.rng import set_rng_state
 from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
-from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
@@ -193,7 +193,7 @@ def restore(
             reading.listed,
         )
         findings.core += different
-        findings.core += _compare_models(reading, objects.models)
+        findings.core += compare_models(reading, objects.models)
         for index, optimizer in enumerate(objects.optimizers):
             name = file_names.optimizer_file(index)
             if name in reading.names:
@@ -213,13 +213,8 @@ def restore(
 
     def load() -> dict[str, Any]:
         options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
-        for index, model in enumerate(objects.models):
-            state = reading.load(*file_names.model_files(index))
-            if state is not None:
-                # Options may say that the model's tensors are replaced.
-                filled = {} if load_model_func_kwargs else reading.fill(model, file_names.model_file(index))
-                _load_model(model, {**state, **filled}, options)
-            del state  # what it holds of the file, before the next is opened
+        # Options may say that the model's tensors are replaced.
+        load_models(reading, objects.models, options, fill=not load_model_func_kwargs)
         states.update(registered)
         idle = _schedules_left(reading, objects.schedulers, left, findings)
         for item, name in objects.stateful():
@@ -304,55 +299,6 @@ def _load_loader(reading: Reading, loader: Any, index: int) -> None:
             target = loader if name == file_names.loader_file(index) else loader.sampler
             target.load_state_dict(reading.load(name))
             return
-
-
-def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The inner model, and the state under its names."""
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    expected = inner.state_dict()
-    state = without_wrapper_names(state, expected)
-    for names in tensors.tied_groups(expected):
-        kept = next((name for name in names if name in state), None)
-        for name in names:
-            if kept is not None and name not in state:
-                state[name] = state[kept]
-    return inner, state
-
-
-def _compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
-    lines = []
-    for index, model in enumerate(models):
-        state = reading.load(*file_names.model_files(index))
-        if state is not None:
-            lines += _compare_weights(index, model, state)
-    return lines
-
-
-def _compare_weights(index: int, model: torch.nn.Module, state: dict[str, Any]) -> list[str]:
-    """Tell the weights that the file and the model do not share."""
-    inner, state = _fitting(model, state)
-    expected = inner.state_dict()
-    found = [f"the file has no {name} for model {index}" for name in expected.keys() - state.keys()]
-    found += [f"model {index} has no {name}" for name in state.keys() - expected.keys()]
-    for name in expected.keys() & state.keys():
-        shapes = [tuple(getattr(value, "shape", ())) for value in (state[name], expected[name])]
-        if shapes[0] != shapes[1]:
-            found.append(
-                f"{name} has the shape {[*shapes[0]]} in the file and {[*shapes[1]]} in model {index}"
-            )
-    return sorted(found)
-
-
-def _load_model(model: torch.nn.Module, state: dict[str, Any], options: dict[str, Any]) -> None:
-    inner, state = _fitting(model, state)
-    if options.get("strict") is False:
-        expected = inner.state_dict()
-        state = {
-            name: value
-            for name, value in state.items()
-            if name in expected and getattr(value, "shape", None) == getattr(expected[name], "shape", None)
-        }
-    inner.load_state_dict(state, **options)
 
 
 def _load_gradients(

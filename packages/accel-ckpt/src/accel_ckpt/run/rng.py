@@ -13,7 +13,7 @@ from accel_state.devices.table import row
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["get_rng_state", "set_rng_state"]
+__all__ = ["device_key", "get_rng_state", "set_rng_state"]
 
 
 def get_rng_state(process: Process) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def get_rng_state(process: Process) -> dict[str, Any]:
 
         states["numpy_random_seed"] = np.random.get_state()
     if process.device.type != "cpu":
-        states[_device_key(process)] = [row(process.device).get_rng_state()]
+        states[device_key(process)] = [row(process.device).get_rng_state()]
     return states
 
 
@@ -57,13 +57,14 @@ def set_rng_state(states: dict[str, Any], process: Process) -> list[str]:
 
         np.random.set_state(states["numpy_random_seed"])
     if process.device.type != "cpu":
-        expected.append(_device_key(process))
-        if _device_key(process) in states:
-            row(process.device).set_rng_state(_own(states[_device_key(process)], process))
+        expected.append(device_key(process))
+        if device_key(process) in states:
+            row(process.device).set_rng_state(_own(states[device_key(process)], process))
     return [name for name in expected if name not in states]
 
 
-def _device_key(process: Process) -> str:
+def device_key(process: Process) -> str:
+    """Return what checkpoints call the generator of this process's device."""
     return f"torch_{process.device.type}_manual_seed"
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_ckpt.run.rng import device_key
+
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
@@ -50,7 +52,7 @@ def random_states_for(
         differs = len({known.get(name) for known in saved}) > 1
         if name in _SEEDED and differs:
             derived[name] = _SEEDED[name](_seed(name, rank, _to_bytes(state)))
-        elif name == _device_name(process) and differs:
+        elif name == device_key(process) and differs:
             derived[name] = [_of_torch(_seed(name, rank, _to_bytes(state)), process.device)]
     return derived
 
@@ -80,10 +82,6 @@ _SEEDED: dict[str, Callable[[int], Any]] = {
     "numpy_random_seed": _of_numpy,
     "torch_manual_seed": _of_torch,
 }
-
-
-def _device_name(process: Process) -> str:
-    return f"torch_{process.device.type}_manual_seed"
 
 
 def _to_bytes(state: Any) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import shutil
 from itertools import product
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.file_names import sharded_model_folder
 from accel_ckpt.files import digests, tensors
+from accel_ckpt.files.disk import flush, replacing
 from accel_ckpt.files.safetensors_writer import DTYPES, make_header
 from accel_ckpt.folder import manifest
-from accel_ckpt.folder.recovery import flush
 from accel_ckpt.sharded.dcp_reader import METADATA, Piece, pieces_of, read_metadata, read_piece
 from accel_ops.collectives.pack_parts import as_bytes
 from accel_state.logging.warning import warn
@@ -60,18 +59,16 @@ def merge_fsdp_weights(
     target = Path(output_path)
     target.mkdir(parents=True, exist_ok=True)
     final = target / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
-    draft = target / f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    merged = draft if safe_serialization else draft.with_suffix(".safetensors")
-    try:
-        _merge(folder, merged)
-        if not safe_serialization:
-            tensors.write(tensors.load(merged), draft)
-        flush(draft)
-        os.replace(draft, final)
-        flush(target)
-    finally:
-        draft.unlink(missing_ok=True)
-        merged.unlink(missing_ok=True)
+    with replacing(final) as draft:
+        merged = draft if safe_serialization else draft.with_suffix(".safetensors")
+        try:
+            _merge(folder, merged)
+            if not safe_serialization:
+                tensors.write(tensors.load(merged), draft)
+        finally:
+            if merged != draft:
+                merged.unlink(missing_ok=True)
+    flush(target)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
     return final

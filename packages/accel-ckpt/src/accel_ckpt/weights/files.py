@@ -21,8 +21,8 @@ import torch
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.disk import flush
 from accel_ckpt.files.paths import listed_file
-from accel_ckpt.folder.recovery import flush
 from accel_state.logging.warning import warn
 
 __all__ = ["convert_file_size_to_int", "find_weight_files", "read_index", "save_weights", "split_by_size"]

@@ -1,0 +1,87 @@
+"""The weights of models in a checkpoint: compared with the models that they are for, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accel_ckpt import file_names
+from accel_ckpt.files import tensors
+from accel_ckpt.run.optimizer_groups import without_wrapper_names
+from accel_ckpt.run.reader import Reading
+from accel_ops.modules import extract_model_from_parallel
+
+__all__ = ["compare_models", "load_models"]
+
+
+def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
+    """Return a line for each weight that a file and its model do not share, or have in another shape.
+
+    Args:
+        reading: The checkpoint.
+        models: The models, prepared or not; one without a file is passed over.
+    """
+    lines: list[str] = []
+    for index, model in enumerate(models):
+        state = reading.load(*file_names.model_files(index))
+        if state is None:
+            continue
+        inner, state = _fitting(model, state)
+        expected = inner.state_dict()
+        found = [f"the file has no {name} for model {index}" for name in expected.keys() - state.keys()]
+        found += [f"model {index} has no {name}" for name in state.keys() - expected.keys()]
+        for name in expected.keys() & state.keys():
+            saved, here = _shape(state[name]), _shape(expected[name])
+            if saved != here:
+                found.append(f"{name} has the shape {saved} in the file and {here} in model {index}")
+        lines += sorted(found)
+        del state  # and what it holds of the file, before the next is opened
+    return lines
+
+
+def load_models(
+    reading: Reading, models: Sequence[torch.nn.Module], options: dict[str, Any], *, fill: bool
+) -> None:
+    """Load models from their files.
+
+    Args:
+        reading: The checkpoint.
+        models: The models, prepared or not; one without a file stays as it is.
+        options: Options of `load_state_dict`. With `strict=False` weights of another shape stay too.
+        fill: Whether files are read straight into the models' tensors where that is possible.
+    """
+    for index, model in enumerate(models):
+        state = reading.load(*file_names.model_files(index))
+        if state is None:
+            continue
+        filled = reading.fill(model, file_names.model_file(index)) if fill else {}
+        inner, state = _fitting(model, {**state, **filled})
+        if options.get("strict") is False:
+            # torch passes over missing names only, and raises for shapes.
+            expected = inner.state_dict()
+            state = {
+                name: value
+                for name, value in state.items()
+                if name in expected and _shape(value) == _shape(expected[name])
+            }
+        inner.load_state_dict(state, **options)
+        del state, filled  # and what they hold of the file, before the next is opened
+
+
+def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the inner model, and the state under its names."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    expected = inner.state_dict()
+    state = without_wrapper_names(state, expected)
+    for names in tensors.tied_groups(expected):
+        kept = next((name for name in names if name in state), None)
+        for name in names:
+            if kept is not None and name not in state:
+                state[name] = state[kept]
+    return inner, state
+
+
+def _shape(value: Any) -> list[int]:
+    return [*getattr(value, "shape", ())]
