@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -41,6 +42,19 @@ def test_two_processes_pass_every_check(tmp_path: Path) -> None:
     passed = [line.split(" passed ")[0].strip() for line in run.stdout.splitlines() if " passed " in line]
     assert passed == [*self_check.CHECKS]
     assert run.stdout.endswith(f"All {len(passed)} checks passed.\n")
+
+
+@pytest.mark.long
+def test_deepspeed_passes_every_check(tmp_path: Path) -> None:
+    """One Accelerator trains several models there, one after the other."""
+    if importlib.util.find_spec("deepspeed") is None:  # importing it here would choose a device for all tests
+        pytest.skip("the alone environment has no DeepSpeed")
+    flags = ("--cpu", "--num_processes", "2", "--use_deepspeed", "--zero_stage", "2")
+    run = accel(tmp_path, "test", *flags)
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("2 x cpu, DEEPSPEED, backend gloo, mixed precision no, started in ")
+    assert run.stdout.endswith(f"All {len(self_check.CHECKS)} checks passed.\n")
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 
 from accel.accelerator import Accelerator
@@ -482,3 +483,24 @@ def test_each_process_can_keep_its_part_in_a_file_of_its_own(world, tmp_path, us
         assert "the engine here is ddp" in message
     assert {path.name for path in tmp_path.glob("saved/local*")} == {"local_state_0.bin", "local_state_1.bin"}
     assert not [*tmp_path.glob("saved/model*"), *tmp_path.glob("saved/optimizer*")]
+
+
+def test_collectives_go_through_models_in_the_order_of_prepare(monkeypatch):
+    """Each process follows this order by itself: where one took another, they would wait for each other."""
+    accelerator = make_accelerator(auto_wrap_policy="no_wrap", use_orig_params=True)
+    layers = [[torch.nn.Linear(2, 2) for _ in range(size)] for size in range(1, 9)]
+    models = [accelerator.prepare(torch.nn.Sequential(*each)) for each in layers]
+    parameters = [item for model in models for item in model.parameters()]
+    optimizer = accelerator.prepare(torch.optim.SGD(parameters, lr=0.1))
+    sizes = []
+    reduce = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    accelerator.engine.states.check_save([optimizer])
+
+    assert sizes == [2 * size for size in range(1, 9)]
+    accelerator.end_training()

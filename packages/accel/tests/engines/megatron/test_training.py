@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,19 +62,24 @@ OTHER = {
 }
 
 
-def make(**options: Any) -> tuple[Any, ...]:
+def make(total_num_steps: int = 100, **options: Any) -> tuple[Any, ...]:
     torch.manual_seed(0)
     options = {"num_micro_batches": BATCHES, "other_megatron_args": OTHER} | options
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**options))
+    return (accelerator, *prepare(accelerator, total_num_steps))
+
+
+def prepare(accelerator: Accelerator, total_num_steps: int) -> tuple[Any, ...]:
     model = GPT2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     shards = accelerator.engine.loaders.data_shard[1]
     # Schedules count the steps that one process would need.
-    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=100 * shards, warmup_num_steps=2 * shards)
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps * shards, warmup_num_steps=2 * shards)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     # Processes with data of their own have fewer samples of each step.
     loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=MICRO // shards)
-    return (accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, scheduler, loader)
+    return prepared
 
 
 Steps = dict[str, list[float]]
@@ -146,6 +153,30 @@ def test_recomputed_activations_give_the_same_losses(world):
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for options in (full, {"recompute_activations": True}):
         assert_same(world.run(train, size=1, timeout_s=90, **options)[0], one)
+
+
+def prepare_anew() -> tuple[bool, Steps, Steps]:
+    """Whether free_memory() frees the first model, and the steps of a second one and of its schedule alone."""
+    with shim():
+        accelerator, *first = make()
+        steps_of((accelerator, *first), 0, 1)
+        left = weakref.ref(first[0])
+        first.clear()
+        accelerator.free_memory()
+        gc.collect()
+        second = steps_of((accelerator, *prepare(accelerator, total_num_steps=10)), 0, STEPS)
+        is_freed = left() is None
+        accelerator.end_training()
+        alone = steps_of(make(total_num_steps=10), 0, STEPS)
+    return is_freed, second, alone
+
+
+def test_what_is_prepared_after_free_memory_has_a_schedule_of_its_own(world):
+    ((is_freed, second, alone),) = world.run(prepare_anew, size=1, timeout_s=90)
+
+    assert is_freed
+    assert second["losses"][-1] < second["losses"][0]
+    assert second["rates"] == pytest.approx(alone["rates"])
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ class FSDP1Engine(ShardedEngine):
         root = flat.shard_flat(model, groups, self._sharding())
         self._flattened.note(before, root)
         self._records[root] = record
-        self._models.add(root)
+        self._models[root] = None
         self.owner.add(root)
         return root
 

@@ -231,8 +231,9 @@ class MegatronLMEngine(Engine):
             )
 
     def release(self) -> None:
-        """Forget the model, its optimizer and the loaders that were built for it."""
+        """Forget the model, its optimizer and schedule, and the loaders that were built for it."""
         self._model = self._optimizer = self._loaders = None
+        self.plugin.forget_schedule()
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Build the model, its optimizer and its schedule."""

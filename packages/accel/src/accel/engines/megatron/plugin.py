@@ -207,6 +207,7 @@ class MegatronLMPlugin:
         refuse_conflicts(self)
         tell_unused(self)
         self.consumed_samples = self.consumed_samples or [0, 0, 0]
+        self._of_schedule: set[str] = set()
         self.megatron_lm_default_args: dict[str, Any] = {
             _RENAMED.get(field.name, field.name): getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -294,9 +295,16 @@ class MegatronLMPlugin:
             self._check_length(scheduler, steps)
             if args["train_iters"] is None and args["train_samples"] is None:
                 args["train_iters"] = steps
+                self._of_schedule.add("train_iters")
         unset = all(args[f"lr_warmup_{unit}"] is None for unit in ("iters", "samples", "fraction"))
         if unset and scheduler.warmup_num_steps:
             args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.schedule_moves
+            self._of_schedule.add("lr_warmup_iters")
+
+    def forget_schedule(self) -> None:
+        """Forget what a schedule said: the next one may be of another length."""
+        self.megatron_lm_default_args.update(dict.fromkeys(self._of_schedule))
+        self._of_schedule.clear()
 
     def _check_length(self, scheduler: Any, steps: int) -> None:
         """Refuse a schedule of another length than the user's; `steps` are those of all processes."""

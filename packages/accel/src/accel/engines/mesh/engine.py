@@ -197,7 +197,7 @@ class MeshEngine(ShardedEngine):
             before = aliases(model)
             model = plain = parallelize(model, plan)
             self.owner.add(plain, before)
-        self._models.add(plain)
+        self._models[plain] = None
         return model
 
     # Gradients

@@ -89,7 +89,8 @@ class ShardedEngine(Engine):
         self.plugin = context.settings or FullyShardedDataParallelPlugin(fsdp_version=self.version)
         ensure_group(context.process)
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # In order too: processes go through them in collectives, in which all have to be at the same model.
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         self._groups: dict[torch.nn.Module, Groups] = {}  # of the call of prepare that is under way
 
     @property
