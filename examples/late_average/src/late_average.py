@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from accel.engines import Engine, Gradients, Loaders
+from accel.engines import Engine
 from accel_ops.collectives import operations
 
 
@@ -23,30 +23,11 @@ class LateAverageSettings:
     average_in: torch.dtype | None = None
 
 
-class LateLoaders(Loaders):
-    """Every process has its own share of the data."""
-
-    @property
-    def data_shard(self):
-        """(rank, size)."""
-        return self.engine.context.process.rank, self.engine.context.process.world_size
-
-
-class LateGradients(Gradients):
-    """Gradients of replicas, averaged."""
-
-    def total_weight(self, weight, dtype):
-        """Add up the weight of backward(loss, weight=...) over the processes."""
-        return float(self.sum_weight(weight, dtype))
-
-
 class LateAverage(Engine):
     """Every process holds the whole model, and nothing is sent while backward runs."""
 
     name = "late_average"
     settings_type = LateAverageSettings
-    loaders_type = LateLoaders
-    gradients_type = LateGradients
 
     def __init__(self, context):
         super().__init__(context)

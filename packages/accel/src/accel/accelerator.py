@@ -425,7 +425,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
                 2 * cp_size, or attention has a mask.
             RuntimeError: If no attention of the model went around, or backward comes after the context.
         """
-        return self.engine.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.engine.loaders.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Profile the code inside; traces are written when the handler names a folder."""

@@ -60,7 +60,7 @@ def start_engine(
             process=state.process,
             precision=Precision(precision, autocast),
             gradient_state=gradient_state,
-            scaler=kind.make_scaler(device, **options) if precision == "fp16" else None,
+            scaler=kind.gradients_type.make_scaler(device, **options) if precision == "fp16" else None,
             mesh=state.device_mesh,
             parallelism=choice.parallelism,
             settings=settings,
@@ -75,7 +75,7 @@ def start_engine(
         " and ".join(choice.engine_reasons) or "the number of processes",
         state.num_processes,
         device,
-        _sizes(engine.mesh),
+        _sizes(engine.loaders.mesh),
         precision,
         choice.precision_reason,
     )

@@ -36,14 +36,7 @@ def _end_step() -> None:
 
 
 class XLALoaders(Loaders):
-    """Every process has data of its own."""
-
-    engine: XLAEngine
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data."""
-        return self.engine.context.process.rank, self.engine.context.process.world_size
+    """Loaders that mark steps."""
 
     def share_loader(self, loader: Any) -> Any:
         """The prepared loader, with a step marked after each batch, for loops that only evaluate."""
@@ -55,9 +48,11 @@ class XLAGradients(Gradients):
 
     engine: XLAEngine
 
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over all processes."""
-        return self.sum_weight(weight, dtype)
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler:
+        """The scaler of torch_xla."""
+        scaler: torch.amp.GradScaler = get_grad_scaler(DistributedType.XLA, **options)
+        return scaler
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
@@ -95,12 +90,6 @@ class XLAEngine(Engine):
     states_type = XLAStates
 
     name = "xla"
-
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler:
-        """The scaler of torch_xla."""
-        scaler: torch.amp.GradScaler = get_grad_scaler(DistributedType.XLA, **options)
-        return scaler
 
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"

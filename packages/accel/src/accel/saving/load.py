@@ -84,7 +84,7 @@ def load_state(
         run.scaler,
         run.registered,
         _parts(run) if in_parts else None,
-        sharded=engine.gradients_in_parts,
+        sharded=engine.gradients.in_parts,
     )
     result = restore(
         reading,

@@ -132,7 +132,7 @@ def save_state(
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
             save_sharded_state(staging.path, **parts_of(run), process=process)
-        if run.engine.gradients_in_parts:
+        if run.engine.gradients.in_parts:
             save_own_buffers(run, staging)
         run.engine.states.save_own(staging.path, **options)
         for index, item in enumerate(run.registered):
@@ -147,7 +147,7 @@ def save_state(
 
 def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
     """Write a registered object's state; what is in parts is written by all processes."""
-    if not run.engine.gradients_in_parts:
+    if not run.engine.gradients.in_parts:
         each_node = run.project_configuration.save_on_each_node
         save_custom_state(item, staging.path, index, each_node)
         return

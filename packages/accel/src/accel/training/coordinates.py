@@ -29,7 +29,7 @@ class MeshCoordinates:
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """The device mesh of the parallelism config, or the one that the engine made, else None."""
-        return self.run.engine.mesh
+        return self.run.engine.loaders.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

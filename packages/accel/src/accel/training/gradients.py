@@ -88,7 +88,7 @@ class GradientControl:
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward leaves the gradients of `model` on their own process."""
-        return self.run.engine.no_sync(model)
+        return self.run.engine.gradients.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -280,12 +280,12 @@ class _MicroBatch:
 
     def __enter__(self) -> None:
         self.window.__enter__()
-        if not self.engine.holds_gradients_back or self.window.reduce_gradients:
+        if not self.engine.gradients_type.reduces_in_backward or self.window.reduce_gradients:
             return
         self.held_back = contextlib.ExitStack()
         try:
             for model in self.models:
-                self.held_back.enter_context(self.engine.no_sync(model))
+                self.held_back.enter_context(self.engine.gradients.no_sync(model))
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise

@@ -253,7 +253,7 @@ def prepare_loader(
         gradient_state=run.gradient_state,
         custom_classes=config.custom_classes,
         # Processes that work on one batch together get the same.
-        torch_device_mesh=run.engine.mesh if shares_samples else None,
+        torch_device_mesh=run.engine.loaders.mesh if shares_samples else None,
         data_ranks=run.engine.loaders.data_ranks,
     )
     if not _follows(run, prepared):

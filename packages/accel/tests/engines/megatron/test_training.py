@@ -156,7 +156,7 @@ def test_recomputed_activations_give_the_same_losses(world):
 
 
 def prepare_anew() -> tuple[bool, Steps, Steps]:
-    """Whether free_memory() frees the first model, and the steps of a second one and of its schedule alone."""
+    """Whether free_memory() frees the first model, the steps of a second one, and of one like it alone."""
     with shim():
         accelerator, *first = make()
         steps_of((accelerator, *first), 0, 1)

@@ -6,11 +6,9 @@ once per Accelerator from a frozen context.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -32,11 +30,6 @@ from accel_ops.modules import extract_model_from_parallel, is_compiled_module
 from accel_optim.lomo import check_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.owner import ParameterOwner
-from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 __all__ = ["Engine"]
 
@@ -56,12 +49,6 @@ class Engine:
     settings_type: ClassVar[type | None] = None
     """For engines of other packages: the class of the settings that ask for it in `kwargs_handlers`."""
 
-    gradients_in_parts: ClassVar[bool] = False
-    """Whether processes hold parts of gradients, so that they have to agree on what is left out in fp16."""
-
-    holds_gradients_back: ClassVar[bool] = False
-    """Whether `no_sync` does something in an accumulation window; where it does not, nobody enters it."""
-
     takes_gradient: ClassVar[bool] = False
     """Whether `backward` passes `gradient=` on to torch: a window's mean losses are not divided then."""
 
@@ -70,7 +57,9 @@ class Engine:
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
-        self.owner = self.make_owner()
+        # Who has parameters and gradients. Optimizers keep it, so that it refers to no engine, and to models
+        # weakly.
+        self.owner = ParameterOwner()
 
     @property
     def gradients(self) -> Gradients:
@@ -87,32 +76,6 @@ class Engine:
         """How processes share data."""
         return self.loaders_type(self)
 
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16 training, or None if the engine scales losses by itself.
-
-        Args:
-            device_type: Type of the device that losses are on.
-            **options: Those of torch.amp.GradScaler.
-        """
-        if cls.gradients_in_parts:
-            return get_fsdp2_grad_scaler(device_type=device_type, **options)
-        return get_grad_scaler(device_type=device_type, **options)
-
-    def make_owner(self) -> ParameterOwner:
-        """Who has parameters and gradients; it holds models weakly, and no engine, as optimizers keep it."""
-        return ParameterOwner()
-
-    @property
-    def refused_optimizers(self) -> tuple[str, ...]:
-        """Classes of torch.optim whose steps need tensors that no process has whole here."""
-        return ()
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The device mesh, where processes are arranged in one."""
-        return self.context.mesh
-
     def check(self, objects: Prepared) -> None:
         """Refuse combinations this engine cannot train, before anything is changed.
 
@@ -128,7 +91,7 @@ class Engine:
             has_scaler = self.context.scaler is not None
             if has_scaler:
                 refuse_fp16_parameters_of(optimizer, self.owner.present)
-            refuse_whole_tensor_steps(optimizer, self.refused_optimizers, self.name)
+            refuse_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
             check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
 
     def check_together(self, objects: Prepared) -> None:
@@ -160,7 +123,7 @@ class Engine:
         wrap_forward(model, self.context.precision, self.context.process.device.type)
         if not evaluation_mode:
             model = self.wrap_model(model)
-        return self.compile_model(model)
+        return self._compiled(model)
 
     def convert_model(self, model: torch.nn.Module, evaluation_mode: bool) -> None:
         """Replace layers by those of fp8, in place, when that is the precision."""
@@ -171,8 +134,7 @@ class Engine:
         """Return the model as it trains under this engine."""
         return model
 
-    def compile_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile the model when a dynamo backend was chosen; last, so that the wrapper is compiled too."""
+    def _compiled(self, model: torch.nn.Module) -> torch.nn.Module:
         dynamo = self.context.dynamo
         if dynamo is None or dynamo.backend == "NO" or is_compiled_module(model):
             return model
@@ -203,25 +165,6 @@ class Engine:
 
     def release(self) -> None:
         """Let go of what was prepared, so that it can be freed, and other objects be prepared."""
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context in which backward leaves the gradients of `model` unsynchronised."""
-        return contextlib.nullcontext()
-
-    def context_parallel(
-        self,
-        buffers: Sequence[torch.Tensor] | None,
-        dims: Sequence[int] | None,
-        no_restore: AbstractSet[torch.Tensor] | None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context in which each process of a group has its part of sequences; nothing without such groups.
-
-        Args:
-            buffers: Tensors with one entry per token.
-            dims: Their dimensions of tokens.
-            no_restore: Those that keep the part afterwards.
-        """
-        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass on a loss that is already scaled for the window."""

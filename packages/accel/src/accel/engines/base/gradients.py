@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 
 from accel_ops.collectives import operations
+from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 
 if TYPE_CHECKING:
     from accel.engines.base.loaders import Loaders
@@ -33,6 +35,12 @@ class Gradients:
     def __init__(self, engine: _Engine) -> None:
         self.engine = engine
 
+    in_parts: ClassVar[bool] = False
+    """Whether processes hold parts of gradients, so that they have to agree on what is left out in fp16."""
+
+    reduces_in_backward: ClassVar[bool] = False
+    """Whether backward reduces gradients unless it runs under `no_sync`; else nobody enters that."""
+
     reduction: Literal["mean", "sum"] = "mean"
     """What the gradients of the processes of `data_shard` become: their mean or their sum."""
 
@@ -40,6 +48,27 @@ class Gradients:
     def shards(self) -> int:
         """Processes whose gradients are reduced together: they have data, or parts of it, of their own."""
         return self.engine.loaders.data_shard[1]
+
+    @property
+    def unsupported_optimizers(self) -> tuple[str, ...]:
+        """Classes of torch.optim whose steps need tensors that no process has whole here."""
+        return ()
+
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 training, or None if the engine scales losses by itself.
+
+        Args:
+            device_type: Type of the device that losses are on.
+            **options: Those of torch.amp.GradScaler.
+        """
+        if cls.in_parts:
+            return get_fsdp2_grad_scaler(device_type=device_type, **options)
+        return get_grad_scaler(device_type=device_type, **options)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context in which backward leaves the gradients of `model` on their process."""
+        return contextlib.nullcontext()
 
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Add up a weight over the processes whose gradients are reduced together.
@@ -51,15 +80,15 @@ class Gradients:
         Returns:
             The same on all processes: a number where the host knows it without waiting, else a tensor.
         """
-        return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
-
-    def sum_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Add up a weight over all processes, in one small collective."""
         process = self.engine.context.process
+        if process.world_size == 1:
+            return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
         if not isinstance(weight, torch.Tensor):
             weight = torch.full((), weight, dtype=dtype, device=process.device)  # no copy, no wait
         total: torch.Tensor = operations.reduce(weight.to(process.device, dtype), "sum", process=process)
-        return total
+        # Processes whose gradients are not reduced together work on the same samples, and give one weight.
+        total = total / (process.world_size // self.shards)
+        return total if total.device.type != "cpu" else float(total)
 
     @torch.no_grad()
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Joining", "Loaders"]
 
@@ -18,7 +24,7 @@ class Joining:
 
 
 class Loaders:
-    """All data for one process; made anew whenever it is asked for.
+    """Data of its own for each process; made anew whenever it is asked for.
 
     Args:
         engine: Whose processes share the data.
@@ -29,8 +35,15 @@ class Loaders:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(rank, size) along the data-parallel dimension; the loaders shard by it."""
-        return 0, 1
+        """(rank, size) along the data-parallel dimension, by which loaders are sharded: all processes."""
+        process = self.engine.context.process
+        return process.rank, process.world_size
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The device mesh, where processes are arranged in one."""
+        mesh: DeviceMesh | None = self.engine.context.mesh
+        return mesh
 
     @property
     def data_ranks(self) -> list[int] | None:
@@ -51,6 +64,21 @@ class Loaders:
     def share_loader(self, loader: Any) -> Any:
         """A prepared loader as it feeds a model that was prepared in the same call."""
         return loader
+
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which each process of a group has its part of sequences; nothing without such groups.
+
+        Args:
+            buffers: Tensors with one entry per token.
+            dims: Their dimensions of tokens.
+            no_restore: Those that keep the part afterwards.
+        """
+        return contextlib.nullcontext()
 
     @property
     def joining(self) -> Joining | None:

@@ -32,11 +32,6 @@ class DDPLoaders(Loaders):
     engine: DDPEngine
 
     @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data."""
-        return self.engine.context.process.rank, self.engine.context.process.world_size
-
-    @property
     def joining(self) -> Joining:
         """Whether torch's Join is at work."""
         return self.engine.owner.joining
@@ -65,8 +60,19 @@ class DDPGradients(Gradients):
 
     engine: DDPEngine
 
+    reduces_in_backward = True
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """DDP's own no_sync; a model that is not wrapped has nothing to hold back."""
+        ddp = _ddp(model)
+        # A static graph is learned in the first backward, which has to synchronise. The gradients after the
+        # window's last backward are the same.
+        if ddp is None or _learns_graph(ddp):
+            return contextlib.nullcontext()
+        return self.engine.owner.holding(ddp.no_sync())
+
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over all processes, in one small collective.
+        """As the base class.
 
         Raises:
             RuntimeError: If processes may be out of data, inside `join_uneven_inputs`.
@@ -78,8 +84,7 @@ class DDPGradients(Gradients):
                 "(the default) or give each process as many batches, the missing ones with a loss and a "
                 "weight of 0."
             )
-        total = self.sum_weight(weight, dtype)
-        return total if total.device.type != "cpu" else float(total)
+        return super().total_weight(weight, dtype)
 
 
 class DDPEngine(Engine):
@@ -90,17 +95,11 @@ class DDPEngine(Engine):
 
     name = "ddp"
     takes_gradient = True
-    holds_gradients_back = True  # DDP reduces in every backward pass outside of no_sync
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
+        self.owner: ReplicaOwner = ReplicaOwner(context.process)
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
-
-    owner: ReplicaOwner
-
-    def make_owner(self) -> ReplicaOwner:
-        """Who has parameters and gradients."""
-        return ReplicaOwner(self.context.process)
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers, and find what the ones step and the others do not have."""
@@ -148,19 +147,6 @@ class DDPEngine(Engine):
             self.context.ddp.register_comm_hook(wrapped)
         self.owner.add(wrapped)
         return wrapped
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """DDP's own no_sync; a model that is not wrapped has nothing to hold back.
-
-        A static graph is learned in the first backward, which has to synchronise: it is not held back. The
-        gradients after the window's last backward are the same.
-        """
-        ddp = _ddp(model)
-        return (
-            contextlib.nullcontext()
-            if ddp is None or _learns_graph(ddp)
-            else self.owner.holding(ddp.no_sync())
-        )
 
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:

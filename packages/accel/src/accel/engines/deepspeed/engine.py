@@ -80,11 +80,6 @@ class DeepSpeedLoaders(Loaders):
 
     engine: DeepSpeedEngine
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """Every process has its own share of the data; sequence-parallel groups exchange theirs."""
-        return self.engine.context.process.rank, self.engine.context.process.world_size
-
     def share_loader(self, loader: Any) -> Any:
         """Under sequence parallelism, the loader with the processes of a group working on each batch."""
         if self.engine._groups is None or isinstance(loader, ulysses.SequenceParallelLoader):
@@ -93,14 +88,27 @@ class DeepSpeedLoaders(Loaders):
 
 
 class DeepSpeedGradients(Gradients):
-    """Gradients in DeepSpeed's buffers, from stage 1 on."""
+    """Gradients in DeepSpeed's buffers, from stage 1 on.
+
+    `reduces_in_backward` is False although stages 2 and 3 do: the window says to `backward` where a step
+    follows, and nobody has to enter `no_sync` for it.
+    """
 
     engine: DeepSpeedEngine
 
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over all processes."""
-        total = self.sum_weight(weight, dtype)
-        return total if total.device.type != "cpu" else float(total)
+    @property
+    def unsupported_optimizers(self) -> tuple[str, ...]:
+        """From stage 1 on the optimizer steps vectors, in which parameters lie one after the other."""
+        return ("LBFGS", "Adafactor", "Muon") if self.engine.plugin.zero_stage else ()
+
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> None:
+        """None: DeepSpeed scales losses by itself."""
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward passes are not the window's last; stages 2 and 3 reduce in each."""
+        driver = self.engine._driver
+        return contextlib.nullcontext() if driver is None or model is not driver.engine else driver.no_sync()
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients gathered in this window; those in parts are multiplied by the step."""
@@ -204,19 +212,10 @@ class DeepSpeedEngine(Engine):
         plugin: DeepSpeedPlugin = self.context.settings()
         return plugin
 
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> None:
-        """None: losses are scaled by the library."""
-
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out",
         "scaler": "DeepSpeed scales losses by itself. Set the section 'fp16' of its configuration",
     }
-
-    @property
-    def refused_optimizers(self) -> tuple[str, ...]:
-        """From stage 1 on the optimizer steps vectors, in which parameters lie one after the other."""
-        return ("LBFGS", "Adafactor", "Muon") if self.plugin.zero_stage else ()
 
     @property
     def _sequence_parallel_size(self) -> int:
@@ -390,12 +389,6 @@ class DeepSpeedEngine(Engine):
                 "first."
             )
         return self._driver
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward passes are not the window's last; stages 2 and 3 reduce in each."""
-        if self._driver is None or model is not self._driver.engine:
-            return contextlib.nullcontext()
-        return self._driver.no_sync()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Have the engine run the backward pass; the window says whether a step follows."""

@@ -34,7 +34,13 @@ from accel.engines.fsdp1.state import (
 )
 from accel.engines.mesh.shard import check_ignored
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
-from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedStates, tell_upcast
+from accel.engines.sharded.engine import (
+    ShardedEngine,
+    ShardedGradients,
+    ShardedLoaders,
+    ShardedStates,
+    tell_upcast,
+)
 from accel.engines.sharded.groups import aliases
 from accel.engines.sharded.initial_weights import Filling
 from accel_ckpt import file_names
@@ -49,15 +55,31 @@ if TYPE_CHECKING:
 
     from accel_state.process.facts import Process
 
-__all__ = ["FSDP1Engine", "FSDP1Gradients", "FSDP1States"]
+__all__ = ["FSDP1Engine", "FSDP1Gradients", "FSDP1Loaders", "FSDP1States"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FSDP1Loaders(ShardedLoaders):
+    """Data for each process; all have a shard of the model."""
+
+    engine: FSDP1Engine
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All processes in a row of shards; for hybrid strategies, machines x the processes of one."""
+        return self.engine._mesh
 
 
 class FSDP1Gradients(ShardedGradients):
     """Gradients of flat parameters, beside those of others."""
 
     engine: FSDP1Engine
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward keeps whole gradients instead of reducing them."""
+        root = _root(model)
+        return contextlib.nullcontext() if root is None else self.engine.owner.holding(root.no_sync())
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
@@ -205,6 +227,7 @@ class FSDP1Engine(ShardedEngine):
     """Modules in wrappers that gather their parameters, which lie in one vector each, while they compute."""
 
     gradients_type = FSDP1Gradients
+    loaders_type = FSDP1Loaders
     states_type = FSDP1States
 
     name = "fsdp1"
@@ -214,20 +237,10 @@ class FSDP1Engine(ShardedEngine):
     def __init__(self, context: EngineContext) -> None:
         _check_offload(context.settings.cpu_offload, context.process)
         super().__init__(context)
+        self._flattened = Flattened()
+        self.owner: FlatOwner = FlatOwner(self._flattened, context.process)
         self._mesh = _make_mesh(self.plugin.sharding_strategy, context.process)
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
-
-    owner: FlatOwner
-
-    def make_owner(self) -> FlatOwner:
-        """Who has parameters and gradients."""
-        self._flattened = Flattened()
-        return FlatOwner(self._flattened, self.context.process)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """All processes in a row of shards; for hybrid strategies, machines x the processes of one."""
-        return self._mesh
 
     def check(self, objects: Prepared) -> None:
         """Refuse what cannot be sharded, before anything is changed."""
@@ -313,11 +326,6 @@ class FSDP1Engine(ShardedEngine):
         cut_states(inner, self._models)
 
     # Gradients
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward keeps whole gradients instead of reducing them."""
-        root = _root(model)
-        return contextlib.nullcontext() if root is None else self.owner.holding(root.no_sync())
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass, also where parameters were frozen or unfrozen inside a window."""

@@ -80,6 +80,10 @@ class MegatronLMGradients(Gradients):
 
     engine: MegatronLMEngine
 
+    @classmethod
+    def make_scaler(cls, device_type: str, **options: Any) -> None:
+        """None: Megatron-LM scales losses by itself."""
+
     def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
         """Megatron-LM weighs by itself.
 
@@ -175,10 +179,6 @@ class MegatronLMEngine(Engine):
     states_type = MegatronLMStates
 
     name = "megatron_lm"
-
-    @classmethod
-    def make_scaler(cls, device_type: str, **options: Any) -> None:
-        """None: losses are scaled by the library."""
 
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel. Set options of MegatronLMPlugin",

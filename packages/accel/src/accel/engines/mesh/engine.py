@@ -21,20 +21,27 @@ from accel.engines.mesh.context.language_models import check_language_models, te
 from accel.engines.mesh.owner import MeshOwner
 from accel.engines.mesh.plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
 from accel.engines.mesh.tensor.split import forget_meshes
-from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedStates
+from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedLoaders, ShardedStates
 from accel.engines.sharded.groups import aliases
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-__all__ = ["MeshEngine", "MeshGradients", "MeshStates"]
+__all__ = ["MeshEngine", "MeshGradients", "MeshLoaders", "MeshStates"]
 
 
 class MeshGradients(ShardedGradients):
     """Gradients in shards over a mesh."""
 
     engine: MeshEngine
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context whose backward keeps whole gradients instead of reducing them."""
+        plain = getattr(model, "_orig_mod", model)
+        if not isinstance(plain, FSDPModule):
+            return contextlib.nullcontext()
+        return self.engine.owner.holding(unsharded.holding(plain))
 
     @property
     def shards(self) -> int:
@@ -75,6 +82,30 @@ class MeshGradients(ShardedGradients):
         super().clip_value(self.with_gradients(parameters), clip_value)
 
 
+class MeshLoaders(ShardedLoaders):
+    """Data for each process, but for groups that split weights or sequences."""
+
+    engine: MeshEngine
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the parallelism configuration; without one, all processes in a row of shards."""
+        given = self.engine.context.mesh
+        return given if given is not None else self.engine._meshes.fsdp
+
+    def context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        dims: Sequence[int] | None,
+        no_restore: AbstractSet[torch.Tensor] | None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which each process of a context-parallel group has its part of sequences."""
+        sequences = self.engine._sequences
+        if sequences is None:
+            return super().context_parallel(buffers, dims, no_restore)
+        return sequences.sharing(buffers, dims, no_restore)
+
+
 class MeshStates(ShardedStates):
     """Whole states, gathered from the shards of a mesh."""
 
@@ -107,29 +138,20 @@ class MeshEngine(ShardedEngine):
     """Parameters, gradients and optimizer states in shards over the axes of a mesh."""
 
     gradients_type = MeshGradients
+    loaders_type = MeshLoaders
     states_type = MeshStates
 
     name = "fsdp2"
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
+        self.owner: MeshOwner = MeshOwner(context.process)
         forget_meshes()
         self._meshes = find_meshes(context)
         data = "ddp" if self._meshes.has_one_shard and context.settings is None else "fsdp2"
         axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
         self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
         self._sequences = _share_sequences(context, self._meshes)
-
-    owner: MeshOwner
-
-    def make_owner(self) -> MeshOwner:
-        """Who has parameters and gradients."""
-        return MeshOwner(self.context.process)
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of the parallelism configuration; without one, all processes in a row of shards."""
-        return self.context.mesh if self.context.mesh is not None else self._meshes.fsdp
 
     @property
     def copies(self) -> int:
@@ -202,36 +224,15 @@ class MeshEngine(ShardedEngine):
 
     # Gradients
 
-    def context_parallel(
-        self,
-        buffers: Sequence[torch.Tensor] | None,
-        dims: Sequence[int] | None,
-        no_restore: AbstractSet[torch.Tensor] | None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context in which each process of a context-parallel group has its part of sequences."""
-        if self._sequences is None:
-            return super().context_parallel(buffers, dims, no_restore)
-        return self._sequences.sharing(buffers, dims, no_restore)
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass, while sequences are shared that were shared in forward."""
         if self._sequences is not None:
             self._sequences.check_backward()
         super().backward(loss, **kwargs)
 
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backward keeps whole gradients instead of reducing them."""
-        sharded = _sharded(model)
-        return contextlib.nullcontext() if sharded is None else self.owner.holding(unsharded.holding(sharded))
-
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _sharded(model: torch.nn.Module) -> FSDPModule | None:
-    plain = getattr(model, "_orig_mod", model)
-    return plain if isinstance(plain, FSDPModule) else None
 
 
 def _share_sequences(context: EngineContext, meshes: Meshes) -> ContextParallel | None:

@@ -50,9 +50,18 @@ class ShardedLoaders(Loaders):
 
 
 class ShardedGradients(Gradients):
-    """Gradients in parts, beside whole ones."""
+    """Gradients in parts, beside whole ones; those of a window stay whole on their process until it ends."""
 
     engine: ShardedEngine
+
+    in_parts = True
+    reduces_in_backward = True
+
+    @property
+    def unsupported_optimizers(self) -> tuple[str, ...]:
+        """Parameters have their shapes under version 2, and those of vectors under version 1."""
+        # Rprop chooses elements by a mask, which torch does for whole tensors alone.
+        return ("LBFGS", "Adafactor", "Rprop" if self.engine.version == 2 else "Muon")
 
     def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clip each gradient; no operation of torch takes parts and whole tensors together."""
@@ -60,11 +69,6 @@ class ShardedGradients(Gradients):
         for in_parts in (False, True):
             chosen = [item for item in tensors if isinstance(item.grad, DTensor) is in_parts]
             super().clip_value(chosen, clip_value)
-
-    def total_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-        """Add up a weight over the processes that have data, or parts of it, of their own."""
-        total = self.sum_weight(weight, dtype) / (self.engine.context.process.world_size // self.shards)
-        return total if total.device.type != "cpu" else float(total)
 
 
 class ShardedEngine(Engine):
@@ -76,9 +80,7 @@ class ShardedEngine(Engine):
 
     version = 2
 
-    gradients_in_parts = True
     takes_gradient = True
-    holds_gradients_back = True  # they are kept whole in a window, and reduced at its end
 
     unread_handlers: ClassVar = {
         "ddp": "gradients are reduced without DistributedDataParallel, whose options can be left out"
@@ -206,14 +208,6 @@ class ShardedEngine(Engine):
         prepared = super().prepare_optimizer(optimizer, place)
         self._known[prepared] = None
         return prepared
-
-    @property
-    def refused_optimizers(self) -> tuple[str, ...]:
-        """Parameters have their shapes under version 2, and those of vectors under version 1.
-
-        Rprop chooses elements by a mask, which torch does for whole tensors alone.
-        """
-        return ("LBFGS", "Adafactor", "Rprop" if self.version == 2 else "Muon")
 
 
 def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
