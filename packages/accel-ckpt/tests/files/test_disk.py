@@ -26,9 +26,14 @@ def test_a_file_is_replaced_when_the_new_one_is_on_the_disk(
 def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as draft:
-        draft.write_text("new")
-        raise KeyboardInterrupt
+
+    def fail() -> None:
+        with replacing(path) as draft:
+            draft.write_text("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
 
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
