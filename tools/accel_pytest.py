@@ -40,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("accel")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that run in several processes, so that `-m "not processes"` leaves them out."""
+    for item in items:
+        if {"world", "launched"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start importing torch for the workers while the first tests run, if any test needs them."""
     gc.collect()
