@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,12 @@ from accel.engines.choice import choose
 from accel.engines.common.checks import mapped_devices
 from accel.engines.start import start_engine
 from accel.saving.methods import CheckpointControl
-from accel.trackers import registry, session
+from accel.trackers import registry
+from accel.trackers.session import TrackerControl
 from accel.training import arguments, metrics
 from accel.training.agreement import Agreement
 from accel.training.arguments import UNSET
+from accel.training.attributes import RunAttributes
 from accel.training.coordinates import MeshCoordinates
 from accel.training.gradients import GradientControl, drop_gradients, has_gradients
 from accel.training.misuse import Watch
@@ -46,40 +48,20 @@ from accel_state.process.control import ProcessControl
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from accel.engines import Engine
     from accel.trackers.base import GeneralTracker
     from accel_ckpt.config import ProjectConfiguration
     from accel_optim.handlers import AutocastKwargs
     from accel_optim.scheduler import AcceleratedScheduler
-    from accel_state.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+    from accel_state.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
     from accel_state.handlers import KwargsHandler, TorchDynamoPlugin
     from accel_state.parallelism.config import ParallelismConfig
-    from accel_state.process.facts import Process
-
-_T = TypeVar("_T")
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
 
 
-class _Part(Generic[_T]):
-    """An attribute of the Accelerator that is a part of its run, to read and to replace."""
-
-    def __init__(self, name: str | None = None) -> None:
-        self._name = name or ""
-
-    def __set_name__(self, owner: type[Accelerator], name: str) -> None:
-        self._name = self._name or name
-
-    def __get__(self, accelerator: Accelerator | None, owner: type[Accelerator]) -> _T:
-        if accelerator is None:  # asked of the class
-            return self  # type: ignore[return-value]
-        return getattr(accelerator.run, self._name)  # type: ignore[no-any-return]
-
-    def __set__(self, accelerator: Accelerator, value: _T) -> None:
-        setattr(accelerator.run, self._name, value)
-
-
-class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessControl):
+class Accelerator(
+    RunAttributes, GradientControl, CheckpointControl, MeshCoordinates, TrackerControl, ProcessControl
+):
     """Runs an ordinary PyTorch training loop on any number of processes and in any precision.
 
     Args:
@@ -190,64 +172,16 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         )
         arguments.tell_unread(self.handlers, self.engine)
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
-        self.trackers: list[GeneralTracker] = []
+        self.trackers = []
         self.flag_tensor: torch.Tensor | None = None
         self._triggers = Agreement(self.process)
 
-    state: _Part[AcceleratorState] = _Part()
-    gradient_state: _Part[GradientState] = _Part()
-    window: _Part[Window] = _Part()
-    scaler: _Part[torch.amp.GradScaler | None] = _Part()
-    engine: _Part[Engine] = _Part()
-    project_configuration: _Part[ProjectConfiguration] = _Part()
-    dataloader_config: _Part[DataLoaderConfiguration] = _Part()
-    rng_types: _Part[list[RNGType]] = _Part()
-    device_placement: _Part[bool] = _Part()
-    step_scheduler_with_optimizer: _Part[bool] = _Part()
-
-    # Programs that know them read these, transformers' Trainer among them.
-    _models: _Part[list[torch.nn.Module]] = _Part("models")
-    _optimizers: _Part[list[torch.optim.Optimizer]] = _Part("optimizers")
-    _schedulers: _Part[list[AcceleratedScheduler]] = _Part("schedulers")
-    _dataloaders: _Part[list[Any]] = _Part("loaders")
-    _custom_objects: _Part[list[Any]] = _Part("registered")
-
-    # State
-
-    @property
-    def process(self) -> Process:
-        """The facts of this process."""
-        return self.run.state.process
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How training is distributed; it names the engine."""
-        return self.state.distributed_type
-
-    @property
-    def mixed_precision(self) -> str:
-        """The compute precision: "no", "fp16", "bf16" or "fp8"."""
-        return self.state.mixed_precision
+    # The engine
 
     @property
     def multi_device(self) -> bool:
         """Whether several accelerator devices train together (MULTI_GPU and its kin)."""
         return self.use_distributed and self.device.type != "cpu"
-
-    @property
-    def project_dir(self) -> str | None:
-        """The project's folder."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Where trackers write."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number that the next automatically named checkpoint gets, or a higher one: above all there."""
-        return self.project_configuration.iteration
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -265,40 +199,6 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         return bool(self.state.is_fsdp2)
 
     # Loaders
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batches are split over the processes."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; None: for iterable datasets only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every process gets the same number of full batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether random samplers are replaced by SeedableRandomSampler."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders are torchdata's StatefulDataLoader."""
-        return self.dataloader_config.use_stateful_dataloader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader over the rest of the epoch, without reading the first `num_batches`."""
@@ -482,28 +382,7 @@ class Accelerator(GradientControl, CheckpointControl, MeshCoordinates, ProcessCo
         raised, self.flag_tensor = self.flag_tensor is not None, None
         return self._triggers.ask("check_trigger", raised)
 
-    # Tracking
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Start the trackers of `log_with` and store the run's configuration."""
-        self.trackers = session.start(
-            self.log_with, self.process, project_name, self.logging_dir, config, init_kwargs
-        )
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name` (or, unwrapped, its library's own run object) on the main process."""
-        return session.find(self.trackers, self.process, name, unwrap)
-
-    def log(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Log `values` to every tracker."""
-        session.log(self.trackers, values, step, log_kwargs)
+    # The end
 
     def end_training(self) -> None:
         """Wait for the save in the background, finish the trackers, leave the process group; call it last."""

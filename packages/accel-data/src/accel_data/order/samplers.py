@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, islice
 from typing import Any
 
@@ -191,6 +192,19 @@ class BatchSamplerShard(_Wrapper):
                 give the order.
         """
         self.start, self._drawn_from = start, drawn_from
+
+    @contextmanager
+    def completing(self, even_batches: bool) -> Iterator[None]:
+        """Override `even_batches` inside of a `with` statement.
+
+        Args:
+            even_batches: Whether passes that begin inside complete an incomplete last step.
+        """
+        before, self.even_batches = self.even_batches, even_batches
+        try:
+            yield
+        finally:
+            self.even_batches = before
 
     def __len__(self) -> int:
         if self._flat:

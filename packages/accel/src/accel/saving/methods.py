@@ -36,9 +36,10 @@ class CheckpointControl:
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per job (or once per machine, with save_on_each_node)."""
-        from accel.saving import save
+        from accel_ckpt.files import tensors
 
-        save.save(self.run, obj, f, safe_serialization)
+        each_node = self.run.project_configuration.save_on_each_node
+        tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -55,16 +56,16 @@ class CheckpointControl:
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background, if there is one, is committed; raise what went wrong."""
-        from accel.saving import save
+        from accel_ckpt.background import thread
 
-        save.wait_for_save()
+        thread.wait()
 
     def save_on_preemption(
         self,
         output_dir: str | None = None,
         *,
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
-        exit_code: int = 75,
+        exit_code: int = 75,  # EX_TEMPFAIL of sysexits.h
     ) -> None:
         """Save and exit if any process was told to end. Call it on every process, at the end of each step.
 
@@ -75,7 +76,7 @@ class CheckpointControl:
         Args:
             output_dir: The folder of the checkpoint; not needed with automatic naming.
             signals: Names of the signals.
-            exit_code: How the processes end. The default, 75, asks to be started again (EX_TEMPFAIL).
+            exit_code: How the processes end. The default, EX_TEMPFAIL, asks to be started again.
 
         Raises:
             SystemExit: With `exit_code`, when the checkpoint is committed.

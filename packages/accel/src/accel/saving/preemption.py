@@ -10,12 +10,7 @@ from accel.saving.signals import Preemption
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["EXIT_CODE", "SIGNALS", "announced_end"]
-
-EXIT_CODE = 75
-"""How a process ends that has saved because it was preempted (EX_TEMPFAIL: start it again)."""
-
-SIGNALS = ("SIGTERM", "SIGUSR1")
+__all__ = ["announced_end"]
 
 
 def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:

@@ -11,7 +11,6 @@ from accel.saving.own_buffers import save_own_buffers
 from accel.training.prepare import holds_any
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
-from accel_ckpt.files import tensors
 from accel_ckpt.folder import rotation
 from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.folder.staging import Staging, staged
@@ -25,13 +24,7 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_ckpt.config import ProjectConfiguration
 
-__all__ = ["free_number", "parts_of", "register", "save", "save_model", "save_state", "wait_for_save"]
-
-
-def save(run: Run, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
-    """Write one object, once per job or once per machine."""
-    each_node = run.project_configuration.save_on_each_node
-    tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+__all__ = ["free_number", "parts_of", "register", "save_model", "save_state"]
 
 
 def save_model(
@@ -154,11 +147,6 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
     from accel_ckpt.run.registered import save_registered
 
     save_registered(item, index, staging, run.process)
-
-
-def wait_for_save() -> None:
-    """Wait until the save in the background, if there is one, is committed; raise what went wrong in it."""
-    thread.wait()
 
 
 def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:

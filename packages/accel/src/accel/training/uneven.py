@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from accel_data.order.samplers import BatchSamplerShard
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -87,21 +88,15 @@ def _to_train(joining: Joining | None) -> str:
 
 @contextlib.contextmanager
 def _even_batches(run: Run, even_batches: bool | None) -> Iterator[None]:
-    """Override even_batches on the loaders that have the setting, and put it back."""
+    """Override even_batches for the loaders that have the setting, inside the context."""
     if even_batches is None:
         yield
         return
-    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in run.loaders]
-    settable = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
-    if len(settable) < len(samplers):
-        warn(
-            "join_uneven_inputs(even_batches=...) does not affect iterable-style and dispatched loaders.",
-        )
-    before = [sampler.even_batches for sampler in settable]
-    for sampler in settable:
-        sampler.even_batches = even_batches
-    try:
+    samplers = [getattr(loader, "batch_sampler", None) for loader in run.loaders]
+    shards = [sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)]
+    if len(shards) < len(samplers):
+        warn("join_uneven_inputs(even_batches=...) does not affect iterable-style and dispatched loaders.")
+    with contextlib.ExitStack() as overridden:
+        for shard in shards:
+            overridden.enter_context(shard.completing(even_batches))
         yield
-    finally:
-        for sampler, value in zip(settable, before, strict=True):
-            sampler.even_batches = value
