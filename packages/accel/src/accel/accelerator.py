@@ -132,6 +132,7 @@ class Accelerator(
         project_configuration = arguments.resolve_project(project_dir, project_config)
         dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
         self.handlers = arguments.sort_handlers(kwargs_handlers)
+        # Before AcceleratorState, which starts the process group of the engine that is chosen here.
         choice = choose(
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
@@ -151,11 +152,12 @@ class Accelerator(
             dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=choice.parallelism,
-            _from_accelerator=True,
+            _from_accelerator=True,  # made by itself, the state would choose an engine again
             **choice.plugins,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
         gradient_state = GradientState.new(accumulation)
+        # An engine may need the process group, and makes the scaler, so that it comes before the run.
         engine = start_engine(choice, state, gradient_state, **self.handlers.for_engines())
         self.run = Run(
             state=state,
@@ -170,10 +172,10 @@ class Accelerator(
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        arguments.tell_unread(self.handlers, self.engine)
+        arguments.warn_unread(self.handlers, self.engine)
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers = []
-        self.flag_tensor: torch.Tensor | None = None
+        self.flag_tensor: torch.Tensor | None = None  # documented, and read by clients
         self._triggers = Agreement(self.process)
 
     # The engine
@@ -256,11 +258,11 @@ class Accelerator(
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """The model without what `prepare` put around it."""
+        """The model without what `prepare` wrapped it in."""
         return self.engine.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether device maps spread the model over several devices; `prepare` refuses it on several
+        """Whether device maps spread the model over several devices; `prepare` rejects it on several
         processes.
         """
         return len(mapped_devices(model)) > 1
@@ -271,11 +273,12 @@ class Accelerator(
         The gradients of an accumulation window that is open are dropped.
         """
         run = self.run
+        # Before the lists are emptied, through which the gradients are found.
         if has_gradients(run):
             drop_gradients(run)
         for held in (run.models, run.optimizers, run.schedulers, run.loaders):
             held.clear()
-        run.engine.release()
+        run.engine.release()  # what engines hold themselves (DeepSpeed's and Megatron's models)
         run.lomo = None
         run.window.reset()
         return release_memory(*objects)
@@ -323,7 +326,7 @@ class Accelerator(
         Raises:
             ValueError: If sequences cannot be shared: among others if their length does not divide by
                 2 * cp_size, or attention has a mask.
-            RuntimeError: If no attention of the model went around, or backward comes after the context.
+            RuntimeError: If no attention layer of the model ran inside, or backward runs after the context.
         """
         return self.engine.loaders.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
@@ -388,6 +391,7 @@ class Accelerator(
         """Wait for the save in the background, finish the trackers, leave the process group; call it last."""
         with contextlib.ExitStack() as ending:  # from the last to the first, whatever one of them raises
             ending.callback(self.state.destroy_process_group)
+            # A run that never saves does not import the code of saving at its end.
             if "accel_ckpt.background.thread" in sys.modules:
                 ending.callback(self.wait_for_save)
             if self.run.preemption is not None:

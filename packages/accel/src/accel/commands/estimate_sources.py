@@ -29,7 +29,7 @@ class Tensors:
     Args:
         parameters: The shape of each parameter by its name; shared ones once.
         buffers: Number of elements by buffer name.
-        module: The model without memory; None where files alone told the shapes.
+        module: The model without memory; None where the shapes come from files.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -82,7 +82,7 @@ def find_tensors(
             module, or a name on the hub.
         library: transformers or timm, for a name; found from the config where it says so.
         trust_remote_code: Run code that comes with the model.
-        builds: Build the model of a folder from its config.json, if it has one, though files tell the shapes.
+        builds: Build the model of a folder from its config.json, if there is one, instead of reading shapes.
 
     Raises:
         LaunchError: If there is no such model, or it cannot be built.
@@ -108,7 +108,7 @@ def _tensors_of_folder(path: Path, trust_remote_code: bool, builds: bool) -> Ten
             if file.suffix == ".safetensors":
                 entries, _, _ = read_header(file)
                 shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items()}
-        if shapes:
+        if shapes:  # files of other formats tell no shapes without being read
             return Tensors(shapes)
     if not has_config:
         raise LaunchError(f"The folder {path} has neither safetensors files nor a config.json.")
@@ -124,7 +124,7 @@ def _call(name: str) -> Any:
     import torch
 
     where, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, and console scripts do not
     try:
         target: Any = importlib.import_module(where)
         for part in attribute.split("."):
@@ -145,6 +145,7 @@ def _from_config(place: str, trust_remote_code: bool) -> Any:
 
     transformers = require("transformers", "estimate")
     config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    # The class that was trained, with its head; AutoModel would leave that out.
     names = getattr(config, "architectures", None) or []
     with torch.device("meta"):
         if names and hasattr(transformers, names[0]):

@@ -64,7 +64,7 @@ def _check_collectives(accelerator: Accelerator) -> None:
 
 def _check_sharding(accelerator: Accelerator) -> None:
     """Every sample of a loader comes once, also where batches do not come out even, and shuffled alike."""
-    samples = _BATCH * accelerator.num_processes * 3 + 1
+    samples = _BATCH * accelerator.num_processes * 3 + 1  # the last step is not full
     for shuffle in (False, True):
         loader = accelerator.prepare(
             torch.utils.data.DataLoader(range(samples), batch_size=_BATCH, shuffle=shuffle)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def _check_checkpoint(accelerator: Accelerator) -> None:
         for _ in range(_STEPS // 2):
             next(training)
         accelerator.save_state(folder)
-        straight = list(training)
+        straight = list(training)  # goes on from the same objects, which load_state then takes back
         accelerator.load_state(folder)
         resumed = list(_continue(accelerator, _STEPS // 2))
         accelerator.wait_for_everyone()  # before the folder goes
@@ -113,6 +113,7 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
 
 
 def _model() -> nn.Module:
+    # The same weights for all processes and the reference.
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
@@ -200,7 +201,7 @@ def main() -> None:
         accelerator.print(f"  {name:20} passed {time.perf_counter() - start:8.2f} s", flush=True)
     accelerator.print(f"All {len(CHECKS)} checks passed.")
     accelerator.end_training()
-    GradientState._reset_state()
+    GradientState._reset_state()  # for a program that calls main() and makes an Accelerator after it
 
 
 if __name__ == "__main__":

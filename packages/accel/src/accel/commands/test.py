@@ -58,7 +58,7 @@ def test_command(args: argparse.Namespace) -> None:
         raise LaunchError(
             f"accel test takes no script, got {args.training_script!r}; it runs a script of its own."
         )
-    args.module, args.no_python = True, None
+    args.module, args.no_python = True, None  # as `accel launch -m accel.commands.self_check`
     args.training_script = "accel.commands.self_check"
     args.training_script_args = []
     launch_command(args)

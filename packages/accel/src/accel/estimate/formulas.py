@@ -106,7 +106,7 @@ def training_bytes(
         mesh = _MESHES[engine](processes)
         return mesh_bytes(size.shapes, {}, mesh, dtype, optimizer, size.buffers).total
     b, p = BYTES[dtype], size.parameters
-    zero = 4 * (1 + OPTIMIZER_STATES[optimizer])
+    zero = 4 * (1 + OPTIMIZER_STATES[optimizer])  # bytes: the states and a copy of the parameters in fp32
     needed = {
         "ZeRO 1": 2 * b * p + zero * p / processes,
         "ZeRO 2": b * p + (b + zero) * p / processes,

@@ -127,7 +127,7 @@ def mesh_bytes(
     Returns:
         Bytes, without activations.
     """
-    own, rest, layers = 0, 0, {"": 0}
+    local, rest, layers = 0, 0, {"": 0}
     for name, shape in shapes.items():
         part = list(shape) or [1]
         if name in split:
@@ -137,16 +137,17 @@ def mesh_bytes(
             layers[block] = layers.get(block, 0) + math.prod(part)
         else:
             rest += math.prod(part)
+        # FSDP2 cuts dimension 0, and the first process has the remainder.
         part[0] = math.ceil(part[0] / mesh.shards)
-        own += math.prod(part)
+        local += math.prod(part)
     b = BYTES[dtype]
-    is_ddp = mesh.processes == mesh.dp_replicate > 1
+    is_ddp = mesh.processes == mesh.dp_replicate > 1  # with shards, FSDP2 reduces without buckets
     return MeshBytes(
-        parameters=b * own,
-        gradients=b * own,
-        states=OPTIMIZER_STATES[optimizer] * b * own,
+        parameters=b * local,
+        gradients=b * local,
+        states=OPTIMIZER_STATES[optimizer] * b * local,
         gathered=2 * b * (rest + max(layers.values())) if mesh.shards > 1 else 0.0,
-        buckets=b * own if is_ddp else 0.0,
+        buckets=b * local if is_ddp else 0.0,
         buffers=b * buffers,
     )
 
@@ -167,7 +168,7 @@ def language_model(
     Returns:
         Shapes and split dimensions by name, for `mesh_bytes`.
     """
-    narrow = width // heads * groups
+    narrow = width // heads * groups  # grouped-query attention
     rows = {"q_proj": (width, width), "k_proj": (narrow, width), "v_proj": (narrow, width)}
     parts = {f"self_attn.{name}.weight": (shape, 0) for name, shape in rows.items()}
     parts["self_attn.o_proj.weight"] = (width, width), 1

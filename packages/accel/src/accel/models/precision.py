@@ -49,6 +49,7 @@ class AutocastForward:
         self.precision = precision
         self.device_type = device_type
         functools.update_wrapper(self, forward)
+        # What update_wrapper sets would be a cycle with the module.
         self.__wrapped__ = self.forward = weak_forward(forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +59,7 @@ class AutocastForward:
 
 
 def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str) -> None:
-    """Make `model` compute in `precision` and return fp32 outputs (unless told otherwise); twice is once.
+    """Make `model` compute in `precision`, with fp32 outputs unless its options say otherwise; twice is once.
 
     A model that another Accelerator made compute in another precision changes to this one, with a warning.
     """
@@ -76,6 +77,7 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
     if not precision.is_mixed:
         return
     forward = AutocastForward(model, precision, device_type)
+    # The name under which clients, and extract_model_from_parallel, find the forward to put back.
     model._original_forward = forward.forward  # type: ignore[assignment]
     model.forward = convert_outputs_to_fp32(forward) if precision.converts_outputs else forward
 
@@ -83,5 +85,5 @@ def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str)
 def _precision_of(model: torch.nn.Module) -> Precision | None:
     """The precision that `wrap_forward` gave to a model, else None."""
     forward = vars(model).get("forward")
-    wrapper = getattr(forward, "model_forward", forward)
+    wrapper = getattr(forward, "model_forward", forward)  # inside of convert_outputs_to_fp32
     return wrapper.precision if isinstance(wrapper, AutocastForward) else None

@@ -1,8 +1,8 @@
 """Regional compilation: the blocks that a model repeats are compiled, each kind of block once.
 
 Regions are compiled in place (`torch.nn.Module.compile`): the model stays the same object, names of
-parameters and checkpoints stay as they are, and copies and pickles of it are not compiled. What is around
-the blocks runs as it is. torch looks its compiled code up by the code of a block's forward, so that all
+parameters and checkpoints stay as they are, and copies and pickles of it are not compiled. Code outside
+the blocks is not compiled. torch looks its compiled code up by the code of a block's forward, so that all
 blocks of one class share it.
 """
 
@@ -71,6 +71,7 @@ def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """
     blocks: list[torch.nn.Module] = []
     for child in module.children():
+        # Of one operation there is nothing to fuse.
         parts = [part for part in child.children() if any(part.children())]
         repeats = Counter(type(part) for part in parts)
         if isinstance(child, torch.nn.ModuleList) and any(count > 1 for count in repeats.values()):

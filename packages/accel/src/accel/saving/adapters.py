@@ -1,4 +1,4 @@
-"""Models that peft has put adapters into: telling them, and which part of a state is the adapter's."""
+"""Models with peft adapters: recognizing them, and finding the adapter's entries in a state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from accel_state.imports.packages import require
 
 __all__ = ["adapter_names", "is_peft_model", "under_own_names", "with_wrappers"]
 
-_WRAPPER = "_fsdp_wrapped_module"
+_WRAPPER = "_fsdp_wrapped_module"  # what FSDP's version 1 calls the module that it wraps; a private of torch
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
-    """Tell whether a model is a peft.PeftModel, inside of what parallel training puts around it.
+    """Return whether a model is a peft.PeftModel, under any wrapper of parallel training.
 
     Args:
         model: The model; compiled or not, wrapped or not.
@@ -37,8 +37,8 @@ def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
         state: The model's state, or any mapping with its names.
 
     Returns:
-        Own names by those of peft's files. A model without adapters has all of its names, under themselves:
-        transformers' Trainer asks for the adapter alone of whatever it trains.
+        The model's names by those of peft's files. A model without adapters has all of its names, under
+        themselves: transformers' Trainer asks for the adapter alone of whatever it trains.
     """
     if not is_peft_model(model):
         return {name: name for name in state}
@@ -46,7 +46,7 @@ def adapter_names(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     # peft chooses and renames entries and leaves values as they are: here these are the names themselves.
     found = peft.get_peft_model_state_dict(inner, state_dict=with_wrappers(inner, state))
-    return {_without_wrappers(name): own for name, own in found.items()}
+    return {_without_wrappers(name): named for name, named in found.items()}
 
 
 def under_own_names(state: Mapping[str, Any], names: Mapping[str, str], file: str) -> dict[str, Any]:
@@ -60,6 +60,7 @@ def under_own_names(state: Mapping[str, Any], names: Mapping[str, str], file: st
     Raises:
         CheckpointError: If the file has other entries than the model's adapters; it names them.
     """
+    # Both ways, as strict loading checks: the model's own check cannot be strict for an adapter.
     unknown = [name for name in state if name not in names]
     missing = [name for name in names if name not in state]
     if unknown or missing:

@@ -67,8 +67,8 @@ def save_fsdp_model(
         )
         return
     whole = accelerator.run.engine.states.state_dict(model)
-    if adapter_only and whole:
-        whole = {name: whole[own] for name, own in adapter_names(model, whole).items()}
+    if adapter_only and whole:  # empty but on the process that writes
+        whole = {name: whole[named] for name, named in adapter_names(model, whole).items()}
     _write_whole(accelerator.run, whole, output_dir, _whole_file(model_index))
 
 
@@ -100,6 +100,7 @@ def load_fsdp_model(
         RuntimeError: If a name is missing or too many: of the model, or with adapter_only of its adapters.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
+    # An adapter's file has not the frozen weights, so that loading it cannot be strict.
     engine, is_part = accelerator.run.engine, adapter_only and is_peft_model(model)
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
@@ -186,6 +187,7 @@ def load_fsdp_optimizer(
     name = file_names.optimizer_file(optimizer_index)
     whole = _read_whole(accelerator.run, input_dir, name)
     target = accelerator.run.engine.states.optimizer_to_load(optimizer)
+    # A failure in the middle would leave the optimizer half loaded.
     with unchanged_by_failure(inner):
         together(lambda: target.load_state_dict(whole), process, f"loading {name}")
 
@@ -207,7 +209,7 @@ def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
 
 def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
     state = get_model_state_dict(run.engine.states.state_root(model))
-    return {own: state[own] for own in adapter_names(model, state).values()} if adapter_only else state
+    return {name: state[name] for name in adapter_names(model, state).values()} if adapter_only else state
 
 
 def _whole_file(index: int) -> str:
@@ -233,7 +235,7 @@ def _write_whole(run: Run, state: dict[str, Any], folder: Folder, name: str) -> 
     each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)  # several calls save into one folder
         tensors.save(state, Path(folder) / name, save_on_each_node=each_node)
 
     together(write, run.process, f"writing {name}")

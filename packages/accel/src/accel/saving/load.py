@@ -38,14 +38,14 @@ def load_state(
     """Restore a checkpoint; every process calls it.
 
     Without a folder, the newest automatically named checkpoint whose files are what its manifest says is
-    restored; damaged ones are passed over on all processes alike, and told.
+    restored; damaged ones are skipped on all processes alike, with a warning.
 
     Args:
         run: Whose prepared and registered objects are restored.
         input_dir: The folder; None for the newest automatically named one.
         load_kwargs: Options of torch.load for everything but weights.
         strict: True for an error on any difference between the folder and the objects, False to restore what
-            fits and tell the rest; by default strict for folders that accel wrote.
+            fits and warn of the rest; by default strict for folders that accel wrote.
         verify: Whether to check the files' digests.
         map_location: Where files are read to: "cpu", "on_device" or a device.
         missing_ok: Whether to return where there is no checkpoint on any process, as on the first start.
@@ -59,6 +59,7 @@ def load_state(
         FileNotFoundError: If there is no checkpoint in it.
         CheckpointError: If it is damaged, or differs from the objects.
     """
+    # The save in the background may be what is loaded, and reads the state that is overwritten here.
     thread.wait()
     if missing_ok and not _is_any_there(run, input_dir):
         return False
@@ -68,10 +69,11 @@ def load_state(
     else:
         folder, reading = _open_newest(run, read)
     models = list(run.models)
+    # Hooks may take models out of the list, which they load themselves.
     for hook in run.load_hooks.values():
         hook(models, str(reading.folder))
     engine = run.engine
-    engine.states.check_own(reading.names)
+    engine.states.check_own(reading.names)  # before anything is changed
     others = [model for model in models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     # On any number of processes, and under any engine.
@@ -97,14 +99,14 @@ def load_state(
     )
     if any(file_names.role_of(name) == "buffers" for name in reading.names):
         load_own_buffers(run, reading)
-    engine.states.load_own(reading.folder, **options)
-    forget_round(run.scaler)
+    engine.states.load_own(reading.folder, **options)  # DeepSpeed and Megatron read their own files
+    forget_round(run.scaler)  # the steps and gradients of before have nothing to do with the loaded scale
     if has_gradients(run) and not reading.facts.get("open_window"):
         drop_gradients(run)  # of the window that is left
     if "window" in result:
         run.window.load_state_dict(result["window"])
     else:
-        run.window.step = result.get("step", 0)
+        run.window.step = result.get("step", 0)  # Accelerate's checkpoints have no window
     config = run.project_configuration
     if config.automatic_checkpoint_naming and config.project_dir is not None:
         number = file_names.iteration_of(folder.name)
@@ -133,7 +135,7 @@ def _is_any_there(run: Run, input_dir: str | None) -> bool:
     process = run.process
 
     def look() -> bool:
-        if not process.is_local_main:
+        if not process.is_local_main:  # one look per machine, whose disk it may be
             return False
         if input_dir is None:
             return bool(rotation.checkpoints(_project_root(run)))
@@ -166,16 +168,16 @@ def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
             "call load_state(missing_ok=True)."
         )
     damage: list[str] = []
-    for folder in reversed(found):
+    for folder in reversed(found):  # newest first
         try:
             reading = open_checkpoint(folder, *read)
         except Exception as error:
             # All are here, with an error each; where one has found damage, all go on to the one before.
             corrupt = str(error) if isinstance(error, CorruptCheckpointError) else None
-            told = [text for text in collect(corrupt, process) if text is not None]
-            if not told:
+            found_damage = [text for text in collect(corrupt, process) if text is not None]
+            if not found_damage:
                 raise
-            damage.append(told[0])
+            damage.append(found_damage[0])
             continue
         if damage:
             warn(f"Going on from {folder}. {' '.join(damage)}")

@@ -67,7 +67,7 @@ class CheckpointControl:
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         exit_code: int = 75,  # EX_TEMPFAIL of sysexits.h
     ) -> None:
-        """Save and exit if any process was told to end. Call it on every process, at the end of each step.
+        """Save and exit if any process got a signal to end. Every process calls it, at the end of each step.
 
         The first call takes the signals. A signal to any process makes all of them save, commit and exit in
         the same step: at one of the next two calls at which no accumulation window is open. `load_state` then
@@ -96,6 +96,7 @@ class CheckpointControl:
         if self.run.process.is_main:
             said = f"Preempted ({why}): saved {folder}; exiting with {exit_code}."
             print(said, file=sys.stderr, flush=True)
+        # Trackers are flushed, and the process group ends on all: no process waits for one that is gone.
         self.end_training()
         raise SystemExit(exit_code)
 

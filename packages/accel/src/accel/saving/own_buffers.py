@@ -44,6 +44,7 @@ def load_own_buffers(run: Run, reading: Reading) -> None:
     """
     process = run.process
     saved = reading.facts.get("world_size")
+    # With another number of processes, a rank has other data than before.
     name = file_names.buffers_file(process.rank if saved == process.world_size else 0)
     state = together(lambda: reading.load(name), process, f"reading {name}")
     for key, buffer in _buffers(run) if state else ():
@@ -57,6 +58,8 @@ def _buffers(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
         inner = run.engine.unwrap_model(model, keep_torch_compile=False)
         for path, module in inner.named_modules():
             for name, buffer in module._buffers.items():
+                # A private of torch, which state_dict reads too: there is no public list of them.
                 is_saved = buffer is not None and name not in module._non_persistent_buffers_set
                 if is_saved and not isinstance(buffer, DTensor) and buffer.numel():
+                    # A private of torch, which takes its wrappers' names out (FSDP1, checkpointing).
                     yield clean_tensor_name(f"{index}.{path}.{name}" if path else f"{index}.{name}"), buffer

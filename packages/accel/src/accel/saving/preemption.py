@@ -14,7 +14,7 @@ __all__ = ["announced_end"]
 
 
 def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> str | None:
-    """Tell whether a process was told to end; every process calls it at the end of each step.
+    """Return the signal to end that any process got; every process calls it at the end of each step.
 
     Args:
         run: What would be saved.
@@ -22,7 +22,7 @@ def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> s
         signals: Names of the signals, which the first call takes.
 
     Returns:
-        By what, on all processes in the same step, outside of accumulation windows; None: by nothing.
+        Its name, on all processes in the same step, outside of accumulation windows; None if there is none.
 
     Raises:
         ValueError: If there is no folder to save to.
@@ -31,7 +31,7 @@ def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> s
     if run.preemption is None:
         _check_folder(run, output_dir)
         run.preemption = Preemption(run.process, signals)
-    if run.window.step or not run.preemption.agreed():
+    if run.window.step or not run.preemption.agreed():  # not every engine saves the gradients of a window
         return None
     return run.preemption.received or "a signal to another process"
 

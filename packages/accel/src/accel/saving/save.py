@@ -84,7 +84,7 @@ def save_state(
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
         blocking: False to copy the state, and write and commit it in the background.
-        **options: Options for an engine's own saving (DeepSpeed's `save_checkpoint`); others take none.
+        **options: Engine-specific options for saving (DeepSpeed's `save_checkpoint`); others take none.
 
     Returns:
         The folder.
@@ -94,6 +94,7 @@ def save_state(
         Exception: What went wrong here or, for the save before, in the background.
     """
     thread.wait()
+    # Checks come before the folder is made: a call that fails leaves nothing behind.
     _check_window(run)
     run.engine.states.check_save(run.optimizers)
     run.watch.before_save(run)
@@ -104,6 +105,7 @@ def save_state(
     each_node = config.save_on_each_node
     with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
         weights, optimizers = _whole_states(run)
+        # Hooks may take weights out of the list and write them themselves.
         for hook in run.save_hooks.values():
             hook(run.models, weights, str(staging.path))
         save_accelerator_state(
@@ -131,10 +133,11 @@ def save_state(
         for index, item in enumerate(run.registered):
             _save_registered(run, item, index, staging)
         if config.automatic_checkpoint_naming:
+            # Old checkpoints go only once this one is complete.
             limit = config.total_limit
             staging.after_commit(lambda: rotation.prune(folder.parent, limit, staging.target))
     if config.automatic_checkpoint_naming:
-        config.iteration += 1
+        config.iteration += 1  # after the commit: a save that fails leaves its number free
     return str(staging.target)
 
 
@@ -204,7 +207,7 @@ def _new_folder(run: Run, output_dir: str | None) -> Path:
         raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
     number = free_number(run)
     if number > config.iteration:
-        _tell_other_run(config, number)
+        _warn_of_other_run(config, number)
     config.iteration = max(config.iteration, number)
     folder = file_names.checkpoint_dir(config.project_dir, config.iteration)
     if output_dir is not None and not run.has_warned_of_folder:
@@ -223,12 +226,12 @@ def free_number(run: Run) -> int:
     """
     root = Path(str(run.project_configuration.project_dir)) / file_names.CHECKPOINTS_DIR
     process = run.process
-    own = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
-    number: int = max(collect(own, process))
+    free = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
+    number: int = max(collect(free, process))
     return number
 
 
-def _tell_other_run(config: ProjectConfiguration, number: int) -> None:
+def _warn_of_other_run(config: ProjectConfiguration, number: int) -> None:
     limit = config.total_limit
     pruned = "" if limit is None else f" total_limit={limit} counts those of both runs; the oldest go first."
     warn(

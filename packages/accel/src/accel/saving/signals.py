@@ -34,6 +34,7 @@ class Preemption:
             )
         self.received: str | None = None
         self._agreement = Agreement(process)
+        # Windows has no SIGUSR1.
         numbers = [getattr(signal, name) for name in signals if hasattr(signal, name)]
         self._before = {number: signal.signal(number, self._note) for number in numbers}
 
@@ -44,12 +45,13 @@ class Preemption:
     def stop(self) -> None:
         """Put back what was done on these signals before."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:
+            if signal.getsignal(number) == self._note:  # others set since are left alone
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
+        # The program's handler runs too, but for Python's own, which would raise KeyboardInterrupt.
         before: Any = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)

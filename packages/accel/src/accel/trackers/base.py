@@ -29,7 +29,7 @@ class GeneralTracker:
     """Base class of all trackers; subclass it to write your own.
 
     A subclass sets `name` and `requires_logging_directory`, gives the property `tracker` (its library's
-    own run object), and overrides `store_init_configuration` and `log`. Its constructor takes the
+    run object), and overrides `store_init_configuration` and `log`. Its constructor takes the
     project's name first.
 
     Attributes:
@@ -43,12 +43,13 @@ class GeneralTracker:
     main_process_only: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
-        if _blank:
+        if _blank:  # what get_tracker returns on other processes
             return
         missing = [
             attribute
             for attribute in ("name", "requires_logging_directory", "tracker")
             if attribute not in vars(self)
+            # The base class only annotates names, and has the property that a subclass overrides.
             and getattr(type(self), attribute, None) is getattr(GeneralTracker, attribute, None)
         ]
         if missing:
@@ -59,7 +60,7 @@ class GeneralTracker:
 
     @property
     def tracker(self) -> Any:
-        """The library's own run object."""
+        """The library's run object."""
         raise NotImplementedError(f"{type(self).__name__} must give the property `tracker`.")
 
     def start(self) -> None:

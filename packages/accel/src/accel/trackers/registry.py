@@ -28,7 +28,7 @@ __all__ = [
 _TRACKERS: dict[str, tuple[type[GeneralTracker], str]] = {
     "tensorboard": (TensorBoardTracker, "tensorboard"),
 }
-_REGISTERED: dict[str, type[GeneralTracker]] = {}
+_REGISTERED: dict[str, type[GeneralTracker]] = {}  # by register_tracker_class
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -68,7 +68,7 @@ def filter_trackers(
         return []
     wanted = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
     if any(str(getattr(item, "value", item)) == "all" for item in wanted):
-        objects = [item for item in wanted if isinstance(item, GeneralTracker)]
+        objects = [item for item in wanted if isinstance(item, GeneralTracker)]  # "all" covers names alone
         wanted = [*objects, *get_available_trackers()]
     chosen: list[str | GeneralTracker] = []
     for item in wanted:

@@ -50,7 +50,7 @@ class TrackerControl:
                 options = dict((init_kwargs or {}).get(item, {}))
                 if kind.requires_logging_directory:
                     options["logging_dir"] = self.run.project_configuration.logging_dir
-                make: Any = kind
+                make: Any = kind  # constructors of trackers differ
                 tracker = make(project_name, **options)
             tracker.start()
             self.trackers.append(tracker)
@@ -59,7 +59,7 @@ class TrackerControl:
                 tracker.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name` (or, unwrapped, its library's own run object); a blank one elsewhere.
+        """The tracker called `name` (or, unwrapped, its library's run object); a blank one elsewhere.
 
         Raises:
             ValueError: If no such tracker was started.
@@ -68,7 +68,7 @@ class TrackerControl:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if not self.run.process.is_main:
-            return GeneralTracker(_blank=True)
+            return GeneralTracker(_blank=True)  # so that scripts need no `if` around its methods
         started = [tracker.name for tracker in self.trackers]
         raise ValueError(
             f"there is no tracker {name!r}; started are {started}. Name it in log_with, then init_trackers()."

@@ -49,6 +49,7 @@ class TensorBoardTracker(GeneralTracker):
             key: value if isinstance(value, int | float | str) else str(value)
             for key, value in values.items()
         }
+        # Without a name, they go to a folder named by the time.
         self._writer.add_hparams(plain, metric_dict={}, run_name=".")
         self._writer.flush()
 
@@ -59,6 +60,7 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(value, str):
                 self._writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
+                # A file of events for each key, as TensorBoard groups runs.
                 self._writer.add_scalars(key, value, global_step=step, **kwargs)
             else:
                 self._writer.add_scalar(key, value, global_step=step, **kwargs)

@@ -65,7 +65,7 @@ class Agreement:
         return outcome
 
     def _begin(self, yes: bool) -> None:
-        self._answer = torch.tensor([yes], dtype=torch.uint8, device="cpu")
+        self._answer = torch.tensor([yes], dtype=torch.uint8, device="cpu")  # gloo reduces no bool
         if self._process.world_size > 1:
             group = _group_for()
             self._work = dist.all_reduce(self._answer, dist.ReduceOp.MAX, group, async_op=True)
@@ -80,6 +80,8 @@ class Agreement:
 
 def _group_for() -> Any:
     global _group
+    # Every process calls it in the same round, as making a group is a collective. The reference is weak, so
+    # that a destroyed group is freed.
     default = dist.group.WORLD
     if _group is None or _group[0]() is not default:
         _group = (weakref.ref(default), dist.new_group(backend="gloo"))

@@ -1,4 +1,4 @@
-"""What the Accelerator's arguments mean: handlers by kind, old spellings, environment defaults."""
+"""Resolving the Accelerator's arguments: handlers by kind, old spellings, environment defaults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
     "resolve_project",
     "resolve_rng_types",
     "sort_handlers",
-    "tell_unread",
+    "warn_unread",
 ]
 
 _logger = get_logger(__name__)
@@ -88,6 +88,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     for handler in handlers or ():
         field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
         engine = getattr(handler, "engine", None)
+        # The entry points are read only for settings that name an engine: a search costs milliseconds.
         if field is None and isinstance(engine, str) and engine in outside_engines():
             field = "engine"
         if field is None:
@@ -105,11 +106,11 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
 
 
 _ALWAYS_PASSED = {"find_unused_parameters"}
-"""What no user chose: transformers' Trainer passes it in every run, and DDP alone has a use for it."""
+"""Options that no user chose: transformers' Trainer passes them in every run, and only DDP reads them."""
 
 
-def tell_unread(handlers: Handlers, engine: Engine) -> None:
-    """Warn of handlers that the engine has no use for, and that say something.
+def warn_unread(handlers: Handlers, engine: Engine) -> None:
+    """Warn of handlers that the engine ignores, if any of their options is set.
 
     Args:
         handlers: The handlers.
@@ -117,7 +118,7 @@ def tell_unread(handlers: Handlers, engine: Engine) -> None:
     """
     for field, reason in engine.unread_handlers.items():
         handler = getattr(handlers, field)
-        unset = {} if handler is None else vars(type(handler)())
+        unset = {} if handler is None else vars(type(handler)())  # defaults may come from the environment
         given = [name for name in unset if vars(handler)[name] != unset[name]]
         chosen = [name for name in given if name not in _ALWAYS_PASSED]
         if given:
@@ -132,7 +133,7 @@ def tell_unread(handlers: Handlers, engine: Engine) -> None:
 def resolve_dataloader_config(
     config: DataLoaderConfiguration | None, split_batches: Any
 ) -> DataLoaderConfiguration:
-    """The loader configuration, with the constructor's own `split_batches` folded in.
+    """The loader configuration, merged with the constructor's `split_batches`.
 
     Raises:
         ValueError: If both are given and say different things.
@@ -175,6 +176,7 @@ def resolve_accumulation(
         if plugin.num_steps is not None:
             return plugin
         return replace(plugin, num_steps=env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or 1)
+    # As documented: the launcher's flag changes scripts that pass a number.
     if env.is_set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     return GradientAccumulationPlugin(num_steps=check_steps(steps))
@@ -186,7 +188,7 @@ def check_steps(steps: Any) -> int:
     Raises:
         ValueError: If it is not a positive integer.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:  # True is an int
         raise ValueError(f"gradient_accumulation_steps is {steps!r}; it takes an integer of at least 1.")
     return steps
 
@@ -211,7 +213,7 @@ def resolve_project(project_dir: Any, config: ProjectConfiguration | None) -> Pr
     if project_dir is None:
         return config
     if config.project_dir is None:
-        config.set_directories(project_dir)
+        config.set_directories(project_dir)  # in place: clients read the object that they passed
     elif os.fspath(project_dir) != os.fspath(config.project_dir):
         warn(
             f"Accelerator ignores project_dir={os.fspath(project_dir)!r}: its project_config has "
@@ -257,7 +259,7 @@ def resolve_old_spellings(
     for name, value in given.items():
         if name == "fp16":
             _warn_old("fp16", "mixed_precision='fp16'")
-            mixed_precision = mixed_precision or ("fp16" if value else "no")
+            mixed_precision = mixed_precision or ("fp16" if value else "no")  # the present spelling wins
         elif name in _LOADER_SPELLINGS:
             _warn_old(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")
             loaders = replace(loaders or DataLoaderConfiguration(), **{name: value})

@@ -30,7 +30,7 @@ class _Part(Generic[_T]):
         self._name = name or ""
 
     def __set_name__(self, owner: type[HasRun], name: str) -> None:
-        self._name = self._name or name
+        self._name = self._name or name  # a given name is that of the run's attribute
 
     def __get__(self, accelerator: HasRun | None, owner: type[HasRun]) -> _T:
         if accelerator is None:  # asked of the class

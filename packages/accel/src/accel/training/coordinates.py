@@ -87,4 +87,5 @@ class MeshCoordinates:
             raise RuntimeError(
                 f"There is no {dim} rank without a mesh: pass parallelism_config to Accelerator."
             )
+        # An axis of size 1 is not in the mesh.
         return mesh.get_local_rank(dim) if dim in (mesh.mesh_dim_names or ()) else 0

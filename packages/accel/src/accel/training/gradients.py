@@ -29,6 +29,7 @@ __all__ = ["GradientControl", "drop_gradients", "has_gradients"]
 
 def drop_gradients(run: Run) -> None:
     """Drop the gradients of everything prepared, also those that an engine holds back."""
+    # The torch optimizers: a wrapper's zero_grad does nothing inside a window.
     optimizers = (getattr(item, "optimizer", item) for item in run.optimizers)
     for holder in (*run.models, *optimizers):
         holder.zero_grad()
@@ -70,14 +71,15 @@ class GradientControl:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
         steps = arguments.check_steps(gradient_accumulation_steps)
+        # In place: all handles on the state share the dictionary.
         self.run.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was skipped, because fp16 gradients overflowed.
 
-        Each optimizer answers for its own last step, so that of two that step in turn one may be meant that
-        has not stepped in this micro-batch yet; its own `step_was_skipped` tells which.
+        Of two optimizers that step in turn, one may not have stepped in this micro-batch yet: ask each for
+        its `step_was_skipped`.
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.run.optimizers)
 
@@ -124,6 +126,7 @@ class GradientControl:
             RuntimeError: If it is given inside `join_uneven_inputs`, where processes may be out of data.
         """
         run = self.run
+        # After the first steps this is False, and a backward pass costs two look-ups here.
         if not run.is_usual or "learning_rate" in kwargs:
             run.is_usual = not run.watch.before_backward(run, weight is None) and run.lomo is None
             if run.lomo is not None or "learning_rate" in kwargs:
@@ -140,10 +143,11 @@ class GradientControl:
             else:
                 run.engine.backward(loss / steps, **kwargs)
             return
+        # bf16 and fp16 hold counts of tokens exactly up to 256 and 2048 only.
         precise = torch.promote_types(loss.dtype, torch.float32)
         factor = run.window.weigh(weight, _Gathered(run, precise))
         if isinstance(factor, torch.Tensor):
-            factor = factor.to(loss.device, precise, non_blocking=True)
+            factor = factor.to(loss.device, precise, non_blocking=True)  # no wait for its value
         run.engine.backward(loss * factor, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -179,7 +183,7 @@ class GradientControl:
 
         Inside an accumulation window the gradients are not whole yet: the norm is returned and nothing is
         clipped. In fp16 the gradients are unscaled first, unless that was done since the last step. An
-        optimizer that steps in backward (LOMO) leaves nothing to clip, of which a warning tells.
+        optimizer that steps in backward (LOMO) leaves nothing to clip, with a warning.
 
         Raises:
             ValueError: If fp16 gradients belong to no prepared optimizer.
@@ -188,6 +192,7 @@ class GradientControl:
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
             return run.engine.gradients.clip_norm(_unscaled(run, parameters), max_norm, norm_type)
+        # The gradients so far, of this process: they are neither whole nor unscaled.
         norm = run.engine.gradients.norm(parameters, norm_type)
         if norm is None or run.scaler is None:
             return norm
@@ -227,13 +232,14 @@ def _backward_that_steps(
             "the backward of an optimizer that steps in it (LOMO) takes learning_rate alone."
         )
     if learning_rate is None:
-        learning_rate = run.lomo.param_groups[0]["lr"]
+        learning_rate = run.lomo.param_groups[0]["lr"]  # LOMO steps all groups with one rate
     lomo.lomo_backward(run.lomo, loss, learning_rate, run.gradient_state.num_steps)
 
 
 def _unscale_gradients(run: Run, optimizer: Any) -> None:
     if run.scaler is None or not run.gradient_state.sync_gradients:
         return
+    # First, as what an engine still holds back is multiplied by the scale too.
     run.engine.owner.finish_window()
     chosen: Sequence[Any] = run.optimizers
     if optimizer is not None:
@@ -255,6 +261,7 @@ def _unscaled(
     if run.scaler is not None and run.scaler.is_enabled():
         wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
         holding = agreed(run.scaler, [holds_any(item, wanted) for item in run.optimizers])
+        # The processes agree, since unscaling is a collective where each has parts of the gradients.
         owners = [item for item, holds in zip(run.optimizers, holding, strict=True) if holds]
         held = {id(each) for item in owners for group in item.param_groups for each in group["params"]}
         if wanted - held:
@@ -287,7 +294,7 @@ class _MicroBatch:
             for model in self.models:
                 self.held_back.enter_context(self.engine.gradients.no_sync(model))
         except BaseException:
-            self.__exit__(*sys.exc_info())
+            self.__exit__(*sys.exc_info())  # Python calls it only after an __enter__ that returned
             raise
 
     def __exit__(
@@ -319,6 +326,7 @@ class _Gathered:
 
     def scale(self, factor: Weight) -> None:
         """Multiply the gradients of all prepared models and optimizers, each once."""
+        # Optimizers may step tensors of no model, and models have parameters of no optimizer.
         parameters = {
             id(parameter): parameter
             for group in (

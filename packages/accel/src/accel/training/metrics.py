@@ -35,8 +35,8 @@ def gather_for_metrics(
 
     The loader knows how many rows each process has in a padded step, and how many of them are real samples.
     Objects are cut before they travel and tensors after. Where batches differ in size, because nothing is
-    padded (`even_batches=False`) or a batch sampler has no batch size, the processes tell each other how many
-    rows they have.
+    padded (`even_batches=False`) or a batch sampler has no batch size, the processes exchange how many rows
+    they have.
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
@@ -62,7 +62,9 @@ def gather_for_metrics(
     if use_gather_object or not _holds_only_tensors(data):
         if fill is not None:
             data = _cut_objects(data, fill.real[shard[0]], fill.rows[shard[0]])
+        # Of the processes with the same samples, the first gives its objects for all.
         return gather_object([] if process.rank % copies else data, process=process)
+    # Two more collectives, of sizes and padding, which even loaders never need.
     if process.world_size > 1 and _may_be_uneven(loader):
         return _gather_uneven(data, fill, process, copies, shares_sequences)
     gathered = gather(data, process=process)
@@ -74,9 +76,9 @@ def gather_for_metrics(
 
 
 def _fill(loader: Any | None, size: int) -> Fill | None:
-    """What a loader says of the step at hand, if it is for so many data-parallel processes."""
+    """The loader's `Fill` of this step, if the loader is for so many data-parallel processes."""
     real = getattr(loader, "real_samples", None)
-    if real is None or loader is None or len(real) != size:
+    if real is None or loader is None or len(real) != size:  # another Accelerator's loader
         return None
     return Fill(real, loader.batch_rows)
 
@@ -127,17 +129,18 @@ def _may_be_uneven(loader: Any | None) -> bool:
     """Whether batches of the loader may have fewer rows on some processes than on others."""
     holders = (loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")))
     return any(
-        getattr(holder, "even_batches", True) is False
+        getattr(holder, "even_batches", True) is False  # `is`: samplers of others may have anything there
         or (isinstance(holder, BatchSamplerShard) and holder.batch_size is None)
         for holder in holders
     )
 
 
 def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts: bool) -> torch.Tensor:
-    """What each group of `copies` processes says: the first of them, or of parts the mean of all."""
+    """One result per group of `copies` processes: the first one's, or of parts of sequences the mean."""
     rows = gathered.shape[0] // world_size
+    # The copies of a group are neighbours in rank order: tp and cp are a mesh's last axes.
     groups = gathered.reshape(world_size // copies, copies, rows, *gathered.shape[1:])
-    if may_be_parts and gathered.dim() == 1 and gathered.is_floating_point():
+    if may_be_parts and gathered.dim() == 1 and gathered.is_floating_point():  # a loss per sample
         return groups.mean(1).flatten()
     first = groups[:, :1]
     if may_be_parts and not _are_alike(groups, first.expand_as(groups)):
@@ -161,8 +164,9 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, may_be_parts: bool) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
-    own = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
-    sizes = gather(own, process=process).view(process.world_size, len(leaves))[::copies].t()
+    local = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
+    # Of shape (leaves, groups).
+    sizes = gather(local, process=process).view(process.world_size, len(leaves))[::copies].t()
     gathered, _ = flatten(gather(pad_across_processes(data, process=process), process=process))
     if copies > 1:
         gathered = [_one_copy(leaf, process.world_size, copies, may_be_parts) for leaf in gathered]
@@ -176,7 +180,7 @@ def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, 
 
 def _drop_padding(gathered: torch.Tensor, fill: Fill) -> torch.Tensor:
     """Keep the real rows of each process; what is not one row per sample stays whole."""
-    rows = gathered.shape[0] // len(fill.rows)
+    rows = gathered.shape[0] // len(fill.rows)  # the same of each process, as gather takes no others
     return _kept_rows(gathered, _real_rows((rows,) * len(fill.rows), fill), rows)
 
 
@@ -184,7 +188,7 @@ def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:
     """Return how many of the rows that each process gave are real: all, if they are not one per sample."""
     if fill is None or rows == fill.rows:
         return rows if fill is None else fill.real
-    if set(rows) != {1}:
+    if set(rows) != {1}:  # one row per process: a mean, which no padding is in
         warn(
             f"gather_for_metrics got {sum(rows)} rows from {len(rows)} processes, whose batches have "
             f"{', '.join(map(str, fill.rows))} rows in this padded step: it cannot tell which rows belong to "
@@ -217,10 +221,11 @@ def _is_structure(data: Sequence[Any], rows: int) -> bool:
 
     So it is where each of them has `rows` rows, in a tuple, as `(predictions, labels)`, or in a list of
     things that differ in kind. A list of things that are alike is taken for one entry per sample, as
-    gathering objects makes one list of all entries; it is told, as it may be meant otherwise.
+    gathering objects makes one list of all entries; with a warning, as it may be meant otherwise.
     """
     if not all(_has_rows(value, rows) for value in data):
         return False
+    # Samples of one batch are alike; predictions and labels usually are not.
     if isinstance(data, tuple) or len({_kind(value) for value in data}) > 1:
         return True
     if rows > 1:

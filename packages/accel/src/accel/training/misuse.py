@@ -1,4 +1,4 @@
-"""Use that trains wrongly in silence, noticed in the first steps or at the first save, and told with its fix.
+"""Warnings of mistakes that train wrongly without an error, found in the first steps or at the first save.
 
 From the first `prepare` or backward pass on, torch calls back at every optimizer's step. That ends as soon as
 all that is prepared has stepped, and after 100 steps or backward passes in any case: later ones cost nothing.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
-_MOST = 100  # steps or backward passes
+_MOST = 100  # steps or backward passes: past warmup, and small beside any run
 
 
 class Watch:
@@ -34,53 +34,54 @@ class Watch:
         self._steps = 0
         self._outside = 0
         self._stepped: set[int] = set()
-        self._judged: set[int] = set()
+        self._checked: set[int] = set()
         self._is_over = False
-        self._is_model_told = False
+        self._has_warned_of_model = False
         self._is_save_checked = False
         self._handle: Any = None
         self._unprepared: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, ()
+        return Watch, ()  # the hook and the weak references cannot be copied
 
     def __del__(self) -> None:
         self._stop()
 
     def begin(self, run: Run) -> None:
-        """Look at the first steps: something was prepared that is not trained itself."""
+        """Check the first steps: a loader or scheduler was prepared."""
         if not (self._passes or self._steps):
             self._start(run)
 
     def resume(self, run: Run) -> None:
-        """Look at the next steps too: something was prepared."""
+        """Check the next steps too: a model or optimizer was prepared."""
         self._passes = self._steps = 0
         self._is_over = self._is_save_checked = False
         self._start(run)
 
     def before_backward(self, run: Run, is_mean: bool) -> bool:
-        """Note a backward pass, and begin or end to look at steps.
+        """Count a backward pass, and begin or end to check steps.
 
         Args:
             run: Whose it is.
             is_mean: Whether its loss is divided by the number of accumulation steps.
 
         Returns:
-            Whether the next pass is to be noted too.
+            Whether the next pass is to be counted too.
         """
         self._passes += 1
         if self._is_over or self._passes > _MOST:
             self._stop()
             return False
         self._start(run)
-        self._outside += is_mean and not run.window.in_micro_batch
+        self._outside += is_mean and not run.window.in_micro_batch  # weights make a window of any loop
         return True
 
     def before_step(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
-        """Judge the step that an optimizer, prepared or not, is about to make."""
+        """Check the step that an optimizer, prepared or not, is about to make."""
         self._steps += 1
         if self._is_over or self._steps > _MOST:
             return  # torch is going through its hooks: this one is taken out at the next save or backward
+        # By id: parameters of one model may be in several optimizers, and tensors compare by value.
         given = {id(item): item for item in _parameters(optimizer)}
         held = {id(item) for prepared in run.optimizers for item in _parameters(prepared)}
         known = {id(item): item for item in _prepared_parameters(run)}
@@ -98,7 +99,7 @@ class Watch:
         self._is_over = held <= self._stepped and trained <= self._stepped
 
     def before_save(self, run: Run) -> None:
-        """Tell of what trains and does not go into the checkpoint, at the first save."""
+        """Warn of what trains and is not in the checkpoint, at the first save."""
         if self._is_over or self._steps > _MOST:
             self._stop()
         if self._is_save_checked or run.save_hooks:  # which may save anything
@@ -133,15 +134,15 @@ class Watch:
 
     def _check_model(self, run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> None:
         size = run.engine.loaders.data_shard[1]
-        if size == 1 or self._is_model_told:
+        if size == 1 or self._has_warned_of_model:
             return
-        new = given.keys() - known.keys() - self._judged
+        new = given.keys() - known.keys() - self._checked
         owner = run.engine.owner
         loose = [given[key] for key in new if _is_on_its_own(given[key]) and not owner.averages(given[key])]
-        self._judged |= {id(item) for item in loose}
+        self._checked |= {id(item) for item in loose}
         family = _family(loose, known)
         if family and not any(_is_parallel(module) for module in family):
-            self._is_model_told = True
+            self._has_warned_of_model = True
             warn(
                 f"{type(family[-1]).__name__} is trained on {size} processes and is not prepared: nobody "
                 "averages its gradients, so that each process trains weights of its own. Pass it to "
@@ -163,6 +164,7 @@ class Watch:
 
     def _start(self, run: Run) -> None:
         if self._handle is None:
+            # A weak reference: torch keeps the hook for all optimizers, and must not keep the run.
             self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(run)))
 
     def _stop(self) -> None:
@@ -173,7 +175,7 @@ class Watch:
 
 def _before_step(owner: ReferenceType[Run], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     run = owner()
-    if run is not None and not torch.compiler.is_compiling():
+    if run is not None and not torch.compiler.is_compiling():  # a compiled step would trace the hook
         run.watch.before_step(run, optimizer)
 
 
@@ -190,7 +192,7 @@ def _prepared_parameters(run: Run) -> Iterator[torch.Tensor]:
 
 
 def _is_meant(run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> bool:
-    """Whether an optimizer that is not prepared is one of this training's, and not one for something else."""
+    """Whether an unprepared optimizer belongs to this training, and not to something else in the program."""
     prepares_training = run.optimizers or any(item.requires_grad for item in known.values())
     return bool(given.keys() & known.keys()) or not prepares_training or _is_replaced(run, given)
 
@@ -202,10 +204,11 @@ def _is_replaced(run: Run, given: dict[int, torch.Tensor]) -> bool:
 
 
 def _wrong_steps(run: Run, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]) -> Iterator[str]:
-    """What is wrong with the steps of an optimizer that is not prepared; nothing is with many."""
+    """What is wrong with the steps of an unprepared optimizer; often nothing."""
     if _is_replaced(run, given):
         yield "steps parameters that its model no longer has, since it was sharded"
     scaler = run.scaler
+    # A private of torch's scaler, which alone has what unscaled its gradients; no method says it.
     if scaler is not None and scaler.is_enabled() and id(optimizer) not in scaler._per_optimizer_states:
         yield "steps with gradients that are multiplied by the loss scale of fp16 training"
     if not run.gradient_state.sync_gradients:
@@ -214,7 +217,9 @@ def _wrong_steps(run: Run, optimizer: torch.optim.Optimizer, given: dict[int, to
 
 def _is_on_its_own(item: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that neither a mesh nor a hook of its own may have reduced."""
+    # Privates of torch without a public reader.
     hooked = item._backward_hooks or getattr(item, "_post_accumulate_grad_hooks", None)
+    # A DTensor has a mesh; asking for its type would import torch.distributed.tensor.
     return item.grad is not None and not hooked and not hasattr(item, "device_mesh")
 
 
@@ -236,11 +241,13 @@ def _family(parameters: Collection[torch.Tensor], known: Collection[int]) -> lis
     wanted = {id(item) for item in parameters}
     if not wanted:
         return []
+    # By type: isinstance asks `__class__`, which lazy proxies answer by importing what they stand for.
     modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
     parents: dict[int, list[torch.nn.Module]] = {}
     for module in modules:
-        for child in (vars(module).get("_modules") or {}).values():
+        for child in (vars(module).get("_modules") or {}).values():  # missing where __init__ has not run yet
             parents.setdefault(id(child), []).append(module)
+    # One is enough: those around it are found from it.
     family = [module for module in modules if wanted & set(map(id, _own_parameters(module)))][:1]
     for module in family:  # which grows
         above = (item for item in parents.get(id(module), ()) if not any(item is other for other in family))

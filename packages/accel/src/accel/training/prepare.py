@@ -62,7 +62,7 @@ def prepare(
         caller: The Accelerator, for code of the user's that an engine hands it to.
 
     Raises:
-        ValueError: If `placement` has another length than `objects`, or the engine refuses an object.
+        ValueError: If `placement` has another length than `objects`, or the engine rejects an object.
     """
     if placement is None:
         placement = [None] * len(objects)
@@ -71,8 +71,9 @@ def prepare(
             f"prepare got {len(objects)} objects and a device_placement of {len(placement)}: give one entry "
             f"for each."
         )
+    # Kinds before anything is changed: an object of no kind comes back as it is.
     kinds = [_kind_of(run, item) for item in objects]
-    _tell_unknown(run, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
+    _warn_of_unknown(run, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
     result = list(objects)
     trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
     done = prepare_models_and_optimizers(
@@ -89,6 +90,7 @@ def prepare(
             result[index] = prepare_scheduler(run, objects[index])
         elif kind == "loader":
             result[index] = prepare_loader(run, objects[index], placement[index])
+            # Sequence parallelism shares the batches of loaders that come with the model, as documented.
             if "model" in kinds:
                 result[index] = run.engine.loaders.share_loader(result[index])
         elif kind == "own":
@@ -97,7 +99,7 @@ def prepare(
 
 
 def check_kind(item: Any, kind: str) -> None:
-    """Refuse an object that is not what `prepare_model`, `prepare_optimizer` or `prepare_scheduler` takes.
+    """Reject an object that is not what `prepare_model`, `prepare_optimizer` or `prepare_scheduler` takes.
 
     Raises:
         TypeError: If it is of another kind.
@@ -130,9 +132,10 @@ def prepare_models_and_optimizers(
             afterwards.
         caller: See `prepare`.
     """
+    # A model that was evaluated before is done already, but for what training needs.
     if not evaluation_mode:
         _wrap_what_trains_now(run, objects)
-    fresh: dict[int, Any] = {}
+    fresh: dict[int, Any] = {}  # by id: an object that is given twice is prepared once
     for item, put in zip(objects, placement, strict=True):
         if _already(run, item) is None and id(item) not in fresh:
             fresh[id(item)] = (item, run.device_placement if put is None else put)
@@ -145,13 +148,13 @@ def prepare_models_and_optimizers(
         place_optimizers=tuple(put for _, put in optimizers),
         evaluation_mode=evaluation_mode,
         caller=caller,
-        **_around(run, beside),
+        **_beside_models(run, beside),
     )
-    run.engine.check_together(request)
+    run.engine.check_together(request)  # raises before anything is changed
     done = run.engine.prepare(request)
     run.models.extend(map(_marked, done.models))
     run.optimizers.extend(done.optimizers)
-    run.lomo = find_lomo(run.optimizers)
+    run.lomo = find_lomo(run.optimizers)  # all: one of an earlier call may be it
     if fresh:
         run.watch.resume(run)
         run.is_usual = False
@@ -161,13 +164,14 @@ def prepare_models_and_optimizers(
     return [new[id(item)] if id(item) in new else _already(run, item) for item in objects]
 
 
-def _around(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
-    """What an engine may want to know of schedules and loaders."""
+def _beside_models(run: Run, beside: Sequence[Any]) -> dict[str, Any]:
+    """The schedules, loaders and batch sizes of a call, which some engines need."""
     config, state = run.dataloader_config, run.gradient_state
     size = run.engine.loaders.data_shard[1]
     given = [item for item in beside if isinstance(item, DataLoader)]
     sizes = [_batch_size(item, size if config.split_batches else 1) for item in given]
     earlier = [_batch_size(item) for item in run.loaders]
+    # As AcceleratedScheduler moves schedules.
     moves = 1 if config.split_batches or not state.step_scheduler_per_process else size
     return {
         "schedulers": tuple(item for item in beside if isinstance(item, _KINDS["scheduler"])),
@@ -193,7 +197,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     for known in run.schedulers:
         if known is scheduler or known.scheduler is scheduler:
             return known
-    scheduler = run.engine.prepare_scheduler(scheduler) or scheduler
+    scheduler = run.engine.prepare_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
     if not isinstance(scheduler, AcceleratedScheduler):
         scheduler = AcceleratedScheduler(
             scheduler,
@@ -211,12 +215,12 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
 
 
 def _attach_schedulers(run: Run) -> None:
-    """Let each scheduler follow its own optimizer, whichever of the two was prepared first."""
+    """Let each scheduler follow the optimizer it was made for, whichever was prepared first."""
     wrappers = {id(_inner(item)): item for item in run.optimizers}
     for scheduler in run.schedulers:
-        own = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
-        if own is not None:
-            scheduler.optimizers = [own]
+        wrapper = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
+        if wrapper is not None:
+            scheduler.optimizers = [wrapper]
 
 
 def prepare_loader(
@@ -228,13 +232,14 @@ def prepare_loader(
         return loader if inner is loader.loader else loader.around(inner)
     config = run.dataloader_config
     place = run.device_placement if place is None else place
+    # Prepared again with other settings, it is another loader.
     asked = (place, slice_fn_for_dispatch, list(run.rng_types), *vars(config).values())
     for known in run.loaders:
         source = _made_from.get(known)
         if source is not None and source[0]() is loader and source[1] == asked:
             return known
     rank, size = run.engine.loaders.data_shard
-    shares_samples = size != run.process.world_size
+    shares_samples = size != run.process.world_size  # tensor or context parallelism
     prepared = prepare_data_loader(
         run.engine.loaders.loader_to_prepare(loader),
         run.process.device,
@@ -257,9 +262,10 @@ def prepare_loader(
         data_ranks=run.engine.loaders.data_ranks,
     )
     if not _follows(run, prepared):
-        # Another Accelerator's loader: ours is a second handle on it, and tells us where it is.
+        # Another Accelerator's loader: a copy reports its progress to this one's gradient state.
         prepared = copy.copy(prepared)
         prepared.gradient_state = run.gradient_state
+    # Partials of functions, not methods: the loader must not keep the Accelerator.
     if run.process.world_size > 1:
         joining = run.engine.loaders.joining
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
@@ -288,8 +294,9 @@ def _is_like_an_optimizer(item: Any) -> bool:
     return hasattr(item, "param_groups") and all(callable(getattr(item, name, None)) for name in methods)
 
 
-def _tell_unknown(run: Run, items: Sequence[Any]) -> None:
+def _warn_of_unknown(run: Run, items: Sequence[Any]) -> None:
     """Warn once of each type: programs prepare what they have."""
+    # Programs pass None for objects that they do not have.
     new = {type(item) for item in items if item is not None} - run.warned_types
     if not new:
         return
@@ -345,6 +352,7 @@ def _follows(run: Run, item: Any) -> bool:
 def _is_form_of(run: Run, item: torch.nn.Module, model: torch.nn.Module) -> bool:
     if model is item:
         return True
+    # The user may hold the model from before wrapping, or what torch.compile made of it.
     plain = run.engine.unwrap_model(model, keep_torch_compile=False)
     return plain is item or plain is getattr(item, "_orig_mod", None)
 
@@ -358,5 +366,5 @@ def _already(run: Run, item: Any) -> Any | None:
             return optimizer
     if isinstance(item, AcceleratedOptimizer) and _follows(run, item):
         run.optimizers.append(item)
-        return item
+        return item  # wrapped by the user, with this Accelerator's state
     return None

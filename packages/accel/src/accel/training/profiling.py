@@ -18,7 +18,7 @@ __all__ = ["profile"]
 
 @contextlib.contextmanager
 def profile(process: Process, handler: ProfileKwargs) -> Iterator[Any]:
-    """Run torch's profiler around a block.
+    """Profile a block with torch's profiler.
 
     Args:
         process: This process, whose rank names the trace file.
@@ -34,4 +34,4 @@ def profile(process: Process, handler: ProfileKwargs) -> Iterator[Any]:
         folder = Path(handler.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{process.rank}.json"))
-        wait(process)
+        wait(process)  # until the traces of all are written

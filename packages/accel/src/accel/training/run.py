@@ -25,24 +25,25 @@ __all__ = ["HasRun", "Run", "Watcher"]
 
 
 class Watcher(Protocol):
-    """What follows the first steps of a run; see `accel.training.misuse`."""
+    """Checks the first steps of a run; see `accel.training.misuse`."""
 
     def begin(self, run: Run) -> None:
-        """Look at the first steps: something was prepared that is not trained itself."""
+        """Check the first steps: a loader or scheduler was prepared."""
 
     def resume(self, run: Run) -> None:
-        """Look at the next steps too: something was prepared."""
+        """Check the next steps too: a model or optimizer was prepared."""
 
     def before_backward(self, run: Run, is_mean: bool) -> bool:
-        """Note a backward pass; returns whether the next one is to be noted too."""
+        """Count a backward pass; returns whether the next one is to be counted too."""
 
     def before_step(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the step that an optimizer is about to make."""
+        """Check the step that an optimizer is about to make."""
 
     def before_save(self, run: Run) -> None:
         """Warn of what trains and is not saved."""
 
 
+# eq=False: a run is the key of weak references, and equal to itself alone.
 @dataclass(eq=False)
 class Run:
     """What one Accelerator trains with, and what it has prepared.
@@ -53,7 +54,7 @@ class Run:
         window: Counts micro-batches.
         scaler: The loss scaler of fp16 training, else None.
         engine: How training is parallelized.
-        watch: Follows the first steps.
+        watch: Checks the first steps.
         project_configuration: Where checkpoints go.
         dataloader_config: How loaders are sharded.
         rng_types: Generators synchronised at the start of each iteration.
@@ -64,10 +65,10 @@ class Run:
         save_hooks: Called before `save_state` writes.
         load_hooks: Called before `load_state` reads.
         lomo: The prepared optimizer that steps in backward, if there is one.
-        is_usual: Whether the next backward pass is one as most are: watched no more, and of no LOMO.
-        preemption: Notes signals that announce the end, once it was asked for.
-        warned_types: Types of which a warning said that `prepare` leaves them as they are.
-        has_warned_of_folder: Whether a warning said that a folder is not used, as names are automatic.
+        is_usual: Whether backward passes are no longer counted, and not those of LOMO.
+        preemption: Notes signals to end, after the first `save_on_preemption`.
+        warned_types: Types for which `prepare` has warned that it leaves them unchanged.
+        has_warned_of_folder: Whether `save_state` has warned that it ignores output_dir.
     """
 
     state: AcceleratorState

@@ -39,7 +39,7 @@ def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | 
 
 
 def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> None:
-    """Tell that the processes that run out of batches will leave the others waiting, unless they are joined.
+    """Warn that processes which run out of batches leave the others waiting, unless they are joined.
 
     Args:
         joining: Whether they are joined, by the engine of the Accelerator whose loader is iterated; None if
@@ -58,7 +58,7 @@ def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> N
 
 
 def warn_of_missing(joining: Joining | None, missing: Missing) -> None:
-    """Tell, in the step in which it is seen, that a process which reads a part of its own has no batch.
+    """Warn of a process that has no batch, in the step in which another one finds it.
 
     Args:
         joining: See `warn_of_uneven`.
@@ -94,6 +94,7 @@ def _even_batches(run: Run, even_batches: bool | None) -> Iterator[None]:
         return
     samplers = [getattr(loader, "batch_sampler", None) for loader in run.loaders]
     shards = [sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)]
+    # Streams have no length to complete, and process 0 shares out what is dispatched.
     if len(shards) < len(samplers):
         warn("join_uneven_inputs(even_batches=...) does not affect iterable-style and dispatched loaders.")
     with contextlib.ExitStack() as overridden:

@@ -19,7 +19,7 @@ from accel.engines.megatron.engine import MegatronLMEngine
 from accel.engines.mesh.shard import check_layout, check_sparse
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine
-from accel.training.arguments import Handlers, tell_unread
+from accel.training.arguments import Handlers, warn_unread
 from accel_ops.collectives import operations
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_optim.local_sgd import LocalSGD
@@ -308,17 +308,17 @@ def test_options_of_ddp_are_told_to_be_ignored_under_engines_without_it(world, e
 def test_every_engine_names_the_handlers_that_it_does_not_read():
     handlers = Handlers(AutocastKwargs(enabled=False), scaler=GradScalerKwargs(init_scale=2.0))
     with pytest.warns(UserWarning, match="ignored") as told:
-        tell_unread(handlers, SimpleNamespace(name="m", unread_handlers=MegatronLMEngine.unread_handlers))
+        warn_unread(handlers, SimpleNamespace(name="m", unread_handlers=MegatronLMEngine.unread_handlers))
     assert ["GradScalerKwargs(init_scale=2.0)" in str(item.message) for item in told] == [True, False]
     assert "AutocastKwargs(enabled=False)" in str(told[1].message)
-    tell_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+    warn_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
 
 
 def test_what_the_trainer_always_passes_is_logged_and_not_warned_of(caplog):
     handlers = Handlers(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))
     Accelerator(cpu=True)
     with caplog.at_level("INFO", logger="accel.training.arguments"):
-        tell_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
+        warn_unread(handlers, SimpleNamespace(name="xla", unread_handlers=XLAEngine.unread_handlers))
     (record,) = caplog.records
     assert "DistributedDataParallelKwargs(find_unused_parameters=True) is ignored under xla" in record.message
 

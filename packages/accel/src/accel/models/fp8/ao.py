@@ -89,8 +89,9 @@ def convert_model_to_fp8_ao(
         ImportError: If torchao is not installed.
         ValueError: If the model is a linear layer itself, which cannot be replaced in place.
     """
-    if isinstance(model, torch.nn.Linear):
+    if isinstance(model, torch.nn.Linear):  # torchao returns another layer, where the caller keeps this one
         raise ValueError("convert_model_to_fp8_ao got a single linear layer: put it into a model.")
+    # torchao's filter sees one layer and its name at a time, and the first and last are of the whole model.
     wanted = module_filter_func
     if wanted is None or wanted is filter_first_and_last_linear_layers:
         inner = frozenset(
@@ -137,4 +138,5 @@ def _is_among(names: frozenset[str], _layer: torch.nn.Module, name: str) -> bool
 
 
 def _fits(layer: torch.nn.Module) -> bool:
+    # As torch._scaled_mm takes on GPUs.
     return isinstance(layer, torch.nn.Linear) and not (layer.in_features % 16 or layer.out_features % 16)

@@ -107,7 +107,7 @@ def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
         warn(
             f"ACCELERATE_FP8_BACKEND={asked} is ignored: kwargs_handlers has {type(recipe).__name__}.",
         )
-    _check_installed(backend)
+    _check_installed(backend)  # here, and not at the first model: a job fails before it has loaded data
     return Fp8(backend, recipe if recipe is not None else _RECIPES[backend]())
 
 

@@ -79,6 +79,7 @@ class AORecipeKwargs(KwargsHandler):
                 name: env.get(_AO_FIELDS[name]) if value is None else value for name, value in given.items()
             }
             config = require("torchao.float8", "fp8").Float8LinearConfig(**fields)
+        # torchao would wrap weights in a class that only FSDP2 unwraps.
         if not gathers and config.enable_fsdp_float8_all_gather:
             config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
         return config

@@ -83,7 +83,7 @@ def convert_model(
     with torch.no_grad():
         for name, child in model.named_children():
             if _convert_linear and isinstance(child, source.Linear) and _fits(child):
-                made = _linear(target, child)
+                made = _linear(target, child)  # with the same parameter objects
             elif _convert_ln and isinstance(child, source.LayerNorm) and child.weight is not None:
                 made = _norm(target, child)
             else:
@@ -121,6 +121,7 @@ def _made_for(target: Any, weight: torch.Tensor) -> dict[str, Any]:
 
 
 def _fits(layer: Any) -> bool:
+    # What fp8 matrix products on NVIDIA GPUs take.
     return not (layer.in_features % 16 or layer.out_features % 16)
 
 
@@ -135,6 +136,7 @@ def recipe_arguments(handler: TERecipeKwargs, known: tuple[str, ...]) -> dict[st
         Arguments by name. A setting that the version does not know is left out, with a warning where it
         differs from what the version always does.
     """
+    # What versions without these settings do.
     always = {"interval": 1, "override_linear_precision": (False, False, False)}
     names = ["margin"]
     if not handler.use_mxfp8_block_scaling:
@@ -237,6 +239,7 @@ def apply(model: torch.nn.Module, recipe: TERecipeKwargs) -> None:
         model: The model.
         recipe: The settings.
     """
+    # Mixed precision wraps it, and keeps it under the second name.
     forwards = [vars(model).get(name) for name in ("forward", "_original_forward")]
     if any(isinstance(forward, Fp8Forward) for forward in forwards):
         return
