@@ -86,15 +86,13 @@ class AcceleratedScheduler:
                 return
         self._move(*args, **kwargs)
 
-    def get_last_lr(self) -> list[Any]:
-        """Return the learning rate of each parameter group, as last set."""
-        rates: list[Any] = self.scheduler.get_last_lr()
-        return rates
+    def get_last_lr(self) -> Any:
+        """Return the list of learning rates of the parameter groups, as last set."""
+        return self.scheduler.get_last_lr()
 
-    def get_lr(self) -> list[Any]:
+    def get_lr(self) -> Any:
         """Return what the scheduler's own `get_lr` computes."""
-        rates: list[Any] = self.scheduler.get_lr()
-        return rates
+        return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
         """Print the learning rates.
@@ -109,10 +107,9 @@ class AcceleratedScheduler:
         for group, rate in enumerate(self.get_last_lr()):
             print(f"Learning rate of group {group}: {float(rate):.4e}.")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped scheduler."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
+    def state_dict(self) -> Any:
+        """Return the state of the wrapped scheduler, a dictionary."""
+        return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the wrapped scheduler.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -262,9 +262,17 @@ class DataLoaderDispatcher(PreparedLoader):
         return ((parts, fill and Fill.of(*fill), last) for parts, fill, last in steps)
 
     def _padded(self, rounds: Iterator[Round], shard: BatchSamplerShard, share: Share) -> Iterator[Parts]:
-        for found, last in _with_last(rounds, shard, share):
-            fill = self._padding(found, share.last) if last and share.last else found.fill
-            yield found.parts, fill, last
+        if not shard.has_length:
+            steps: Iterator[Parts] = look_ahead(rounds)
+        else:
+            # Asked for after the first round has been read: then the sampler has counted its batches.
+            steps = (
+                (*found, number * shard.num_processes >= (share.num_batches or 0))
+                for number, found in enumerate(rounds, 1)
+            )
+        for parts, fill, last in steps:
+            known = self._padding(Round(parts, fill), share.last) if last and share.last else fill
+            yield parts, known, last
 
     def _indexed(self, started: Pass) -> Iterator[Any]:
         """Read a map-style dataset: the batches of all processes in turn, or joined if sliced later."""
@@ -313,16 +321,6 @@ class Joined:
     def _joined(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         while group := list(islice(batches, self.count)):
             yield [index for batch in group for index in batch]
-
-
-def _with_last(rounds: Iterable[Round], shard: BatchSamplerShard, share: Any) -> Iterator[tuple[Round, bool]]:
-    """Say with each round whether it is the last: by their number, or by reading one ahead."""
-    if shard.has_length:
-        for number, found in enumerate(rounds, 1):
-            yield found, number == -(-share.num_batches // shard.num_processes)
-        return
-    for parts, fill, last in look_ahead(iter(rounds)):
-        yield Round(parts, fill), last
 
 
 def _owners(

@@ -171,10 +171,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _check_skip_fits(self, epoch: int) -> None:
         """Warn if more batches are skipped than there are."""
-        try:
-            count: int | None = self._num_batches()
-        except TypeError:  # its length is not known
-            count = None
+        count = self._known_batches()
         if count is None or self.skip_batches > count:
             have = f"the loader has {'no more' if count is None else count}"
             warn(
@@ -231,10 +228,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return started
 
     def _skips_all(self) -> bool:
+        count = self._known_batches() if self.skip_batches else None
+        return count is not None and self.skip_batches >= count
+
+    def _known_batches(self) -> int | None:
         try:
-            return self.skip_batches > 0 and len(self) == 0
-        except TypeError:  # its length is not known
-            return False
+            return self._num_batches()
+        except TypeError:  # a stream, or a sampler, without a length
+            return None
 
     def _synchronize(self) -> None:
         """Make random generators those of process 0."""

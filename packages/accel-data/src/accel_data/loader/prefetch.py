@@ -63,7 +63,7 @@ class SideStream:
         """
         if find_path(batch, _hides_tensors) is not None:
             return Copy(batch, None, fill)
-        pinned = recursively_apply(_pinned, batch, test_type=_is_pageable)
+        pinned = recursively_apply(torch.Tensor.pin_memory, batch, test_type=_is_pageable)
         with self._row.on_stream(self._stream):
             moved = send_to_device(pinned, self._device, non_blocking=True)
         return Copy(moved, self._stream.record_event(), fill)
@@ -121,25 +121,15 @@ def _tried(batches: Iterator[Any], share: Share, side: SideStream) -> Future[Cop
     """Read and copy one batch; an error comes when it is its turn."""
     following: Future[Copy | None] = Future()
     try:
-        following.set_result(_next(batches, share, side))
+        following.set_result(next((side.start(batch, share.now) for batch in batches), None))
     except Exception as error:
         following.set_exception(error)
     return following
 
 
-def _next(batches: Iterator[Any], share: Share, side: SideStream) -> Copy | None:
-    for batch in batches:
-        return side.start(batch, share.now)
-    return None
-
-
 def _is_pageable(leaf: Any) -> bool:
     plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.is_cpu
     return plain and not leaf.is_pinned()
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory()
 
 
 def _hides_tensors(node: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -208,7 +208,7 @@ def order_of(
         return _chunked(sampler, isolated)
 
     def walk() -> list[Any]:
-        with _entered(isolated), drawing_from(sampler_generator(sampler)):
+        with isolated or nullcontext(), drawing_from(sampler_generator(sampler)):
             return list(sampler)
 
     return walk() if agreed is None else agreed(walk)
@@ -242,48 +242,32 @@ def take(order: range | torch.Tensor | list[Any], positions: Sequence[int]) -> l
 def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[Any]:
     entries = iter(sampler)
     while True:
-        with _entered(isolated), drawing_from(sampler_generator(sampler)):
+        with isolated or nullcontext(), drawing_from(sampler_generator(sampler)):
             chunk = list(islice(entries, _CHUNK if isolated else 1))
         if not chunk:
             return
         yield from chunk
 
 
-@contextmanager
-def _entered(isolated: IsolatedRNG | None) -> Iterator[None]:
-    if isolated is None:
-        yield
-        return
-    with isolated:
-        yield
+_GlobalRNG = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+"""How one of the global generators is read, set and seeded."""
 
 
-def _global_rngs() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
-    rngs: list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]] = [
-        (torch.get_rng_state, torch.set_rng_state, _seed_torch),
+def _global_rngs() -> list[_GlobalRNG]:
+    rngs: list[_GlobalRNG] = [
+        # Not torch.manual_seed, which would also seed the accelerators.
+        (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
         (random.getstate, random.setstate, random.seed),
     ]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy_random = numpy.random
-        rngs.append(
-            (
-                numpy_random.get_state,
-                numpy_random.set_state,
-                lambda seed: numpy_random.seed(seed & 0xFFFFFFFF),
-            )
-        )
+    if "numpy" in sys.modules:  # else nobody has drawn from it
+        numpy = sys.modules["numpy"].random
+        rngs.append((numpy.get_state, numpy.set_state, lambda seed: numpy.seed(seed % 2**32)))
     return rngs
 
 
 def global_states() -> list[Any]:
     """Return the states of the global random generators on the CPU."""
     return [get() for get, _, _ in _global_rngs()]
-
-
-def _seed_torch(seed: int) -> None:
-    # torch.manual_seed would also seed the accelerators.
-    torch.default_generator.manual_seed(seed)
 
 
 def _set_all(states: list[Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from accel_data.resume.stream_position import Mark, Part, Place
 from accel_data.stream.hugging_face import steps_of
 
-__all__ = ["Counted", "Reading", "Source", "Stream", "open_stream", "read"]
+__all__ = ["Counted", "Reading", "Source", "Stream", "has_state", "open_stream", "read"]
 
 
 class Stream(NamedTuple):
@@ -85,7 +85,7 @@ class Source:
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self.dataset = dataset
-        self.has_state = _has_state(dataset)
+        self.has_state = has_state(dataset) and not _forgets(dataset)
         self._initial: bytes | None = None
 
     def open(self, part: Part | None = None, worker: tuple[int, int] | None = None) -> Stream:
@@ -301,9 +301,9 @@ def _shown(watch: _Watch | None) -> Iterator[None]:
         torch_worker._worker_info = before
 
 
-def _has_state(dataset: Any) -> bool:
-    names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(dataset, name, None)) for name in names) and not _forgets(dataset)
+def has_state(item: Any) -> bool:
+    """Return whether something can say its own state, and load it."""
+    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _forgets(dataset: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from accel_data.order.global_order import SeedableRandomSampler, draws_at_once, mix_seed
 from accel_data.resume.cursor import Cursor
 from accel_data.resume.stream_position import Place
+from accel_data.stream.reader import has_state
 
 __all__ = ["Plain", "from_torchdata", "is_from_torchdata", "to_torchdata"]
 
@@ -73,12 +74,13 @@ def to_torchdata(cursor: Cursor, plain: Plain, worker_seed: int) -> dict[str, An
     number = -(-read // plain.batch_size)
     is_stream = plain.sampler is None
     dataset_state = None
-    if is_stream and number and _has_state(plain.dataset):
+    if is_stream and number and has_state(plain.dataset):
         dataset_state = _dataset_state(cursor.stream)
         if dataset_state is None:
             return {}
     order = _order_state(cursor, plain)
-    if _has_state(plain.sampler) or (order is None and draws_at_once(plain.sampler)):
+    # torchdata asks a sampler or dataset that has a state for it, and counts nothing then.
+    if has_state(plain.sampler) or (order is None and draws_at_once(plain.sampler)):
         return {}
     if not plain.num_workers:
         fetcher = None if dataset_state is None else {"dataset_iter_state": None, "fetcher_ended": False}
@@ -188,11 +190,6 @@ def _order_state(cursor: Cursor, plain: Plain) -> torch.Tensor | None:
     if sampler.generator is plain.generator:  # torch draws the workers' seed from it first
         torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
     return generator.get_state()
-
-
-def _has_state(item: Any) -> bool:
-    """Whether torchdata asks something for its own state, and loads it, in the place of counting."""
-    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _dataset_state(place: Place | None) -> Any:

@@ -25,18 +25,6 @@ def _calls(**functions: Callable[..., Any]) -> Calls:
     return MappingProxyType(functions)
 
 
-def _nothing() -> None:
-    return None
-
-
-def _zero() -> int:
-    return 0
-
-
-def _one() -> int:
-    return 1
-
-
 def _cpu_prepare_group(num_processes: int) -> None:
     # Each process would otherwise start as many threads as the machine has cores.
     if not env.is_set("OMP_NUM_THREADS"):
@@ -50,14 +38,14 @@ def cpu_is_available() -> bool:
 
 
 CPU = _calls(
-    device_count=_one,
-    synchronize=_nothing,
-    empty_cache=_nothing,
+    device_count=lambda: 1,
+    synchronize=lambda: None,
+    empty_cache=lambda: None,
     get_rng_state=lambda: torch.get_rng_state(),
     set_rng_state=lambda state: torch.set_rng_state(state),
-    memory_allocated=_zero,
-    max_memory_allocated=_zero,
-    reset_peak_memory_stats=_nothing,
+    memory_allocated=lambda: 0,
+    max_memory_allocated=lambda: 0,
+    reset_peak_memory_stats=lambda: None,
     prepare_group=_cpu_prepare_group,
 )
 
@@ -76,8 +64,8 @@ CUDA = _calls(has_bf16=lambda: torch.cuda.is_bf16_supported(), pci_address=_cuda
 MPS = _calls(
     has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
     memory_allocated=lambda: torch.mps.current_allocated_memory(),
-    max_memory_allocated=_zero,
-    reset_peak_memory_stats=_nothing,
+    max_memory_allocated=lambda: 0,
+    reset_peak_memory_stats=lambda: None,
 )
 
 
@@ -92,7 +80,7 @@ def _hpu_prepare_group(_num_processes: int) -> None:
 HPU = _calls(
     prepare_group=_hpu_prepare_group,
     has_fp16=lambda: not probes.is_habana_gaudi1(),
-    empty_cache=_nothing,  # the bridge keeps no cache of its own to give back
+    empty_cache=lambda: None,  # the bridge keeps no cache of its own to give back
     get_rng_state=lambda: _hpu_random().get_rng_state(),
     set_rng_state=lambda state: _hpu_random().set_rng_state(state),
 )
@@ -138,12 +126,12 @@ XLA = _calls(
     device=_xla_device,
     device_count=lambda: _xla_runtime().local_device_count(),
     synchronize=lambda: _xla().wait_device_ops(),
-    empty_cache=_nothing,
+    empty_cache=lambda: None,
     get_rng_state=lambda: _xla().get_rng_state(),
     set_rng_state=lambda state: _xla().set_rng_state(state),
     memory_allocated=lambda: _xla_memory("bytes_used"),
     max_memory_allocated=lambda: _xla_memory("peak_bytes_used"),
-    reset_peak_memory_stats=_nothing,
+    reset_peak_memory_stats=lambda: None,
     launched_as=_xla_launched_as,
     barrier=lambda: _xla().rendezvous("accel.wait_for_everyone"),
 )

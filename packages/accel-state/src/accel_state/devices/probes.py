@@ -6,6 +6,7 @@ Answers about hardware are kept for the life of the process.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from accel_state import env
@@ -78,54 +79,27 @@ def _has_mps() -> bool:
     return torch.backends.mps.is_available() and torch.backends.mps.is_built()
 
 
-@functools.cache
-def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether Ascend NPUs are usable through torch_npu.
+def _plugin_check(device_type: str, plugin: str, devices: str) -> Callable[..., bool]:
+    """Make the check of a device that a plugin registers with torch."""
+
+    @functools.cache
+    def check(check_device: bool = False) -> bool:
+        return _has_plugin(plugin) and _is_backend_available(device_type, check_device)
+
+    check.__name__ = check.__qualname__ = f"is_{device_type}_available"
+    check.__doc__ = f"""Return whether {devices} are usable through {plugin}.
 
     Args:
         check_device: Ask also that a first device can be read.
     """
-    return _has_plugin("torch_npu") and _is_backend_available("npu", check_device)
+    return check
 
 
-@functools.cache
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether Cambricon MLUs are usable through torch_mlu.
-
-    Args:
-        check_device: Ask also that a first device can be read.
-    """
-    return _has_plugin("torch_mlu") and _is_backend_available("mlu", check_device)
-
-
-@functools.cache
-def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether Moore Threads GPUs are usable through torch_musa.
-
-    Args:
-        check_device: Ask also that a first device can be read.
-    """
-    return _has_plugin("torch_musa") and _is_backend_available("musa", check_device)
-
-
-@functools.cache
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether Tecorigin accelerators are usable through torch_sdaa.
-
-    Args:
-        check_device: Ask also that a first device can be read.
-    """
-    return _has_plugin("torch_sdaa") and _is_backend_available("sdaa", check_device)
-
-
-@functools.cache
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Return whether AWS Neuron devices are usable through torch_neuronx.
-
-    Args:
-        check_device: Ask also that a first device can be read.
-    """
-    return _has_plugin("torch_neuronx") and _is_backend_available("neuron", check_device)
+is_npu_available = _plugin_check("npu", "torch_npu", "Ascend NPUs")
+is_mlu_available = _plugin_check("mlu", "torch_mlu", "Cambricon MLUs")
+is_musa_available = _plugin_check("musa", "torch_musa", "Moore Threads GPUs")
+is_sdaa_available = _plugin_check("sdaa", "torch_sdaa", "Tecorigin accelerators")
+is_neuron_available = _plugin_check("neuron", "torch_neuronx", "AWS Neuron devices")
 
 
 @functools.cache

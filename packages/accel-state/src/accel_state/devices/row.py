@@ -30,7 +30,7 @@ class DeviceRow:
         backend: Communication backend for several processes; None when the hardware runs one process only.
         rng_type: Kind of the device's random generator; None when it has none of its own.
         autocast_dtypes: The mixed precisions that autocast has on such hardware: "bf16", "fp16".
-        available: Returns whether this process can use such a device.
+        is_available: Returns whether this process can use such a device.
         extension: Module that registers the type with torch, imported on first use.
         indexed: Whether a process picks one device of several by its index.
         binds_group: Whether the process group takes the device when it is made (and barriers name it).
@@ -46,7 +46,7 @@ class DeviceRow:
     backend: str | None
     rng_type: RNGType | None
     autocast_dtypes: frozenset[str]
-    available: Callable[[], bool]
+    is_available: Callable[[], bool]
     extension: str | None = None
     indexed: bool = True
     binds_group: bool = False
@@ -56,17 +56,14 @@ class DeviceRow:
     streams: bool = False
     calls: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
-    def is_available(self) -> bool:
-        """Return whether this process can use such a device."""
-        return self.available()
-
     def has_autocast(self, precision: str) -> bool:
         """Return whether autocast runs here in a precision.
 
         Args:
             precision: "bf16" or "fp16".
         """
-        return precision in self.autocast_dtypes and bool(self.calls.get(f"has_{precision}", _yes)())
+        has_it = self.calls.get(f"has_{precision}")  # only where not all hardware of the type does
+        return precision in self.autocast_dtypes and (has_it is None or bool(has_it()))
 
     def device(self, index: int | None = None) -> torch.device:
         """Return the device, without touching it.
@@ -186,7 +183,3 @@ class DeviceRow:
             return self.calls[name](*args)
         self._extend()
         return getattr(getattr(torch, self.type), name)(*args)
-
-
-def _yes() -> bool:
-    return True

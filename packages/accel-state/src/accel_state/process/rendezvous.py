@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import inspect
 import os
 import sys
 import weakref
@@ -39,20 +40,6 @@ __all__ = [
     "warn_ignored",
 ]
 
-# What init_process_group takes, and PartialState hands on.
-_OPTIONS = frozenset(
-    {
-        "backend",
-        "init_method",
-        "timeout",
-        "world_size",
-        "rank",
-        "store",
-        "group_name",
-        "pg_options",
-        "device_id",
-    }
-)
 _FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
 
 
@@ -83,11 +70,14 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: If `init_process_group` has no such option.
     """
-    unknown = sorted(set(options) - _OPTIONS)
+    if not options:  # also in a build of torch without its distributed package
+        return {}
+    allowed = [name for name in inspect.signature(dist.init_process_group).parameters if name[0] != "_"]
+    unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise TypeError(
             f"PartialState got unknown option(s) {', '.join(unknown)}; it takes cpu and the options of "
-            f"torch.distributed.init_process_group: {', '.join(sorted(_OPTIONS))}."
+            f"torch.distributed.init_process_group: {', '.join(sorted(allowed))}."
         )
     return {name: value for name, value in options.items() if value is not None}
 
