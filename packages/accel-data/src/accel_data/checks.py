@@ -52,6 +52,7 @@ def check_divides(batch_size: int, num_processes: int) -> None:
 
 def check_skip(num_batches: int) -> int:
     """Return a number of batches to skip, or raise if it is none."""
+    # bool is an int to isinstance, but True is no number of batches.
     if not isinstance(num_batches, int) or isinstance(num_batches, bool):
         raise TypeError(f"The number of batches to skip must be an integer, but it is {num_batches!r}.")
     if num_batches < 0:
@@ -73,6 +74,7 @@ def check_loader(dataloader: object) -> None:
             f"{type(dataloader).__name__}: {dataloader!r:.100}."
         )
     iterate = type(dataloader).__iter__
+    # torchdata has an __iter__ too, for states, which a prepared loader keeps by itself.
     if iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata."):
         warn(
             f"{type(dataloader).__name__} has an __iter__ of its own, which the prepared loader does not "
@@ -127,6 +129,7 @@ def explained(error: Exception, num_workers: int) -> Exception:
     Returns:
         The error to raise: `error` itself if it says what happened.
     """
+    # What a broken pipe, a closed queue and missing shared memory raise.
     lost = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     if not num_workers or not lost or "DataLoader worker" in str(error):
         return error

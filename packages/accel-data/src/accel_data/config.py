@@ -44,6 +44,8 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         check_seed(self.data_seed)
         if self.use_stateful_dataloader:
+            # On first use, as most never need torchdata; and now, rather than when the first loader is
+            # prepared.
             from accel_data.torchdata.stateful import loader_class
 
             loader_class(stateful=True)

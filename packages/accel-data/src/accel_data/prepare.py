@@ -126,9 +126,12 @@ def prepare_data_loader(
     check_loader(dataloader)
     check_seed(data_seed)
     types = check_rng_types(rng_types)
+    # First of all: from here on processes exchange what they have, in the same order on all of them.
     place = find_place(num_processes, process_index, torch_device_mesh, data_ranks)
     seeding = Seeding(use_seedable_sampler, data_seed, place.several, gradient_state)
     plan = Plan(place, split_batches, even_batches, seeding)
+    # A collective: where the processes have different loaders, all of them raise here, and none hangs
+    # later.
     split = split_everywhere(dataloader, place, compare=not dispatch_batches)
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
@@ -156,8 +159,10 @@ def prepare_data_loader(
     else:
         shard = _class_for(DataLoaderShard, custom_classes)
         prepared = _shard(shard, dataloader, plan, split, common)
+    # Attendances are counted per process group, so that all processes make them at the same loader.
     if split is not None and place.together and _may_differ(prepared):
         prepared.set_attendance(Attendance(*(PARTS if split.part is None else SHARDS)))
+    # After the seed of the order, as both are broadcasts, in one order on all processes.
     if prepared._seed is None:
         prepared.set_sample_seed(seeding.for_samples())
     return prepared
@@ -174,6 +179,7 @@ def _shard(
     dataset = dataloader.dataset
     if isinstance(dataset, IterableDataset):
         stream = _stream(dataset, dataloader, plan, split)
+        # The batch size that torch sees is that of this process, also where batches are split.
         share = None if dataloader.batch_size is None else stream.share
         generator = getattr(stream.dataset, "generator", None)
         common["synchronized_generator"] = generator if isinstance(generator, torch.Generator) else None
@@ -181,6 +187,7 @@ def _shard(
     iterated, single = _iterated(dataloader, plan.seeding.data_seed)
     if isinstance(iterated, BatchSamplerShard):
         shard = iterated
+    # A sampler that divides the order keeps it: its processes have agreed about a seed already.
     elif split is not None and not split.of_dataset:
         shard = PresplitBatchSampler(iterated, split.holder, (split.rank, split.size))
     else:
@@ -194,6 +201,7 @@ def _shard(
         else:
             size, rank, _ = plan.place
             split_batches = plan.split_batches and not single
+            # An unknown sampler may draw from anything, so what it gives is compared between the processes.
             agreed = agreed_order if plan.place.several else None
             shard = BatchSamplerShard(
                 seeded, size, rank, split_batches, plan.even_batches, spread=True, seed=seed, agreed=agreed
@@ -217,6 +225,7 @@ def _stream(
         return PresplitStream(part, share, drop_last, (split.rank, split.size))
     size, rank, _ = plan.place
     pieces = plan.split_batches and batch_size is not None
+    # On one process nothing is padded, as in a plain DataLoader.
     even = plan.even_batches and size > 1
     return IterableDatasetShard(
         dataset, batch_size or 1, drop_last, size, rank, pieces, even_batches=even, spread=True
@@ -238,6 +247,7 @@ def _dispatcher(
         return cls(dataset, batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, **common)
     iterated, single = _iterated(dataloader, plan.seeding.data_seed)
     seeded, seed = plan.seeding.seeded(iterated)
+    # A loader that does not batch deals out single items by itself (see `_install_shard`).
     sampling = _sampling(dataloader, seeded.sampler if single else seeded, False)
     common["synchronized_generator"] = sampler_generator(seeded)
     return cls(dataset, order_seed=seed, **sampling, **common)
@@ -255,6 +265,7 @@ def _iterated(dataloader: DataLoader[Any], data_seed: int | None = None) -> tupl
     """Return the batch sampler of a loader, and whether it was made here as the loader does not batch."""
     batched = dataloader.batch_sampler is not None
     sampler = dataloader.batch_sampler if batched else dataloader.sampler
+    # torchdata's samplers remember a place of their own, which would be counted a second time.
     sampler = as_plain(sampler, dataloader.generator, data_seed)
     if batched or isinstance(sampler, BatchSampler):
         return sampler, False
@@ -305,4 +316,5 @@ def _class_for(base: type[Any], custom_classes: Mapping[type, type] | None) -> t
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    # torch's drop_last is False where a batch sampler was given, whatever that one does.
     return dataloader.drop_last or bool(getattr(_iterated(dataloader)[0], "drop_last", False))

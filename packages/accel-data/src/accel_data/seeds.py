@@ -57,6 +57,7 @@ def sample_seed(index: SupportsIndex) -> int:
             "Call sample_seed in the dataset's __getitem__ (in the thread that calls it), and read the "
             "dataset through a loader that prepare_data_loader or Accelerator.prepare returned."
         )
+    # In a worker the key is shared memory: the main process writes that of the next pass there.
     if isinstance(key, torch.Tensor):
         key = int(key)
     try:
@@ -121,6 +122,7 @@ def keyed(loader: DataLoader[Any], start: Callable[[], Iterator[Any]], key: int)
 
 def _fetched(batches: Iterator[Any], key: int) -> Iterator[Any]:
     """Fetch batches in this thread, each with the key at hand: loaders that take turns do not mix."""
+    # A local name, as this runs for every batch.
     reading = _reading
     while True:
         outer, reading.key = reading.key, key
@@ -171,8 +173,10 @@ def _shared_key(loader: DataLoader[Any], key: int) -> Iterator[None]:
         return
     # New workers get a tensor of their own: those of another iteration may still be reading.
     shared = torch.tensor([key], device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+    # On the loader, whose workers live no longer than it does.
     loader._worker_key = shared
     init = loader.worker_init_fn
+    # torch reads it when it starts the workers, which is done inside of this block.
     loader.worker_init_fn = WithKey(shared, init)
     try:
         yield

@@ -42,9 +42,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if not isinstance(dataloader, DataLoader):
         return _skip_wrapped(dataloader, num_batches)
     if isinstance(dataloader, DataLoaderAdapter):
+        # A shallow copy shares the progress: the epochs of both are counted together.
         skipped = copy.copy(dataloader)
         skipped.skip_batches = dataloader.skip_batches + num_batches
         return skipped
+    # A stream can only be read from the front, and the loader that does so has to count.
     if isinstance(dataloader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         return SkipDataLoader(

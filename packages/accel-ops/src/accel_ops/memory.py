@@ -48,6 +48,7 @@ def release_memory(*objects: Any) -> list[None]:
         As many times None.
     """
     count = len(objects)
+    # The tuple would keep the objects alive while garbage is collected.
     del objects
     clear_device_cache(garbage_collection=True)
     return [None] * count
@@ -61,6 +62,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     """
     if not isinstance(exception, RuntimeError | MemoryError):
         return False
+    # By the text: allocators of several devices raise a plain RuntimeError.
     return isinstance(exception, MemoryError) or any(text in str(exception) for text in _OUT_OF_MEMORY)
 
 
@@ -102,6 +104,7 @@ def find_executable_batch_size(
 
     @functools.wraps(wrapped)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Before the first try, so that a TypeError from inside of the function is not taken for this one.
         _check_call(wrapped.__name__, signature, args, kwargs)
         batch_size = starting_batch_size
         clear_device_cache(garbage_collection=True)

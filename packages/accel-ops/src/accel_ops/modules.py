@@ -144,6 +144,7 @@ def weak_forward(forward: Callable[..., Any], module: torch.nn.Module) -> Callab
 
 
 def _restore_forward(model: torch.nn.Module) -> None:
+    # Where mixed precision keeps the forward that it replaced; the name is documented.
     original = vars(model).pop("_original_forward", None)
     if original is None:
         return
@@ -172,6 +173,7 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
     Args:
         module: The module.
     """
+    # torch.nn.Module.compile leaves this attribute, and torch has no public way to ask (2.13).
     return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules())
 
 
@@ -214,6 +216,7 @@ def get_module_children_bottom_up(
     """
     found: dict[torch.nn.Module, str] = {}
     for name, module in _bottom_up(model, ""):
+        # A module that is used twice is one module, for those who shard or freeze it.
         found.setdefault(module, name)
     return [(name, module) for module, name in found.items()] if return_fqns else list(found)
 

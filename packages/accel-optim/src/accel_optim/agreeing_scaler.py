@@ -36,6 +36,7 @@ class AgreeingGradScaler(ShardedGradScaler):
         """
         if not flags:
             return []
+        # int32, as not every backend reduces booleans.
         raised = torch.tensor(flags, dtype=torch.int32, device=self._device)
         dist.all_reduce(raised, dist.ReduceOp.MAX)
         return [bool(flag) for flag in raised.tolist()]
@@ -54,6 +55,7 @@ class AgreeingGradScaler(ShardedGradScaler):
         """
         if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().step(optimizer, *args, **kwargs)
+        # torch has no public way to ask a scaler how far it is with an optimizer (2.13).
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
@@ -69,6 +71,7 @@ class AgreeingGradScaler(ShardedGradScaler):
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         """Divide this process's parts; one flag for all of them, wherever they lie and if there are none."""
+        # One flag on each device: the kernel wants it beside the gradients.
         found = {found_inf.device: found_inf}
         for (device, _), parts in _local_gradients(optimizer).items():
             flag = found.setdefault(device, found_inf.to(device, copy=True))
@@ -89,6 +92,7 @@ def _local_gradients(
             if gradient is None:
                 continue
             part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            # As torch's GradScaler does: of a sparse gradient the values alone are scaled.
             part = part._values() if part.is_sparse else part
             if part.numel():
                 found.setdefault((part.device, part.dtype), []).append(part)

@@ -43,6 +43,7 @@ def register(
         TypeError: If the model is not wrapped in DistributedDataParallel.
         ValueError: If an option is none of PowerSGDState.
     """
+    # The others have no state, and so no options.
     compresses = hook_type in _POWER_SGD
     if options and not compresses:
         warn(
@@ -56,6 +57,7 @@ def register(
             f"A communication hook needs a model in DistributedDataParallel, got {type(model).__name__}. "
             "Prepare the model in a run with several processes first."
         )
+    # The model's, which need not be the default one.
     group = model.process_group
     hook = _hook(hook_type)
     if compresses:
@@ -67,6 +69,7 @@ def register(
 def _hook(hook_type: DDPCommunicationHookType) -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+    # Here and not at import, which must not change torch for those who use no such hook.
     if hook_type == DDPCommunicationHookType.BATCHED_POWER_SGD:
         _let_orthogonalize_take_matrices()
     hooks: dict[DDPCommunicationHookType, Hook] = {
@@ -120,6 +123,7 @@ def _accepted_by(group: torch.distributed.ProcessGroup, hook: Hook) -> Hook:
 def _power_sgd_state(group: torch.distributed.ProcessGroup, options: dict[str, Any]) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+    # From the signature, as torch adds options from version to version.
     allowed = [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
     unknown = sorted(set(options) - set(allowed))
     if unknown:

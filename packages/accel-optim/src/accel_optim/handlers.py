@@ -104,6 +104,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Also by its name in any letter case.
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         wrapper = str(getattr(self.comm_wrapper, "value", self.comm_wrapper))
         if wrapper not in _WRAPPERS:
@@ -129,4 +130,5 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ValueError: If `comm_state_option` has an option that PowerSGDState has not.
         """
         wrapper = str(getattr(self.comm_wrapper, "value", self.comm_wrapper))
+        # Fields of a dataclass may have been set since it was made, so the hook is looked up again.
         comm_hooks.register(model, DDPCommunicationHookType(self.comm_hook), wrapper, self.comm_state_option)

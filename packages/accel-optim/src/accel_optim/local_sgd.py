@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD"]
 
+# Under these no process has a whole model with gradients of its own.
 _SHARDED = (
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
@@ -90,11 +91,13 @@ class LocalSGD:
         self.num_steps = 0
         if self.enabled:
             _check_whole(accelerator, model)
+        # no_sync is entered in one method and left in another.
         self._no_sync = contextlib.ExitStack()
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
             self._no_sync.enter_context(self.accelerator.no_sync(self.model))
+            # DDP with a static graph ignores no_sync until one backward pass has shown it the graph.
             if _inner(self.model).require_backward_grad_sync:
                 self._no_sync.close()
                 raise ValueError(
@@ -127,6 +130,7 @@ class LocalSGD:
         averaged: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         if _inner(self.model).broadcast_buffers:
             averaged += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        # One call for all, so that small tensors travel together.
         means = reduce([tensor.detach() for tensor in averaged], "mean", process=self.accelerator.process)
         for tensor, mean in zip(averaged, means, strict=True):
             tensor.copy_(mean)

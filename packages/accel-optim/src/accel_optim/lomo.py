@@ -100,6 +100,7 @@ def warn_of_clipping(optimizer: Any) -> None:
     Args:
         optimizer: What `find_lomo` found.
     """
+    # The user's optimizer, below the wrapper.
     name = type(getattr(optimizer, "optimizer", optimizer)).__name__
     warn(
         f"Clipping is ignored: {name} steps during the backward pass, which leaves no gradients to clip. Use "

@@ -191,6 +191,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             )
         if self.scaler is not None:
             scaling.skip_step(self.scaler, self.optimizer)
+        # Without an argument, which not every optimizer's zero_grad takes.
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:
@@ -244,6 +245,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Put a schedule-free optimizer in training mode; nothing for others."""
+        # By the method: schedule-free optimizers need not be installed.
         if callable(train := getattr(self.optimizer, "train", None)):
             self.owner.show_present()
             train()
@@ -283,6 +285,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if isinstance(given, set | frozenset):
             return given  # torch rejects it: its order is not that of other processes
         given = list(given)
+        # (name, parameter), which torch takes since 2.6.
         if any(isinstance(item, tuple) for item in given):
             return [(name, self.owner.present(parameter)) for name, parameter in given]
         return self.owner.present_all(given)
@@ -310,6 +313,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         method = inner.step
         if self._watched is None or self._watched[0] != method:
             self._watched = (method, patch_optimizer_step(self, method))
+        # For this call alone: a scheduler that is made later has to find the optimizer's method.
         inner.step = self._watched[1]  # type: ignore[method-assign]
         try:
             result = scaler.step(inner)

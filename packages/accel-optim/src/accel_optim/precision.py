@@ -45,6 +45,7 @@ def autocast(
     # Most names are found as they are, which is faster than to make a member of them.
     compute = _COMPUTE.get(precision) or _COMPUTE.get(PrecisionType(precision))
     if kwargs is not None and not kwargs.enabled:
+        # Not a nullcontext, inside of which an outer autocast would stay on.
         return torch.autocast(device_type, enabled=False)
     if compute is None:
         return nullcontext()

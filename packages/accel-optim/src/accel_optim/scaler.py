@@ -78,6 +78,7 @@ def get_grad_scaler(
     if device_type is None:
         device_type = current_process().device.type
     if kind == DistributedType.FSDP:
+        # On first use, as it imports torch's FSDP.
         from accel_optim.agreeing_scaler import AgreeingGradScaler
 
         return AgreeingGradScaler(device_type, **kwargs)
@@ -170,6 +171,7 @@ def end_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         scaler: The scaler, enabled.
         optimizer: The torch optimizer that has just stepped.
     """
+    # Also those that are gone have an entry: all processes ask about lists of one length.
     waiting = [
         other is not None
         and other is not optimizer
@@ -191,6 +193,7 @@ def skip_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         optimizer: The torch optimizer whose gradients are about to be cleared.
     """
     if _stage(scaler, optimizer) is OptState.UNSCALED:
+        # What `step` leaves behind: the next `unscale_` would raise otherwise.
         scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         end_step(scaler, optimizer)
 
@@ -229,13 +232,16 @@ def _stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
 def _update_with_gradients_at_hand(scaler: GradScaler) -> None:
     holding = [other for other in _sharing(scaler) if other is not None and _holds_gradients(other)]
     unscaled = {id(inner) for inner in holding if _stage(scaler, inner) is OptState.UNSCALED}
+    # Private, but the public get_scale waits for the device.
     scale = scaler._get_scale_async()
     assert scale is not None, "an optimizer has stepped, so the scale is there"
     one = torch.ones_like(scale)
+    # A copy, as update() changes the scale in place.
     before = scaler.scale(one)
     scaler.update()
     now = scaler.scale(one)
     for inner in holding:
+        # Unscaled gradients get the scale again; the others have the one of before.
         factor = now if id(inner) in unscaled else now / before
         for group in inner.param_groups:
             for parameter in group["params"]:

@@ -58,6 +58,7 @@ class AcceleratedScheduler:
         num_processes: int | None = None,
     ) -> None:
         self.scheduler = scheduler
+        # A sequence or one: the interface takes both.
         self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
@@ -74,11 +75,13 @@ class AcceleratedScheduler:
             *args: Passed to the scheduler's own step (a metric, for ReduceLROnPlateau).
             **kwargs: Likewise.
         """
+        # A measurement of an evaluation has no step that it could wait for.
         if not self.step_with_optimizer or (self._measured and not self.gradient_state.in_dataloader):
             self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                # What the scheduler's own step would count, though the rate stays.
                 self.scheduler._step_count += 1
             return
         for optimizer in self.optimizers:

@@ -71,6 +71,7 @@ class WindowWeight:
             ValueError: If the micro-batch has another weight already.
         """
         if self.current is None:
+            # With the object itself: given again, it need not be read, which may wait for an accelerator.
             self.current, self._given = check_weight(given), given
         elif given is not self._given and not bool(self.current == (weight := check_weight(given))):
             raise ValueError(
@@ -107,6 +108,7 @@ def check_weight(weight: Any) -> Weight:
             raise ValueError(
                 f"backward got a weight of shape {tuple(weight.shape)}; it takes one number: the sum."
             )
+        # Its value is not looked at, so that nothing waits; a wrong one shows in the gradients.
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
         weight = weight.item()
@@ -130,6 +132,7 @@ def check_weight(weight: Any) -> Weight:
 def ratio(numerator: Weight, denominator: Weight) -> Weight:
     """Divide; what is divided by zero is zero, because a window without weight has no gradient."""
     if isinstance(denominator, torch.Tensor):
+        # No branch on the value, for which the host would have to wait.
         return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(denominator))
     return numerator / denominator if denominator > 0 else 0.0
 

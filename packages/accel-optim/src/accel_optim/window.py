@@ -68,6 +68,7 @@ class Window:
             gradient_state = GradientState.new(GradientAccumulationPlugin(num_steps=num_steps))
         self.gradient_state = gradient_state
         self._step = 0
+        # How often the context is entered inside of itself.
         self._depth = 0
         self._before = (0, True, False)
         self._inside = False  # a micro-batch
@@ -114,6 +115,7 @@ class Window:
         self._next_micro_batch()
         self._inside = True
         count = self._step + 1
+        # Not equality: num_steps may have been lowered in the middle of a window.
         closes = count >= state.num_steps or (state.end_of_dataloader and state.sync_with_dataloader)
         self._step = 0 if closes else count
         state._set_sync_gradients(closes)
@@ -206,6 +208,7 @@ class Window:
         self._estimate = state["estimate"]
         if state["gathered"] is not None:
             self._weight = WindowWeight()
+            # The weight of the micro-batch at hand was added to those gathered when the state was made.
             self._weight.gathered, self._weight.norm = state["gathered"], state["norm"]
 
     def __enter__(self) -> Window:
@@ -256,6 +259,7 @@ class Window:
             assert own.current is not None, "it was counted"
             total = gradients.total_weight(own.gathered + own.current)
             if own.norm is not None:
+                # The losses before were divided by an estimate of the total.
                 gradients.scale(ratio(own.norm, total))
             own.total = total
             own.norm = self._estimate = positive(total, 1.0 if self._estimate is None else self._estimate)

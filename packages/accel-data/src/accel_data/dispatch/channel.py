@@ -105,6 +105,7 @@ class _Slot:
         size = sum(map(len, pieces))
         buffer = self._buffers.get(part)
         if buffer is None or len(buffer) < size:
+            # With some room, so that a batch that is slightly larger needs no other buffer.
             buffer = self._buffers[part] = torch.empty(size + size // 4, dtype=torch.uint8, device="cpu")
         return torch.cat(pieces, out=buffer[:size])
 
@@ -136,6 +137,7 @@ class Sender:
         self._packers = {part: Packer() for part in sorted(set(self.owners[1:]))}
         self._header = struct.Struct(f"{_FIELDS + 2 * self.num_parts}q")
         self._capacity = _PAGE
+        # Two, as one is filled while the messages of the other are on their way.
         self._slots = [_Slot(), _Slot()]
         finalize(self, _keep_sent, line, self._slots)
 
@@ -225,6 +227,7 @@ class Sender:
 
     def _grow(self, size: int, slot: _Slot) -> None:
         if size > self._capacity:
+            # At least twice as large, so that buffers grow a few times only in a run.
             self._capacity = -(-max(size, 2 * self._capacity) // _PAGE) * _PAGE
             self._announce(slot, _GROW, value=self._capacity)
 
@@ -264,6 +267,7 @@ class Receiver:
         self._tag = next(line.tags)
         self.num_parts = max(owners) + 1
         self._header = struct.Struct(f"{_FIELDS + 2 * self.num_parts}q")
+        # Keeps the structure from batch to batch: it is sent only when it has changed.
         self._unpacker = Unpacker()
         self._asked: list[_Sent] = []
         self._resize(_PAGE)
@@ -317,6 +321,7 @@ class Receiver:
 
     def _ask(self) -> None:
         if not self._asked:
+            # Before it is needed: the message arrives while this process works with the batch before.
             work = dist.irecv(self._buffer, 0, group=self.line.group, tag=self._tag)
             self._asked.append((work, self._buffer))
 

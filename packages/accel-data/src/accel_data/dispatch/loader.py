@@ -95,6 +95,8 @@ class DataLoaderDispatcher(PreparedLoader):
         self.slice_fn = slice_fn
         self.even_batches = even_batches and self.num_processes > 1
         self._link = Link()
+        # All of these before the next call, in which torch's loader asks for the shard that is made of
+        # them.
         self._order_seed = order_seed
         super().__init__(
             dataset,
@@ -108,6 +110,7 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         if isinstance(dataset, IterableDataset) and self.batch_size is not None and split_batches:
             check_divides(self.batch_size, self.num_processes)
+            # torch forbids to set it on a loader.
             self.__dict__["batch_size"] = self.batch_size // self.num_processes
         if slice_fn is not None and self._unbatched and not split_batches:
             warn(
@@ -187,6 +190,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _lead(self, started: Pass) -> Generator[Item, None, None]:
         """Start to read and hand out."""
         sender = self._link.sender(self._owners)
+        # Before anything is read, so that the others get an error as well.
         number = sender.begin()
         try:
             rounds = self._rounds(started)
@@ -194,6 +198,7 @@ class DataLoaderDispatcher(PreparedLoader):
             sender.fail(error)
             raise
         steps = read_ahead(partial(hand_out, rounds, sender, self.num_workers), self._process.device)
+        # The next pass closes it first: two of them must not read, or send, side by side.
         self._link.reading = steps
         return self._handed_out(steps, sender, number)
 
@@ -211,6 +216,7 @@ class DataLoaderDispatcher(PreparedLoader):
                     return
         finally:
             steps.close()
+            # Otherwise a newer pass has begun, and the way belongs to it.
             if sender.number == number:
                 sender.leave()
 
@@ -249,6 +255,7 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn = self.slice_fn
         if self._unbatched:
             slice_fn = (slice_fn or slice_tensors) if self.split_batches else None
+        # A sampler has completed its last step already, but for items of which it does not know the size.
         even = self.even_batches if self._shard is None else self._unbatched and self._shard.even_batches
         rounds = Rounds(self.num_processes, size, even, self._drop_last, slice_fn)
         steps: Iterator[Parts]
@@ -316,6 +323,7 @@ class Joined:
         self.count = count
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Not a generator itself: iter() makes the share of this pass, which the loader reads right away.
         return self._joined(iter(self.shard))
 
     def _joined(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:

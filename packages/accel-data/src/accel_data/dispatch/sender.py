@@ -29,6 +29,7 @@ def hand_out(rounds: Iterator[Parts], sender: Sender, num_workers: int) -> Messa
     """
     try:
         found = next(rounds, None)
+        # Packed before anything is sent: what fails up to here reaches the others as an error.
         packets = sender.pack(found[0]) if found else {}
     except Exception as raised:
         error = explained(raised, num_workers)
@@ -56,6 +57,7 @@ class Link:
 
     def sender(self, owners: list[int]) -> Sender:
         """Return the end of process 0, when nothing is read for an older pass any more."""
+        # A loop that was left early may still have a thread that reads.
         if self.reading is not None:
             self.reading.close()
         line = open_line()

@@ -74,6 +74,7 @@ class Rounds:
         first: Any = None
         count = 1 if self.slice_fn else self.num_processes
         while group := list(islice(reads, count)):
+            # Padding comes from the first batch, as in a loader that every process reads by itself.
             if first is None:
                 first = group[0].batch
             if self.slice_fn is not None:
@@ -132,6 +133,7 @@ def extend(batch: Any, source: Any, count: int) -> Any:
         return batch
     try:
         return concatenate([batch, resize(source, count_rows(source), count)])
+    # What concatenating batches of unlike structure, types or shapes raises.
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"The last batches of an epoch could not be padded to one size ({error}). Pass "

@@ -19,6 +19,7 @@ from accel_ops.trees.walk import children, find_path, keys, recursively_apply
 __all__ = ["Packer", "Packet", "Unpacker", "check_alike"]
 
 
+# Leaves that several batches may share, as nobody can change them.
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
@@ -57,9 +58,11 @@ class Packer:
         """
         tensors: list[torch.Tensor] = []
         outline = _outline_of(batch, tensors)
+        # The usual case: nothing is pickled to see that the structure is that of before.
         if outline is not None and outline == self._outline:
             return Packet(b"", tensors)
         self._outline = outline
+        # The walk above may have ended in the middle.
         tensors.clear()
 
         def note(tensor: torch.Tensor) -> TensorInformation:
@@ -127,6 +130,7 @@ def check_alike(batches: Sequence[Any]) -> None:
     Raises:
         TypeError: If they differ.
     """
+    # Compared here, where all of them are: the processes that get them could only hang.
     for rank, batch in enumerate(batches[1:], 1):
         found = _difference(batches[0], batch, "batch")
         if found:

@@ -39,6 +39,7 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
+# torch raises if these are given without workers.
 _KEPT_WITH_WORKERS = ("multiprocessing_context", "prefetch_factor")
 
 
@@ -64,6 +65,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         if use_stateful_dataloader:
+            # An instance of torchdata's class, whose own iteration is not used.
             self.__class__ = stateful_class(type(self))
             self.snapshot_every_n_steps = kwargs.pop("snapshot_every_n_steps", 1)
         # Not super(): torchdata's loader would put samplers of its own in.
@@ -118,6 +120,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         holder: Any = None if self._shard is None else innermost(self._shard)
         if not hasattr(holder, "sampler"):
             raise ValueError(f"This loader has no sampler that could be replaced by {sampler!r}.")
+        # Where batches are cut from it; the shard outside sees it there.
         holder.sampler = sampler
         if self.batch_sampler is not None:
             self.__dict__["sampler"] = sampler
@@ -275,6 +278,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _stream_shard(self) -> IterableDatasetShard:
         """Return what shares out the stream of an iterable dataset."""
+        # A shard with another batch size than the loader's is read like any other stream.
         if isinstance(self.dataset, IterableDatasetShard) and self.dataset.share == (self.batch_size or 1):
             return self.dataset
         return IterableDatasetShard(
@@ -297,11 +301,14 @@ class DataLoaderAdapter(DataLoader[Any]):
         epoch = begin.epoch if self._sets_epochs else None
         self._reads.dataset.seek(epoch, start, place is not None)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
+        # From a known place the readers begin there; without one they read again what was handed out
+        # before.
         over = 0 if place else start // shard.chunk
         return handed_on(self._open(self._reads, started), started, over)
 
     def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:
         """Start torch's own iteration over this loader, or over the one that reads for it."""
+        # Below this class's own __iter__, which called this.
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
         return keyed(loader, lambda: opened(lambda: iterate(loader), started, loader.generator), key)

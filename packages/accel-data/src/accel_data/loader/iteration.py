@@ -108,6 +108,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         device, non_blocking = self.device, self._non_blocking
         side = None if device is None else SideStream.of(device, non_blocking)
         started = self._start_pass()
+        # After the pass has started: a loader that could not start is not the active one.
         self.begin()
         attendance, warned, exhausted = self.attendance, False, False
         if attendance is not None:
@@ -122,17 +123,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             taken = batches if side is None else copied_ahead(batches, share, side)
             for step, batch in enumerate(taken, 1):
                 started.steps = step
+                # Most steps are full, and cost this comparison alone.
                 if step == share.num_batches or share.now is not fill:
                     last = step == share.num_batches
                     fill = share.last if last else share.now
                     self._mark(batch, fill, last)
                     started.ended = last and self._ends_for_all(started)
                 if attendance is not None:
+                    # Before the batch is used: whoever waits in its collectives can see who has left.
                     attendance.attend(step, last=step == share.num_batches)
                     warned = warned or self._finds_missing(attendance)
                 yield batch if device is None else send_to_device(batch, device, non_blocking)
             exhausted = True
             self._check_something(started)
+        # A worker that died is seen only by what its queues and shared memory raise.
         except (OSError, EOFError) as raised:
             error = explained(raised, self.num_workers)
             if error is raised:
@@ -149,6 +153,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _ends_for_all(self, started: Pass) -> bool:
         """Whether no process has a batch after this process's last one."""
         shard = self._shard
+        # A loader of its own part ends by itself, whatever the others have.
         alike = shard is None or shard.is_even or self._progress.part is not None
         counts = None if alike or shard is None else shard.batches_of_each
         return counts is None or started.steps == max(counts)

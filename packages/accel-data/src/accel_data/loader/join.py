@@ -119,6 +119,7 @@ class Attendance:
     def is_first_to_warn(self) -> bool:
         """Whether no process has asked this in this pass before."""
         store = self._store()
+        # `add` is atomic: one process of all gets the 1.
         return store is not None and bool(store.add(f"{self._pass}/warned", 1) == 1)
 
     def meet(self) -> Missing | None:
@@ -155,12 +156,14 @@ class Attendance:
         if store is None:
             return
         text = f"{batches} {self._rank}"
+        # Another process may note at the same moment; the lowest number of batches is kept.
         seen = store.compare_set(self._pass, "", text)
         while int(seen.split()[0]) > batches:
             seen = store.compare_set(self._pass, seen.decode(), text)
 
     def _store(self) -> Any:
         """Return where the notes are; None if the process group is no more."""
+        # Asked for each time: a process group that is made anew has another store.
         base = default_store()
         if base is None or self._group() is not dist.group.WORLD:
             return None

@@ -63,6 +63,7 @@ class SideStream:
         """
         if find_path(batch, _hides_tensors) is not None:
             return Copy(batch, None, fill)
+        # A copy from pageable memory would make this process wait, on any stream.
         pinned = recursively_apply(torch.Tensor.pin_memory, batch, test_type=_is_pageable)
         with self._row.on_stream(self._stream):
             moved = send_to_device(pinned, self._device, non_blocking=True)
@@ -81,6 +82,7 @@ class SideStream:
             return copy.batch
         current = self._row.current_stream(self._device)
         current.wait_event(copy.done)
+        # Without it a batch is there when it is handed out, as after a plain `to`.
         if not self._non_blocking:
             copy.done.synchronize()
         for tensor in flatten(copy.batch)[0]:

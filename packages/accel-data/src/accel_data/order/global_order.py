@@ -34,6 +34,7 @@ __all__ = [
 Order = range | torch.Tensor | list[Any] | Iterator[Any]
 """Random access (range, 1-D integer tensor, list), or an iterator where the sampler has no length."""
 
+# SplitMix64 counts modulo 2**64, where Python's integers have no end.
 _MASK = 2**64 - 1
 _CHUNK = 1024  # entries taken at once from a sampler without a length
 _PIECE = 65536  # entries of an order turned into a list at once
@@ -158,6 +159,7 @@ class IsolatedRNG:
         self._outside: list[Any] = []
 
     def __enter__(self) -> IsolatedRNG:
+        # What reads ahead asks whether reading has used the global generators: states alone do not show it.
         IsolatedRNG.entered += 1
         self._outside = global_states()
         if self._seed is not None:
@@ -194,6 +196,7 @@ def order_of(
         or an iterator if it has no length.
     """
     iterate = type(sampler).__iter__
+    # The method is asked for, and not the class alone: a subclass may give another order.
     if isinstance(sampler, SequentialSampler) and iterate is SequentialSampler.__iter__:
         return range(len(sampler.data_source))
     if isinstance(sampler, SeedableRandomSampler) and iterate is SeedableRandomSampler.__iter__:
@@ -204,6 +207,7 @@ def order_of(
         if generator is not None and not sampler.replacement:
             return draw(sampler, generator, same_stream=True)
     isolated = None if seed is None else IsolatedRNG(mix_seed(seed, epoch))
+    # It may have no end, and a list of it would never be complete.
     if not hasattr(sampler, "__len__"):
         return _chunked(sampler, isolated)
 
@@ -243,6 +247,8 @@ def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[A
     entries = iter(sampler)
     while True:
         with isolated or nullcontext(), drawing_from(sampler_generator(sampler)):
+            # One at a time where nothing is isolated: what is drawn in advance would move the user's
+            # generators.
             chunk = list(islice(entries, _CHUNK if isolated else 1))
         if not chunk:
             return

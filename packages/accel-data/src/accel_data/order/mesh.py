@@ -58,6 +58,7 @@ def find_place(
     """
     if num_processes is not None and process_index is not None and mesh is None and data_ranks is None:
         check_place(num_processes, process_index)
+        # Loaders may be made for other processes than those that run, which then cannot compare anything.
         together = num_processes > 1 and dist.is_initialized() and num_processes == dist.get_world_size()
         return Place(num_processes, process_index, together)
     process = current_process()
@@ -75,6 +76,7 @@ def find_place(
             f"Process {rank} is not in torch_device_mesh, which has the processes {sorted(ranks)}."
         )
     place = max(ranks.values()) + 1, ranks[rank]
+    # Both ways of counting will do: the processes of the run, and the parts of the data.
     if asked not in (place, (size, rank)):
         given = "torch_device_mesh" if data_ranks is None else "data_ranks"
         raise ValueError(
@@ -130,9 +132,11 @@ def mesh_data_ranks(mesh: DeviceMesh) -> dict[int, int]:
         )
     axes = [axis for axis, name in enumerate(names) if name not in _SAME_DATA]
     ranks = {}
+    # A condition that always holds: `nonzero` lists every index of the mesh.
     for place in (mesh.mesh >= 0).nonzero().tolist():
         data_rank = 0
         for axis in axes:
+            # Row by row, as torch numbers the ranks of a mesh that it flattens.
             data_rank = data_rank * mesh.mesh.shape[axis] + place[axis]
         ranks[int(mesh.mesh[tuple(place)])] = data_rank
     return ranks

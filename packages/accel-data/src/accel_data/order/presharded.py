@@ -96,6 +96,7 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     for part in _inside([dataloader.dataset], _DATASETS):
         if isinstance(part, IterableDatasetShard):
             return Split(part.process_index, part.num_processes, part, True)
+        # A dataset of one part is a whole one, whatever its attributes are called.
         if (found := _place_of(part)) and found[0][1] > 1:
             return Split(*found[0], part, True, found[1])
         # Hugging Face's streams have an attribute with the place.
@@ -126,6 +127,7 @@ def split_everywhere(dataloader: DataLoader[Any], place: Place, compare: bool) -
     split = find_split(dataloader)
     everyone = [_facts(dataloader, split, (rank, size), compare)]
     if together:
+        # One exchange for all checks below: every process raises or goes on, from what all have seen.
         everyone = gather_object(everyone)
     _check_places(everyone)
     if split is None and together:
@@ -151,6 +153,7 @@ def _inside(found: list[Any], links: Sequence[str]) -> Iterator[Any]:
 
 
 def _attribute(part: Any, name: str) -> Any:
+    # A method of this name is no part, and a thing that wraps itself would be looked into for ever.
     inner = getattr(part, name, None)
     return None if callable(inner) or inner is part else inner
 
@@ -159,6 +162,7 @@ def _place_of(part: Any) -> tuple[tuple[int, int], tuple[str, str]] | None:
     """Return the process and the number of processes, and the attributes that name them."""
     for names in _PAIRS:
         rank, size = (getattr(part, name, None) for name in names)
+        # Exactly int: attributes of these names may also be tensors, flags or methods.
         if type(rank) is int and type(size) is int:
             return (rank, size), names
     return None
@@ -182,6 +186,7 @@ def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, i
     rows = None
     if isinstance(dataset, Subset):
         rows = hugging_face.digest(array("q", map(int, dataset.indices)).tobytes())
+    # Three rows show whether the datasets differ; how they do is asked only then, with many rows.
     elif length and hugging_face.is_table(dataset):
         rows = b"".join(hugging_face.row_digests(dataset, sorted({0, length // 2, length - 1})))
     batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
@@ -268,11 +273,13 @@ def _are_shares(dataset: Any, everyone: Sequence[_Facts]) -> bool:
     shares = _one_of_each(everyone)
     lengths = [facts.length or 0 for facts in shares]
     total, count = sum(lengths), len(lengths)
+    # The lengths that split_dataset_by_node makes: the first shares have one row more.
     if lengths != [total // count + (rank < total % count) for rank in range(count)]:
         return False
     length = len(dataset)
     rows = sorted({length * i // _ROWS for i in range(_ROWS)}) if length else []
     digests: list[tuple[bytes, ...]] = gather_object([tuple(hugging_face.row_digests(dataset, rows))])
+    # Processes with one place count once, if they have shown the same rows.
     seen = {(facts.place, some) for facts, some in zip(everyone, digests, strict=True)}
     unique = [{row for row, times in Counter(some).items() if times == 1} for _, some in seen]
     alike = len(seen) == count

@@ -38,6 +38,7 @@ class PresplitBatchSampler(BatchSamplerShard):
         super().__init__(batch_sampler, even_batches=deals, seed=seed)
         self.splitter = splitter
         self.deals = deals
+        # Not num_processes: this wraps the batch sampler of one process, and cuts nothing.
         self.part = part
         self.num_parts = part[1]
         self.lengths = lengths
@@ -73,6 +74,7 @@ class PresplitBatchSampler(BatchSamplerShard):
         return tuple(length // size if self.drop_last else -(-length // size) for length in self.lengths)
 
     def _batches(self, share: Share, start: int) -> Iterator[list[int]]:
+        # A start counts the samples of all processes, and this batch sampler gives those of one.
         first = start // self.num_parts
         last = self._fill_of_lengths() if self.lengths is not None else self._fill_of_dealt(first)
         for batch in super()._batches(share, first):
@@ -84,6 +86,7 @@ class PresplitBatchSampler(BatchSamplerShard):
         if counts is None or lengths is None:
             return None
         steps, size = max(counts), self.batch_size
+        # A process with a batch less than the others has none in the last step.
         rows = tuple(
             min(length - (steps - 1) * size, size) if count == steps else 0
             for length, count in zip(lengths, counts, strict=True)
@@ -97,6 +100,8 @@ class PresplitBatchSampler(BatchSamplerShard):
         if not self._flat:
             return None
         processes = self.num_parts
+        # The lists of all processes have one length, padding included, so their last batches are short
+        # alike.
         short = (len(self.splitter) - first) % self.batch_size
         unpadded = processes - (self.num_samples - self.num_real)
         if unpadded == processes or (short and self.drop_last):

@@ -150,6 +150,7 @@ class BatchSamplerShard(_Wrapper):
         if not self.has_length:
             return None
         if self._flat:
+            # Of the pass that has begun, which may be the rest of an epoch.
             layout, total = self._layout(self.start), len(self.sampler)
         elif self.split_batches:
             return None
@@ -224,6 +225,7 @@ class BatchSamplerShard(_Wrapper):
 
     @property
     def _flat(self) -> bool:
+        # Only of torch's own __iter__ is it known that it cuts the indices of its sampler in order.
         return type(self.batch_sampler).__iter__ is BatchSampler.__iter__
 
     @property
@@ -234,7 +236,9 @@ class BatchSamplerShard(_Wrapper):
     def _layout(self, start: int) -> Layout:
         share = self.local_batch_size
         assert share is not None
+        # One process pads nothing, as a plain BatchSampler does not.
         even = self.even_batches and self.num_processes > 1
+        # Whole batches are completed from the start of the order, as is documented for even_batches.
         spread = self.spread and (self.split_batches or not even)
         return Layout(share, self.num_processes, self.drop_last, even, start, spread)
 
@@ -254,6 +258,7 @@ class BatchSamplerShard(_Wrapper):
             yield from self._whole_batches(self._order(), start, share)
 
     def _order(self) -> Any:
+        # A state of torchdata holds what the whole order of its epoch is drawn from.
         if self._drawn_from is not None:
             generator = torch.Generator()
             generator.set_state(self._drawn_from)
@@ -265,6 +270,7 @@ class BatchSamplerShard(_Wrapper):
         size = self.batch_size
 
         def indices() -> Iterator[int]:
+            # The length of a batch that was short: only the last one may be.
             short: int | None = None
             for number, batch in enumerate(batches):
                 if short is not None or len(batch) > size:
@@ -289,6 +295,7 @@ class BatchSamplerShard(_Wrapper):
 
     def _divided(self, batches: Iterable[list[int]], share: Share) -> Iterator[list[int]]:
         if self.has_length:
+            # All at once, so that their number is known when the first one is handed out.
             batches = list(batches)
             share.num_batches = sum(bool(part) for batch in batches for part in self._pieces(batch))
             if batches and any(self._pieces(batches[-1])):
@@ -304,6 +311,8 @@ class BatchSamplerShard(_Wrapper):
         return pieces if self._rank is None else [pieces[self._rank]]
 
     def _piece_sizes(self, batch: list[int]) -> tuple[int, ...]:
+        # Batch samplers of other classes give batches of any length, also shorter ones than there are
+        # processes.
         if self.spread:
             return spread_out(len(batch), self.num_processes)
         size = self.local_batch_size
@@ -315,6 +324,7 @@ class BatchSamplerShard(_Wrapper):
         name = type(self.batch_sampler).__name__
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"batch_size must be a positive integer, but {name}.batch_size is {size!r}.")
+        # One process takes any batches, so that it need not know their size.
         if self.num_processes == 1:
             return
         if self.split_batches and size is None:

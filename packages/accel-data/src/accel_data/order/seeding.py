@@ -79,6 +79,7 @@ class Seeding:
         seed = self.data_seed
         if seed is None and generator is not None:
             seed = generator.initial_seed()
+        # None follows a dataset whose length changes, as the sampler that is replaced would.
         wanted = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return SeedableRandomSampler(
             sampler.data_source, sampler.replacement, wanted, data_seed=self._shared(seed)
@@ -101,8 +102,10 @@ class Seeding:
                 counts = _prepared.setdefault(self.owner, Counter())
                 place = counts[of_order]
                 counts[of_order] += 1
+            # The complement, so that the two kinds of seeds never come from one place of one stream.
             root = torch.initial_seed() if of_order else ~torch.initial_seed()
             seed = mix_seed(root, place) >> 1  # fits into a signed 64-bit integer
+        # A seed that the user gives is the same on all processes already.
         if not self.several or self.data_seed is not None or not dist.is_initialized():
             return seed
         seeds = [seed]
@@ -126,8 +129,10 @@ def agreed_order(walk: Callable[[], list[Any]]) -> list[Any]:
         return walk()
     error: Exception | None = None
     entries: list[Any] = []
+    # Whatever goes wrong is kept until all have exchanged: the others wait there for this process.
     try:
         entries = walk()
+        # A checksum, as an order may have millions of entries.
         summary = f"{len(entries)} entries, checksum {zlib.crc32(pickle.dumps(entries)):08x}"
     except Exception as raised:
         error = raised

@@ -178,11 +178,13 @@ def cut(
         return
     length = len(order)
     tail = layout.tail(length)
+    # Before the first batch is given: who takes it has to know which one is the last.
     share.num_batches = layout.num_batches(length, rank)
     share.last = layout.fill(tail, rank)
     if share.last and count:
         parts = [take(order, positions) for positions in _tail_positions(layout, length, None)]
         share.last = counted(share.last, parts, count)
+    # Taken now, as the order itself is dropped below.
     tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
     many = max(_ENTRIES // layout.share, 1)
     if isinstance(order, torch.Tensor):
@@ -194,6 +196,7 @@ def cut(
         starts = _starts(layout, length, rank)
         for first in range(0, len(starts), many):
             some = starts[first : first + many]
+            # One addition makes many batches; to count in Python costs as much for each sample.
             column = torch.arange(some.start, some.stop, some.step, device="cpu").unsqueeze(1)
             yield from (column + torch.arange(layout.share, device="cpu")).tolist()
     else:
@@ -208,6 +211,7 @@ def _rows(order: torch.Tensor, layout: Layout, rank: int | None) -> torch.Tensor
     rows = used.view(steps, layout.num_processes, layout.share)
     if rank is None or layout.num_processes == 1:
         return rows.flatten(0, 1)
+    # A copy, so that the memory of the whole order is freed.
     return rows[:, rank].clone()
 
 

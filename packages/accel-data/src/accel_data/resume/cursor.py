@@ -16,6 +16,7 @@ from accel_data.resume.stream_position import Place, Trail
 
 __all__ = ["Cursor", "Kind", "Pass", "Progress", "from_state", "to_state"]
 
+# To be raised when the states of before would be read wrongly.
 _VERSION = 1
 
 
@@ -56,6 +57,7 @@ class Cursor:
             num_batches: Counted as that run did; or as one with steps of `step_size`, if they end here.
             step_size: Samples of one step, all processes together, in the run that goes on.
         """
+        # The same place, counted with the steps of the run that goes on.
         if self.consumed == num_batches * step_size:
             return self.consumed
         return max(self.consumed + (num_batches - self.batches) * self.step_size, 0)
@@ -159,6 +161,7 @@ class Progress:
         consumed, batches = place.consumed, place.batches
         if skip_batches:
             consumed, batches = place.after(skip_batches, step_size), skip_batches
+        # Places count the samples of all processes, a divided stream only those of its own part.
         parts = self.part[1] if self.part else 1
         distance = (consumed - place.consumed) // parts
         stream = place.stream and place.stream.moved(distance, consumed // parts)
@@ -175,6 +178,7 @@ class Progress:
 
         A pass that was left early stays the place of the loader until then.
         """
+        # An older pass that is closed late, as its iterator is collected, changes nothing.
         if done is not self._latest:
             return
         if self._begun and self.epoch == done.begin.epoch:
@@ -278,6 +282,7 @@ def from_state(state: Mapping[str, Any], kind: Kind) -> Cursor:
     if stream is not None and state["part"] is not None and tuple(state["part"]) != kind.part:
         stream = stream.without_states()  # another process has counted samples of its own
     known = {name: state[name] for name in _PLACE}
+    # `order` is not among the expected names: states of before it came have none.
     cursor = Cursor(**known, stream=stream, part=kind.part, order=state.get("order"))
     _check_place(cursor, kind.limit)
     return cursor

@@ -151,6 +151,7 @@ class Trail:
             steps: Steps handed out so far.
         """
         self._marks.append(mark)
+        # Only now and then: a lock for every batch would cost more than the memory of some marks.
         if len(self._marks) > _MARKS:
             with self._lock:
                 self._advance(steps)

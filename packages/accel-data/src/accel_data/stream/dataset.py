@@ -171,6 +171,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             One block per batch.
         """
         layout = self._layout()
+        # Kept for padding alone: nothing is read in advance where nothing is padded.
         head = layout.group if layout.even and not layout.drop_last else 0
         reading = read(self._source, self.chunk, start, place, head)
         if reading.divided:
@@ -181,6 +182,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             for samples, fill in self._batches(group, reading, layout, counts_rows):
                 number += 1
                 if reading.divided or number % reading.num_workers == reading.worker:
+                    # Without samples, as nothing has to be collated for a batch that is passed over.
                     yield Block([] if number < over else samples, fill, reading.mark())
 
     def _batches(
@@ -300,6 +302,7 @@ class BlockReader(IterableDataset[Any]):
         self.place = place
         self.counts_rows = counts_rows
         where = torch.zeros(3, dtype=torch.int64, device="cpu")
+        # Shared with workers alone: shared memory takes a file descriptor.
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
     def seek(self, epoch: int | None, start: int, from_place: bool = False) -> None:
@@ -315,6 +318,7 @@ class BlockReader(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Block]:
         epoch, start, from_place = self.where.tolist()
+        # A worker has a copy of the dataset; in the main process the loader has set the epoch.
         if epoch >= 0 and get_worker_info() is not None:
             self.shard.set_epoch(epoch)
         return self.shard.blocks(start, self.place if from_place else None, self.counts_rows)

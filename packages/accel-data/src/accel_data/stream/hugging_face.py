@@ -16,6 +16,7 @@ __all__ = ["digest", "has_shards_for", "is_table", "row_digests", "steps_of", "s
 def is_table(dataset: Any) -> bool:
     """Whether a dataset is a map-style one of Hugging Face."""
     module = sys.modules.get("datasets")
+    # Where the library is not imported, no dataset can be of it.
     return module is not None and isinstance(dataset, module.Dataset)
 
 
@@ -40,6 +41,7 @@ def stream_digest(dataset: Any) -> bytes:
     """
     seen = [_random_state(getattr(dataset, "_shuffling", None))]  # where datasets of before 5.0 have it
     for step in steps_of(dataset):
+        # Addresses in a repr differ from process to process.
         shards = re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(step, "kwargs", None)))
         seen.append(f"{type(step).__name__} {_random_state(step)} {shards}")
     return digest("\n".join(seen).encode())
@@ -48,6 +50,7 @@ def stream_digest(dataset: Any) -> bytes:
 def steps_of(dataset: Any) -> Iterator[Any]:
     """Yield what a stream does with its samples, step by step, from the last step to its sources."""
     steps = [getattr(dataset, "_ex_iterable", None)]
+    # The list grows while it is walked.
     for step in steps:
         if step is not None:
             yield step

@@ -137,6 +137,7 @@ def read(source: Source, group: int, start: int, place: Place | None, head: int)
     if place is None:
         return _from_start(source, group, start, head)
     info = get_worker_info()
+    # Between two turns every part stands where its mark says; inside of one some samples are still to come.
     in_turn = place.left == place.chunk == group and not place.ahead
     if in_turn and info is not None and place.num_workers == info.num_workers:
         return _one_part(source, group, place, info.id, head)
@@ -147,6 +148,7 @@ def _from_start(source: Source, group: int, start: int, count: int) -> Reading:
     stream = source.open()
     head = list(islice(stream.samples, min(count, group) if stream.divided else count))
     samples = chain(head, stream.samples)
+    # How many of the first `start` samples are those of this worker is not known.
     counted = Counted(samples) if stream.divided else Counted(islice(samples, start, None), start)
 
     def mark() -> Place | Mark:
@@ -268,6 +270,7 @@ def open_stream(dataset: Iterable[Any], worker: tuple[int, int] | None = None) -
     watch = _Watch(info, *worker)
     with _shown(watch if worker[1] else None):
         samples = iter(dataset)
+        # A generator asks for its worker when its first sample is asked for.
         head = list(islice(samples, 1))
     return Stream(chain(head, samples), worker[0], max(worker[1], 1), watch.asked)
 

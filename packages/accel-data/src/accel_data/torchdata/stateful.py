@@ -52,6 +52,7 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[Any]:
         "__qualname__": kind.__qualname__,
         "__iter__": kind.__iter__,
         "__reduce__": lambda self: (_empty, (kind,), self.__dict__),  # the class has no name of its own
+        # torch's own: torchdata's iterators would count batches a second time.
         "_get_iterator": DataLoader._get_iterator,
     }
     _classes[kind] = type(kind.__name__, (kind, base), content)
@@ -93,6 +94,7 @@ def as_plain(sampler: Any, generator: torch.Generator | None, data_seed: int | N
         return changed
     if type(sampler) is not module.RandomSampler:
         return sampler
+    # The private field is None where the sampler follows the length of its dataset.
     drawn = sampler.data_source, sampler.replacement, sampler._num_samples
     if sampler.generator is generator:
         return RandomSampler(*drawn, generator=generator)

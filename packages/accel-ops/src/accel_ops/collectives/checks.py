@@ -57,6 +57,7 @@ def require_plain(operation: str, data: Any, leaves: Sequence[torch.Tensor]) -> 
     Raises:
         TypeError: If one is a DTensor, a sparse, nested or quantized tensor, or wraps others.
     """
+    # Looked for in the leaves, and its place in the tree only if there is one.
     odd = next((leaf for leaf in leaves if not _is_plain(leaf)), None)
     if odd is not None:
         found = find_path(data, lambda node: node is odd)
@@ -76,6 +77,7 @@ def require_devices(operation: str, data: Any, devices: Iterable[torch.device], 
     Raises:
         ValueError: If a device is not one of the process group's.
     """
+    # "cpu:gloo,cuda:nccl": torch has no public list of the devices of a group.
     config = dist.get_backend_config()
     movable = _device_types(config)
     if any(device.type not in movable for device in devices):
@@ -93,6 +95,7 @@ def require_devices(operation: str, data: Any, devices: Iterable[torch.device], 
 def _is_plain(leaf: torch.Tensor) -> bool:
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
         return False
+    # Classes that wrap other tensors flatten themselves for torch.compile; plain subclasses do not.
     return type(leaf) is torch.Tensor or not hasattr(leaf, "__tensor_flatten__")
 
 

@@ -43,6 +43,7 @@ def gather_object(object: Any, *, process: Process | None = None) -> list[Any]:
     if process.debug:
         contract.check("gather_object", process=process)
     require_group("gather_object", process)
+    # Pickled before the collective: what cannot be pickled travels as a text that says why.
     parts: list[Any] = [None] * process.world_size
     dist.all_gather_object(parts, _pickled(entries))
     _raise_failures("gather_object", dict(enumerate(parts)))
@@ -82,6 +83,7 @@ def broadcast_object_list(
         contract.check("broadcast_object_list", process=process, detail=detail, one_place=False)
     require_group("broadcast_object_list", process)
     sends = process.rank == from_process
+    # None is what torch replaces on the processes that receive.
     payload = [_pickled(object_list) if sends else None]
     dist.broadcast_object_list(payload, from_process)
     _raise_failures("broadcast_object_list", {from_process: payload[0]})

@@ -65,6 +65,7 @@ def gather(tensor: Any, *, process: Process | None = None) -> Any:
 def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequence[torch.Tensor]:
     world = process.world_size
     require_group("gather", process)
+    # The usual case, as the metrics of a step are: one stack, and one collective.
     alike = stack_if_alike(leaves, SHARED_BYTES // world)
     if alike is not None:
         require_devices("gather", data, [alike.device], process)
@@ -79,6 +80,7 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
         shape = leaves[i].shape
         gathered[i] = leaves[i].new_empty((world * shape[0], *shape[1:]))
         works.append(_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), async_op=True))
+    # While the large ones are on their way.
     for pack in found.packs:
         buffer = pack.empty()
         if pack.nbytes:
@@ -148,6 +150,7 @@ def _reduce(
         works.append(_all_reduce(reduced[i], op, async_op=True))
     for part in (part for pack in plan.packs for part in pack.parts):
         total = part.lay_out(leaves)
+        # All-reduce works in place, and the given tensors must not change.
         total = _owned(total) if len(part.positions) == 1 else total  # of one tensor it may be a view
         _all_reduce(total, op)
         for i, piece in zip(part.positions, part.take_apart(_finish(total, divisor, scale)), strict=True):
@@ -176,6 +179,7 @@ def _all_reduce(total: torch.Tensor, op: dist.ReduceOp.RedOpType, async_op: bool
     try:
         return dist.all_reduce(total, op, async_op=async_op)
     except RuntimeError as error:
+        # Backends say it in different words, but all of them name the type.
         if "type" not in str(error):
             raise
         raise TypeError(
@@ -255,6 +259,7 @@ def _broadcast(leaves: Sequence[torch.Tensor], plan: Plan, source: int, sends: b
                     leaf.copy_(values)
     for leaf, buffer, work in works:
         work.wait()
+        # A tensor that is not contiguous was received into a copy.
         if not sends and buffer.data_ptr() != leaf.data_ptr():
             leaf.copy_(buffer.view(leaf.dtype).view(leaf.shape))
 
@@ -279,6 +284,7 @@ def copy_tensor_to_devices(
     operation = "copy_tensor_to_devices"
     if process.debug:
         contract.check(operation, process=process, one_place=False)
+    # Shape and dtype alone: the values move once it is known who has them.
     offer = (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     offers: list[Any] = [offer]
     if process.world_size > 1:

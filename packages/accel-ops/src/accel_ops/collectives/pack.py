@@ -28,6 +28,7 @@ Measured: copying larger ones takes longer than one more collective.
 BUFFER_BYTES = 64 * 1024 * 1024
 """A pack is closed when the buffer for it has reached this size (bytes), which bounds the extra memory."""
 
+# Scale and zero point are not among their bytes.
 _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 _shape, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
@@ -122,11 +123,13 @@ def plan(tensors: Sequence[torch.Tensor], copies: int = 1) -> Plan:
         The plan.
     """
     devices = tuple(set(map(_device, tensors)))
+    # One device needs no tuple of all of them, which would be hashed in every call.
     if len(devices) > 1:
         devices = tuple(map(_device, tensors))
     return _plan(tuple(map(_shape, tensors)), tuple(map(_dtype, tensors)), devices, copies)
 
 
+# A loop gathers the same few trees again and again.
 @lru_cache(maxsize=32)
 def _plan(
     shapes: tuple[torch.Size, ...],
@@ -147,6 +150,7 @@ def _plan(
             continue
         members, total = growing.get(device, ([], 0))
         members.append(i)
+        # Counted as it comes back, from all processes: that buffer is the larger one.
         if (total + nbytes) * copies < BUFFER_BYTES:
             growing[device] = (members, total + nbytes)
         else:
@@ -166,6 +170,7 @@ def _pack(
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i in members:
         by_dtype.setdefault(dtypes[i], []).append(i)
+    # Larger elements first: then every part begins at a multiple of its element size.
     ordered = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
     parts = [Part(dtype, device, places, [shapes[i] for i in places], copies) for dtype, places in ordered]
     return Pack(parts, copies)

@@ -23,6 +23,7 @@ SHARED_BYTES = 32 * 1024
 Own memory costs an allocation and a copy for each tensor; shared memory stays as long as one of them does.
 """
 
+# Not every dtype can be indexed (float8 cannot), so elements move as words of their size.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _split_with_sizes_copy: Any = torch.split_with_sizes_copy  # torch's annotation says it returns nothing
 _dtype = attrgetter("dtype")
@@ -104,6 +105,7 @@ class Part:
             chosen = [tensors[i] for i in self.positions]
         if self.row_shape is not None:
             return torch.cat(chosen)  # type: ignore[arg-type]
+        # Private, but what DDP has always made its buckets with: any shapes in one call.
         return _flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call,no-any-return]
 
     @cached_property
@@ -121,6 +123,8 @@ class Part:
             The tensors, as independent for autograd as if they had been made one by one.
         """
         if laid_out.nbytes <= SHARED_BYTES:
+            # Unsafe means: pieces that autograd takes for independent, which they are, as nobody has the
+            # whole.
             pieces: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(laid_out, self.result_lengths)
         else:
             pieces = _split_with_sizes_copy(laid_out, self.result_lengths)
@@ -135,6 +139,7 @@ class Part:
         Returns:
             The tensors.
         """
+        # An empty buffer cannot be viewed as another dtype.
         if not self.nbytes:
             return [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.result_shapes]
         if copies.nbytes > SHARED_BYTES:  # the only copy: each tensor's pieces go into memory of its own

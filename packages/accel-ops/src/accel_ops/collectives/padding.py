@@ -59,6 +59,7 @@ def pad_across_processes(
         detail = f"dim={dim}"
         contract.check("pad_across_processes", tensor, process=process, detail=detail, shapes=False)
     require_group("pad_across_processes", process)
+    # The sizes of all leaves, in one collective.
     sizes = torch.tensor([leaves[i].shape[dim] for i in padded], dtype=torch.int64, device=process.device)
     if padded:
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
@@ -114,6 +115,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         if not missing or not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != batch_size:
             return leaf
+        # A real entry, and not zeros: a model must be able to compute with it.
         last = leaf.narrow(dim, batch_size - 1, 1)
         return torch.cat([leaf, *[last] * missing], dim)
 

@@ -69,11 +69,13 @@ def check(
     """
     if process.world_size == 1:
         return
+    # The user's line: that of this package would be the same for all operations.
     frame = user_frame()
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     site = place.replace("\\", "/").rpartition("/")[2]
     account = _Account(operation, detail, list(_describe(data, shapes)), place, site)
     session = current_session(process)
+    # As text: what all have written alike is not even parsed.
     written = json.dumps(dataclasses.asdict(account))
     texts = session.meet(written, f"{operation} at {place}")
     if any(text != written for text in texts):

@@ -89,6 +89,7 @@ def whereabouts(thread_id: int) -> str:
     Returns:
         File, line and function of the innermost frame, and of the innermost one outside of libraries.
     """
+    # CPython's only way to see what another thread does.
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "no line of Python: its thread has ended"

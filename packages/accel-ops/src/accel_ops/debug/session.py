@@ -92,6 +92,7 @@ class Session:
                 self.store.delete_key(f"left/{self.rank}")
             self.store.set(self._key(self.rank), text)
             self._wait_for_all()
+            # Nobody deletes these before the next operation, at which all have read them.
             texts = [self.store.get(self._key(rank)).decode() for rank in range(self.world)]
             self._clean_up()
         except (RuntimeError, OSError) as error:
@@ -224,6 +225,7 @@ class Session:
         while time.monotonic() < until:
             missing = self._missing(count)
             present = [rank for rank in range(1, self.world) if rank not in missing]
+            # Who has written its text for this operation is still reading why it failed.
             if all(self.store.check([f"read/{self._key(rank, count)}"]) for rank in present):
                 return
             time.sleep(_PAUSES_S[1])

@@ -39,6 +39,7 @@ class ConvertOutputsToFp32:
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
+        # Also the signature: trainers drop the columns of a dataset that a forward does not take.
         functools.update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -62,6 +62,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
         return node if node.device == device else node.to(device, non_blocking=non_blocking)
     elif kind in _PLAIN_LEAVES:
         return node
+    # Not where keys are to stay: its method knows nothing of them.
     elif callable(getattr(kind, "to", None)) and not _has_any(node, skip):
         return _send_by_method(node, device, non_blocking)
     inside = children(node)
@@ -74,6 +75,7 @@ def _send(node: Any, device: torch.device | int, non_blocking: bool, skip: froze
             child if key in skip else _send(child, device, non_blocking, skip)
             for key, child in zip(keys(node), inside, strict=True)
         ]
+    # Nothing has moved: the object itself, whose class may not allow a copy.
     if all(map(operator.is_, sent, inside)):
         return node
     return rebuild(node, sent)

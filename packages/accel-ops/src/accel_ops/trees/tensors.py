@@ -150,6 +150,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat([_at_least_1d(tensor) for tensor in data], dim=dim)
     if children(first) is None:
         _at_least_1d(first)  # raises
+    # Before any column is concatenated: one that fails alone would not say that the trees differ.
     if any(type(tree) is not type(first) or set(keys(tree)) != set(keys(first)) for tree in data):
         seen = ", ".join(f"{type(tree).__name__} with {keys(tree)}" for tree in data)
         raise ValueError(f"Only trees of one structure can be concatenated, but these are: {seen}")
@@ -166,5 +167,6 @@ def _at_least_1d(leaf: Any) -> torch.Tensor:
 def _in_order_of(names: Sequence[Any], tree: Any) -> Sequence[Any]:
     values = children(tree)
     assert values is not None
+    # Mappings may have the same keys in another order.
     by_name = dict(zip(keys(tree), values, strict=True))
     return [by_name[name] for name in names]

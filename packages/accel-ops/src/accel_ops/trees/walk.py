@@ -53,6 +53,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
         return type(obj)._make(items)
     if isinstance(obj, list) and type(obj) is not list:
         new = copy.copy(obj)
+        # In a copy, which keeps the attributes of a subclass.
         new[:] = items
         return new
     return type(obj)(items)
@@ -61,6 +62,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 def children(data: Any) -> Sequence[Any] | None:
     """Return the values directly inside the container `data`, in order; None for a leaf."""
     kind = type(data)
+    # Exact types first: this is called for every node, and isinstance with Mapping is slow.
     if kind is list or kind is tuple:
         return data  # type: ignore[no-any-return]
     if kind is dict:
@@ -172,6 +174,7 @@ def flatten(
         TypeError: If `required_by` is given and a leaf is not a tensor.
     """
     inside = children(tree)
+    # The usual batch: no walk, and no second list.
     if inside is not None and _all_tensors(inside):
         return list(inside), lambda tensors: rebuild(tree, tensors)
     leaves: list[torch.Tensor] = []
