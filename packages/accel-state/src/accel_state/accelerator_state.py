@@ -21,6 +21,7 @@ from accel_state.process.state import PartialState
 
 __all__ = ["AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"]
 
+# The plugin that asks for each engine, and the environment's switch where no Accelerator decides.
 _ENGINES = (
     (DistributedType.DEEPSPEED, "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
     (DistributedType.FSDP, "fsdp_plugin", "ACCELERATE_USE_FSDP"),
@@ -51,6 +52,7 @@ class _Settings:
     def device_mesh(self) -> Any:
         if self.parallelism_config is None:
             return None
+        # When it is first asked for: making a mesh is a collective, and most runs have none.
         return self.parallelism_config.get_device_mesh(PartialState._held().device.type)
 
 
@@ -103,14 +105,17 @@ class AcceleratorState(ProcessControl):
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
         }
+        # Looked up before anything is made, which may fail and must leave the newest state as it was.
         newest: _Settings | None = AcceleratorState._shared_state.get("newest")
         if _from_accelerator and _group_is_gone():
             PartialState._reset_state()  # a second training after end_training() needs a group again
+        # Before the settings are looked at: what they allow depends on the device.
         process = PartialState(cpu, **kwargs).process
         if newest is None or _from_accelerator or newest.differs(given):
             newest = AcceleratorState._shared_state["newest"] = _settings(
                 given, process, asks_environment=not _from_accelerator
             )
+        # In the handle: one on an older state keeps that state.
         self._made_with = newest
 
     @property
@@ -279,6 +284,7 @@ def _group_is_gone() -> bool:
 
 
 def _settings(given: dict[str, Any], process: Process, *, asks_environment: bool) -> _Settings:
+    # The environment comes last: an argument has been looked at before.
     given = {**given, "mixed_precision": given["mixed_precision"] or env.get("ACCELERATE_MIXED_PRECISION")}
     _check_precision(given["mixed_precision"], process)
     settings = _Settings(engine=_engine(given, process, asks_environment), **given)

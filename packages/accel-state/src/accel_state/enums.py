@@ -37,6 +37,7 @@ class _ContainsValues(EnumMeta):
 class _StringEnum(str, Enum, metaclass=_ContainsValues):
     """A string-valued enumeration with forgiving look-up and errors that list what is allowed."""
 
+    # Enum's own would give `PrecisionType.NO`, which no file or command line takes.
     def __str__(self) -> str:
         return str.__str__(self)
 
@@ -56,6 +57,7 @@ class _StringEnum(str, Enum, metaclass=_ContainsValues):
     @classmethod
     def _missing_(cls, value: object) -> _StringEnum:
         if isinstance(value, str):
+            # Environment variables and files of older programs differ in letter case.
             wanted = value.strip().lower()
             for member in cls:
                 if str(member).lower() == wanted:
@@ -68,6 +70,7 @@ class _StringEnum(str, Enum, metaclass=_ContainsValues):
 
 
 def _unknown(cls: type[_StringEnum], value: object) -> str:
+    # Here and not above, as this module is the first that a launcher imports.
     from difflib import get_close_matches
 
     near = get_close_matches(str(value).lower(), [known.lower() for known in cls.list()], n=1)
@@ -95,6 +98,7 @@ class DistributedType(_StringEnum):
 
     @classmethod
     def _old_spellings(cls) -> dict[str, str]:
+        # What configurations had before torch_xla ran on more than TPUs.
         return {"tpu": "XLA"}
 
 

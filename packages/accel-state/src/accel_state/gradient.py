@@ -47,6 +47,7 @@ class GradientState:
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         newest: dict[str, Any] | None = GradientState._shared_state.get("newest")
+        # As values: a plugin is an object that its owner may go on to change.
         kwargs = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_dict()
         if newest is None or kwargs not in (None, newest["plugin_kwargs"]):
             newest = GradientState._shared_state["newest"] = _new_state(kwargs or {})
@@ -122,6 +123,7 @@ class GradientState:
             loader = loaders[-1]()
             if loader is not None:
                 return loader
+            # A loop over it was abandoned, and the loader is gone.
             loaders.pop()
         return None
 
@@ -158,6 +160,7 @@ class GradientState:
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Note that iteration over a loader has ended; nothing if it was not noted."""
         loaders = self._loaders
+        # The innermost first, as a loader may be iterated inside of its own loop.
         for position in reversed(range(len(loaders))):
             if loaders[position]() is dataloader:
                 del loaders[position]

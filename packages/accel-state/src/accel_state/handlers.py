@@ -39,6 +39,7 @@ class KwargsHandler:
         """Return a deep copy of the fields whose values differ from the defaults of the class."""
         defaults: dict[str, Any] = {}
         if dataclasses.is_dataclass(self):
+            # Made anew, as a default factory gives another object each time.
             defaults = {field.name: _default(field) for field in dataclasses.fields(self)}
         return {
             name: value
@@ -54,6 +55,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _nearest(value: object, allowed: Iterable[str]) -> str:
+    # Here and not above: only an error needs it.
     from difflib import get_close_matches
 
     near = get_close_matches(str(value), list(allowed), n=1)
@@ -146,6 +148,7 @@ class ProfileKwargs(KwargsHandler):
 
         schedule = None
         if self.schedule_option is not None:
+            # torch gives neither of the two a default.
             schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
         return torch.profiler.profile(
             activities=self._profiler_activities(),
@@ -163,6 +166,7 @@ class ProfileKwargs(KwargsHandler):
 
         if self.activities is None:
             return None
+        # Which ones there are depends on the version of torch.
         known = ProfilerActivity.__members__
         for activity in self.activities:
             if activity.upper() not in known:
@@ -214,6 +218,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         steps = self.num_steps
+        # bool is an int to isinstance, and True would pass for 1.
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(f"num_steps counts micro-batches per optimizer step: 1 or more, not {steps!r}.")
 
@@ -247,6 +252,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
+        # An argument first, then the environment; an unknown name raises with the known ones.
         self.backend = DynamoBackend(_or_environment(self.backend, "BACKEND"))
         if self.options is not None and self.mode not in (None, "default"):
             raise ValueError(
@@ -276,6 +282,7 @@ class TorchDynamoPlugin(KwargsHandler):
         """Return the arguments for `torch.compile`: the fields which differ from its own defaults."""
         fields = self.to_dict()
         del fields["use_regional_compilation"]
+        # torch.compile raises where it gets both, also where the mode is the default.
         if fields["options"] is not None:
             del fields["mode"]
         unset = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}

@@ -38,6 +38,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     def get(name: str) -> Any:
         if name in module_of:
             value = getattr(import_module(module_of[name]), name)
+            # From now on the name is found without asking here.
             setattr(sys.modules[package], name, value)
             return value
         if name in submodules:

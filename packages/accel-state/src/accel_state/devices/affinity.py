@@ -45,7 +45,9 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not hasattr(os, "sched_setaffinity"):
         warn("CPU affinity is ignored: this system cannot bind processes to cores.", about="machine")
         return
+    # What the device names is exact; to take the nodes in turn is a guess that spreads the load.
     near = _device_cores(local_process_index) or _node_cores(local_process_index)
+    # A container or a Slurm job may have fewer cores than the node.
     cores = near & _allowed_cores()
     if not cores:
         warn(
@@ -74,7 +76,9 @@ def _device_cores(index: int) -> frozenset[int]:
 
 def _node_cores(index: int) -> frozenset[int]:
     nodes = sorted(
-        (_SYSFS / "devices" / "system" / "node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])
+        # By number, as node10 comes after node2.
+        (_SYSFS / "devices" / "system" / "node").glob("node[0-9]*"),
+        key=lambda path: int(path.name[4:]),
     )
     with_cores = [cores for cores in (_read_cores(node / "cpulist") for node in nodes) if cores]
     return with_cores[index % len(with_cores)] if with_cores else frozenset()

@@ -79,6 +79,7 @@ def _hpu_prepare_group(_num_processes: int) -> None:
 
 HPU = _calls(
     prepare_group=_hpu_prepare_group,
+    # The first generation computes in bf16 alone.
     has_fp16=lambda: not probes.is_habana_gaudi1(),
     empty_cache=lambda: None,  # the bridge keeps no cache of its own to give back
     get_rng_state=lambda: _hpu_random().get_rng_state(),
@@ -96,6 +97,7 @@ def _xla_runtime() -> Any:
 
 def xla_is_available() -> bool:
     """Return whether torch_xla runs on hardware here; it runs on the CPU too, which nobody means."""
+    # The runtime is asked, and not torch_xla: it decides when it starts.
     return probes.is_torch_xla_available() and _xla_runtime().device_type() in {"TPU", "CUDA", "NEURON"}
 
 

@@ -11,6 +11,7 @@ from accel_state.logging.warning import warn
 
 __all__ = ["check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"]
 
+# nvidia-smi loads the driver where nothing has done so, which takes seconds.
 _TIMEOUT_S = 20
 _OLDEST_LINUX = (5, 5)  # older ones can hang in a training of several processes
 
@@ -35,6 +36,7 @@ def get_gpu_info() -> tuple[list[str], int]:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"nvidia-smi did not answer within {_TIMEOUT_S} s. Check the driver.") from None
     if done.returncode != 0:
+        # It writes some of its errors to one stream and some to the other.
         said = (done.stdout + done.stderr).strip()
         raise RuntimeError(f"nvidia-smi ended with {done.returncode}: {said}. Check the driver.")
     names = [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -42,6 +42,7 @@ def is_cuda_available() -> bool:
     """Return whether a CUDA device is usable; CUDA is not initialised, so that the process can still fork."""
     import torch
 
+    # torch then asks the driver's library, which makes no CUDA context.
     with env.patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return torch.cuda.is_available()
 
@@ -140,6 +141,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         raise ValueError("check_is_tpu=True and check_is_gpu=True exclude each other; ask for one of them.")
     if not is_package_available("torch_xla"):
         return False
+    # Without starting the runtime, which takes the devices for this process.
     if not check_is_tpu and not check_is_gpu:
         return True
     from importlib import import_module
@@ -157,6 +159,7 @@ def _has_plugin(module: str) -> bool:
         return False
     try:
         import_module(module)
+    # Vendors' libraries raise each of these where the driver is missing.
     except (ImportError, OSError, RuntimeError) as error:
         warn(f"{module} is installed but cannot be imported, so it is not used: {error}", about="machine")
         return False
@@ -172,6 +175,7 @@ def _is_backend_available(device_type: str, check_device: bool) -> bool:
     if not check_device:
         return True
     try:
+        # A device that is counted may still be one that another process holds alone.
         return bool(backend.device_count() > 0 and torch.empty(0, device=f"{device_type}:0") is not None)
     except RuntimeError:
         return False
@@ -231,5 +235,6 @@ def is_xccl_available() -> bool:
 
     if not torch.distributed.is_available():
         return False
+    # Not every version and build of torch has it.
     available: Any = getattr(torch.distributed, "is_xccl_available", None)
     return bool(available is not None and available())

@@ -72,12 +72,14 @@ class DeviceRow:
             index: Which of several; None for the current one.
         """
         self._extend()
+        # XLA names its devices by itself.
         if "device" in self.calls:
             return torch.device(self.calls["device"]())
         return torch.device(self.type) if index is None else torch.device(self.type, index)
 
     def asked_index(self) -> int | None:
         """Return the index that ACCELERATE_TORCH_DEVICE gives for this hardware, or None."""
+        # Of this type alone: the variable may ask for another device than this row's.
         kind, _, index = str(env.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")
         return int(index) if kind == self.type and index else None
 
@@ -100,6 +102,7 @@ class DeviceRow:
         Args:
             device: Which of several; None for the current one.
         """
+        # torch.mps.synchronize, of one device, takes no argument.
         named = () if device is None or not self.indexed else (device,)
         self._call("synchronize", *named)
 

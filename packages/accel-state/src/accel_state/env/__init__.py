@@ -231,6 +231,7 @@ class CPUInformation(NamedTuple):
     local_world_size: int
 
 
+# In order of preference: torch's name, then those of MPICH and Intel MPI, Open MPI, MVAPICH2.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -259,6 +260,7 @@ def get_cpu_distributed_information() -> CPUInformation:
         local_rank=get_int_from_env(_LOCAL_RANK, 0),
         local_world_size=get_int_from_env(_LOCAL_SIZE, 1),
     )
+    # One of the two names was set without the other, or by another launcher.
     if found.rank >= found.world_size:
         raise ValueError(
             f"The environment says rank {found.rank} of {found.world_size} processes; ranks count from 0. "
@@ -325,6 +327,7 @@ def keep_accelerate_environment() -> Iterator[None]:
     try:
         yield
     finally:
+        # A list, as the environment must not change while it is walked.
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             if name not in before:
                 del os.environ[name]

@@ -13,6 +13,7 @@ from accel_state.env import keep_accelerate_environment
 
 __all__ = ["purge_accelerate_environment"]
 
+# The decorator returns what it got, for type checkers.
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
 # unittest calls these before and after tests, in TestCase.run: what they set is for the tests.
@@ -134,6 +135,7 @@ def _purging(function: Callable[..., Any], call: Callable[..., Any] | None = Non
         with keep_accelerate_environment():
             return call(*args, **kwargs)
 
+    # By the kind of function: each of them runs its body at another time than it is called.
     wrapper: Callable[..., Any] = plain
     if inspect.isasyncgenfunction(function):
         wrapper = asyncgen

@@ -79,6 +79,7 @@ class Variable:
         Raises:
             ValueError: If the value is not allowed.
         """
+        # Not through parse: a name with a comma would come back as two.
         if self.kind == "list":
             return self._format_list(value)
         if self.kind == "flags" and not isinstance(value, str):
@@ -99,6 +100,7 @@ class Variable:
     def _choice(self, value: Any, text: str) -> Any:
         if value in self.choices:
             return value
+        # A choice as the user wrote it, or an old spelling of one.
         wanted = str(value).strip().lower()
         wanted = self.aliases.get(wanted, wanted).lower()
         for choice in self.choices:

@@ -49,9 +49,11 @@ def is_package_available(module: str) -> bool:
     """
     from importlib.util import find_spec
 
+    # A loaded one needs no search, and None is what blocks an import.
     if module in sys.modules:
         return sys.modules[module] is not None
     try:
+        # Raises ValueError for a module that was made without a spec, as tests do.
         spec = find_spec(module)
     except (ImportError, ValueError):
         return False
@@ -97,6 +99,7 @@ def require(module: str, extra: str, package: str = "accel") -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
+        # Not installed, or installed and broken: the second needs another remedy.
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         state = "is not installed" if missing else f"cannot be imported ({error})"
         raise ImportError(
@@ -147,6 +150,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 @functools.cache
 def _compare_library(library: str, operation: str, requirement: str) -> bool:
+    # On first use: these two imports take longer than the rest of this package without torch.
     from importlib.metadata import version
 
     from packaging.version import Version
@@ -158,6 +162,7 @@ def _compare(version: Version, operation: str, requirement: str) -> bool:
     from packaging.version import Version
 
     wanted = Version(requirement)
+    # torch's builds are called 2.13.0+cpu, which is no later version than 2.13.0.
     if wanted.local is None and version.local is not None:
         version = Version(version.public)
     compare: Any = _OPERATIONS[operation]

@@ -66,6 +66,7 @@ class MultiProcessAdapter(_Adapter):
     def _log_in_order(self, process: Process, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         from accel_state.process.state import wait_for_everyone
 
+        # As many waits on every process, before and after its turn, so that they pair up.
         for _ in range(process.rank):
             wait_for_everyone()
         try:
@@ -77,6 +78,7 @@ class MultiProcessAdapter(_Adapter):
 
     def _emit(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if self.isEnabledFor(level):
+            # logging counts frames from its own call, which is below those of this class.
             kwargs["stacklevel"] = self._stacklevel(kwargs.get("stacklevel", 1))
             msg, processed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **processed)
@@ -120,6 +122,7 @@ class MultiProcessAdapter(_Adapter):
             *args: As for `warning`.
             **kwargs: As for `warning`.
         """
+        # By text: arguments need not be hashable.
         key = repr((args, sorted(kwargs.items())))
         if key not in self._warned:
             self.log(logging.WARNING, *args, **kwargs)
@@ -166,6 +169,7 @@ def _set_level(logger: logging.Logger, level: str) -> None:
 def _process() -> Process:
     from accel_state.process.state import PartialState, current_process
 
+    # Not made here: a logger must not decide how a run is set up.
     if not PartialState._shared_state:
         raise RuntimeError(
             "This logger needs to know which process it is in: initialise PartialState() or Accelerator() "

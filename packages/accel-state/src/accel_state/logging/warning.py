@@ -62,14 +62,17 @@ def warn(
             frame.f_code.co_filename,
             frame.f_lineno,
             names.get("__name__"),
+            # Where `warnings.warn` looks too: one place warns once.
             names.setdefault("__warningregistry__", {}),
         )
 
 
 def _ranks() -> tuple[int, int]:
     """Return this process's rank in the run and on its machine, also before there is a state."""
+    # Here, as the environment's table is made of enumerations that warn.
     from accel_state.env import get_cpu_distributed_information
 
+    # Not imported for a warning, as it imports torch.
     process = sys.modules.get("accel_state.process.state")
     held = process and process.PartialState._shared_state.get("process")
     if held:

@@ -87,6 +87,7 @@ class ParallelismConfig:
         self.sp_backend = or_environment(self.sp_backend, "SP_BACKEND")
         check_choice("cp_backend", self.cp_backend)
         check_choice("sp_backend", self.sp_backend)
+        # After the environment has been read, which may have set the other one.
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size}: both split the sequence, and only one "
@@ -100,6 +101,7 @@ class ParallelismConfig:
         self.tp_handler = self._handler("tp", self.tp_handler, TorchTensorParallelConfig)
         self.cp_handler = self._handler("cp", self.cp_handler, TorchContextParallelConfig)
         self.sp_handler = self._handler("sp", self.sp_handler, DeepSpeedSequenceParallelConfig)
+        # A fixed length is known now; one that varies is checked with each batch.
         length = self.sp_handler and self.sp_handler.sp_seq_length
         if length and length % self._size("sp"):
             raise ValueError(
@@ -239,10 +241,12 @@ class ParallelismConfig:
         from torch.distributed.device_mesh import init_device_mesh
 
         if not dist.is_initialized():
+            # On first use, as it imports torch.
             from accel_state.process.state import PartialState
 
             PartialState(cpu=device_type == "cpu")
         self.validate(dist.get_world_size() if dist.is_initialized() else 1)
+        # Axes of one process are left out: each would cost a process group.
         shape = tuple(self._size(axis) for axis in self.active_mesh_dims)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(self.active_mesh_dims))
         self._keep_mesh(mesh)
@@ -273,6 +277,7 @@ class ParallelismConfig:
             "dp_shard_cp": self.dp_shard_cp_dim_names,
             "dp_cp": self.dp_cp_dim_names,
         }
+        # Private, but torch has no public way to flatten axes that keeps the flattened mesh by name (2.13).
         self._flattened = {name: mesh[tuple(axes)]._flatten(name) for name, axes in flat.items() if axes}
         self._mesh = mesh
 

@@ -26,7 +26,6 @@ __all__ = ["ProcessControl", "describe", "wait"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_OnOne = Callable[_P, _R | None]
 
 
 class ProcessControl:
@@ -127,6 +126,7 @@ class ProcessControl:
             self.wait_for_everyone()
         try:
             yield
+        # Also after an exception: the others wait here for this process.
         finally:
             if first:
                 self.wait_for_everyone()
@@ -216,6 +216,7 @@ class ProcessControl:
         Raises:
             ValueError: If no process index is given.
         """
+        # Checked when the function is decorated, and not when it is called first.
         index = _given("on_process", "process_index", process_index)
         return self._only(lambda: not self.use_distributed or self.process_index == index, function)
 
@@ -268,6 +269,7 @@ def describe(control: ProcessControl) -> str:
     """
     try:
         process = control.process
+    # A repr must not fail, also on a handle after a reset.
     except AttributeError:
         return f"{type(control).__name__}(reset)"
     backend = f"  Backend: {process.backend}" if process.backend else ""
@@ -296,6 +298,7 @@ def wait(process: Process) -> None:
             f"Process {process.rank} of {process.world_size} cannot wait for the others: the process group "
             "has been destroyed. Do this before destroy_process_group() or end_training()."
         )
+    # Before the barrier, out of which no process could be got again.
     hooks.waits(process)
     rendezvous.barrier(row(process.device), process.device)
 

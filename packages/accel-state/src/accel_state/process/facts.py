@@ -55,4 +55,5 @@ class Process:
     @property
     def node_rank(self) -> int:
         """Place of this machine among all, from 0 (every machine runs equally many processes)."""
+        # Ranks follow each other on a machine, with every launcher that is supported.
         return self.rank // self.local_world_size

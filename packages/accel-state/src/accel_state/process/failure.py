@@ -30,11 +30,13 @@ def record_uncaught() -> None:
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
+    # Here, as most processes have no such variable.
     from multiprocessing import parent_process
 
     if parent_process() is not None:
         return
     env.put_here("TORCHELASTIC_ERROR_FILE", None)
+    # Forks inherit the hook.
     pid, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

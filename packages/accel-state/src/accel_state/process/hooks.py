@@ -23,6 +23,7 @@ class _Calls:
     leaves: Callable[[], None]
 
 
+# Set when accel_ops.debug is imported: this package must not import one above it.
 _calls: _Calls | None = None
 
 

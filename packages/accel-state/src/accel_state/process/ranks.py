@@ -33,10 +33,12 @@ def find_place(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
     Raises:
         ValueError: If the numbers do not fit each other.
     """
+    # A live group is right, whatever the environment says of another run.
     if has_group():
         return _on_machine(dist.get_rank(), dist.get_world_size())
     if "world_size" in options or "rank" in options:
         return _on_machine(int(options.get("rank", -1)), int(options.get("world_size", -1)))
+    # On TPUs the runtime numbers the processes, and no launcher does.
     runtime = row.launched_as()
     if runtime is not None:
         return CPUInformation(*runtime)
@@ -63,6 +65,7 @@ def _on_machine(rank: int, world_size: int) -> CPUInformation:
 def _local(rank: int, world_size: int) -> tuple[int, int]:
     if world_size == 1 or env.get_int_from_env(env._SIZE, world_size) != world_size:
         return rank, world_size  # the environment names no run, or another one
+    # srun without a launcher: Slurm has names of its own for the place on the machine.
     if not any(env.is_set(name) for name in env._LOCAL_RANK) and env.get("SLURM_NTASKS") == world_size:
         local_size = tasks_on_machine(env.get("SLURM_NODEID") or 0)
         return env.get("SLURM_LOCALID") or 0, world_size if local_size is None else local_size
@@ -91,6 +94,7 @@ def device_index(row: DeviceRow, facts: CPUInformation) -> int | None:
     if facts.local_rank < count:
         return facts.local_rank
     restricted = row.visible_devices is not None and env.is_set(row.visible_devices)
+    # srun with a GPU for each task shows one; workers of torchrun all see the same devices.
     if count == 1 and restricted and not env.is_set("TORCHELASTIC_RUN_ID"):
         return 0
     raise ValueError(

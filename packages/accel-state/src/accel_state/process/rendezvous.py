@@ -106,6 +106,7 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
             "build that has it, or start one process."
         )
     settings = _settings(row, facts, device, options)
+    # Vendors register their backend here, which must be there when the group is made.
     row.prepare_group(facts.local_world_size)
     dist.init_process_group(**settings)
     _remember(options)
@@ -114,6 +115,7 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
 def _settings(
     row: DeviceRow, facts: CPUInformation, device: torch.device, options: Mapping[str, Any]
 ) -> dict[str, Any]:
+    # What the user gives comes last, and wins.
     settings: dict[str, Any] = {"backend": row.backend, **options}
     if settings["backend"] == "mpi":  # MPI itself knows ranks and addresses
         return settings
@@ -153,6 +155,7 @@ def warn_ignored(options: Mapping[str, Any]) -> None:
         options: Checked options of `init_process_group`.
     """
     given = dict(options)
+    # Both spellings: "gloo", and "cpu:gloo,cuda:nccl" for one of several devices.
     if given.get("backend") in (dist.get_backend(), dist.get_backend_config()):
         del given["backend"]
     if _is_ours():
@@ -256,6 +259,7 @@ def destroy(group: Any = None) -> None:
             function()
         drain_gloo()  # whoever holds the group longer (a model in DDP) would let go of it with gloo at work
     dist.destroy_process_group(group)
+    # One of several groups may have been destroyed, and ours still be there.
     if not dist.is_initialized():
         _made = None
 

@@ -31,4 +31,5 @@ class ThreadLocalSharedDict(threading.local):
 
 def shared_dict() -> Any:
     """Return a plain dictionary, or where torch_xla is installed a descriptor of one per thread."""
+    # Not imported to find out, which would start its runtime.
     return ThreadLocalSharedDict() if find_spec("torch_xla") is not None else {}

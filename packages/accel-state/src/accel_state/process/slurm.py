@@ -34,6 +34,7 @@ def tasks_on_machine(node: int, environ: Mapping[str, str] | None = None) -> int
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
             raise ValueError(f"{name}={text} is not understood; Slurm sets e.g. 8(x2),4.")
+        # 8(x2) stands for two machines with 8 tasks each.
         counts += [int(found[1])] * int(found[2] or 1)
     if node >= len(counts):
         raise ValueError(

@@ -57,6 +57,7 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
             f"The values of a dictionary are split alike, so they need one length, but there are: {listed}. "
             "Make them equally long, or split them one by one."
         )
+    # After the lengths, so that what fails on many processes fails on one too.
     if size == 1 or not lengths:
         return inputs
     length = next(iter(lengths.values()))
@@ -86,6 +87,7 @@ def _take(inputs: Any, positions: range, length: int) -> Any:
         return taken
     if positions.stop <= length:
         return _select(inputs, range(positions.start, positions.stop))
+    # Positions beyond the end are padding: the last element again.
     return _select(inputs, [min(position, length - 1) for position in positions])
 
 

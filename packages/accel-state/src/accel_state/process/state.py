@@ -140,6 +140,7 @@ def current_process() -> Process:
         alone = CPUInformation(0, 1, 0, 1)
         found = detect()
         return _facts(found, alone, default_device())
+    # A group that somebody else has made: nothing is kept, as it may end before the next question.
     found, facts = _where(False, {})
     return _facts(found, facts, found.device(device_index(found, facts)))
 
@@ -154,9 +155,11 @@ def wait_for_everyone() -> None:
 
 
 def _initialize(cpu: bool, options: dict[str, Any]) -> None:
+    # First of all: a launcher wants to know of whatever fails from here on.
     failure.record_uncaught()
     found, facts = _where(cpu, options)
     device = found.device(device_index(found, facts))
+    # Before the group is made, as NCCL takes the current device.
     found.set_device(device.index)
     if facts.world_size > 1:
         rendezvous.start(found, facts, device, options)
@@ -164,6 +167,7 @@ def _initialize(cpu: bool, options: dict[str, Any]) -> None:
     if env.get("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(process.local_rank)
     set_tracebacks()
+    # Last: there is a state only when everything above has worked.
     PartialState._shared_state.update(process=process, fork_launched=env.get("FORK_LAUNCHED"))
     hooks.joined(process)
 
@@ -176,6 +180,7 @@ def _where(cpu: bool, options: dict[str, Any]) -> tuple[DeviceRow, CPUInformatio
             f"{found.type} runs one process only, but there are {facts.world_size}: running on the CPU. Set "
             "ACCELERATE_USE_CPU=true to ask for that, or start one process.",
         )
+        # No error: Apple's GPU, of which there is one, has no communication backend.
         found = DEVICES["cpu"]
     return found, facts
 

@@ -44,11 +44,13 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta 
     """
     global _open
     address = tuple(env.raw(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    # With the process id: a fork must not talk through the connection of its parent.
     key = (init_method, address, rank, world_size, os.getpid())
     if _open is None or _open.key != key:
         options = {} if timeout is None else {"timeout": timeout}
         store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))  # type: ignore[attr-defined]
         _open = _Open(key, store)
+    # A later group may be given another one than that for which the store was opened.
     if timeout is not None:
         _open.store.set_timeout(timeout)
     _open.groups += 1
