@@ -106,6 +106,10 @@ from accel_ops.collectives.padding import pad_across_processes as pad_across_pro
 from accel_ops.collectives.padding import pad_input_tensors as pad_input_tensors
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size
 from accel_ops.memory import release_memory as release_memory
+from accel_ops.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from accel_ops.module_sizes import compute_module_sizes as compute_module_sizes
+from accel_ops.module_sizes import dtype_byte_size as dtype_byte_size
+from accel_ops.module_sizes import get_max_layer_size as get_max_layer_size
 from accel_ops.module_tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accel_ops.module_tensors import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
