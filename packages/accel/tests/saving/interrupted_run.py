@@ -1,6 +1,7 @@
 """A run whose save is interrupted at every point in turn; test_interruptions.py starts it.
 
-Usage: interrupted_run.py <folder> <mode> <processes> <victim>. A fresh process is forked for every point, so
+Reads lines `<folder>\\t<mode>\\t<processes>\\t<victim>` from stdin, and answers each with the newest checkpoint
+at every point, or with nothing if something went wrong: <folder>/stderr says what. Everything is forked, so
 that torch is imported once. A mode that ends in "in place" saves into one folder that has a file of others.
 """
 
@@ -12,6 +13,7 @@ import hashlib
 import importlib
 import io
 import os
+import re
 import resource
 import shutil
 import signal
@@ -152,11 +154,16 @@ def open_counted(path: Path, mode: str) -> Any:
     return io.BufferedWriter(Counted(path, lambda size: None), writer._BUFFER_BYTES)
 
 
-def interrupted(folder: Path, mode: str, at: int) -> int:
-    """Resume, train, and save with an interruption; return 0 if the point lies behind the end of the save."""
+def trained(folder: Path) -> Run:
+    """A run that has resumed, and trained up to its next save."""
     run = Run(folder)
     run.accelerator.load_state(run.place)
     run.train(2 * STEPS)
+    return run
+
+
+def interrupted(run: Run, mode: str, at: int) -> int:
+    """Save with an interruption; return 0 if the point lies behind the end of the save."""
     if mode == "size":
         return too_large(run, at)
     injection = Injection(at, mode)
@@ -278,39 +285,105 @@ def straight(folder: Path) -> int:
     return 0
 
 
-def main() -> None:
-    base, mode, size, victim = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    if mode.endswith(" in place"):
-        Run.in_place, mode = True, mode.removesuffix(" in place")
-    if mode == "parts":
-        Run.in_parts, mode = True, "kill"
-    torch.set_num_threads(1)
-    writer._BUFFER_BYTES = 2**10 if size > 1 and victim == 0 else 256  # more points
-    vars(manifest)["open"] = open_counted
-    for name in FIRST_USED:
-        importlib.import_module(name)
+def left_by(base: Path, mode: str, size: int, victim: int) -> Iterator[tuple[Path, int]]:
+    """Interrupt the save at each point, behind the last of which it ends well.
 
-    assert {ended(pid, 60) for pid in forked(lambda _: straight(base), size, base)} == {0}
-    expected = (base / "expected").read_text()
-    newest = []
+    Yields:
+        The folder that the interruption leaves, and the victim's exit code.
+    """
+    folder = base / "run"  # one name for all points: a run that was forked knows it
+    pair: list[Run] = []
     for at in range(1000):
-        folder = base / f"run{at}"
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base / "base", folder)
+        if size == 1 and not pair:
+            pair.append(trained(folder))  # each point is a fork of it
 
-        def save(rank: int, folder: Path = folder, at: int = at) -> int:
+        def save(rank: int, at: int = at) -> int:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-                return interrupted(folder, mode, at if rank == victim else sys.maxsize)
+                run = pair[0] if pair else trained(folder)
+                return interrupted(run, mode, at if rank == victim else sys.maxsize)
 
         # At some points others notice the loss by themselves, which takes seconds; else they are killed too.
         code = stopped(forked(save, size, base), victim, 10 if at % 8 == 1 else 0)
         assert code in ((0, 7) if mode in (*ERRORS, "size") else (0, -signal.SIGKILL)), (at, code)
-        newest.append(newest_in(folder))
-        codes = [ended(pid, 60) for pid in forked(lambda _: resumed(folder, expected), size, base)]  # noqa: B023
-        assert set(codes) == {0}, (at, codes)
-        shutil.rmtree(folder)
+        left = base / f"left{at}"
+        folder.rename(left)
+        yield left, code
         if code == 0:
-            break
-    print(" ".join(newest))
+            return
+
+
+def what_is_left(folder: Path) -> frozenset[tuple[str, bytes]]:
+    """The files of a folder with their contents.
+
+    The contents of a staging folder without a manifest do not count: nothing reads them. Folders that were
+    sealed are never the same, as each save's name is in its manifest.
+    """
+    found = set()
+    for path in folder.rglob("*"):
+        name = re.sub(r"\d+-[0-9a-f]{8}", "", path.relative_to(folder).as_posix())
+        staging = next((p for p in path.parents if ".staging-" in p.name), None)
+        counts = path.is_file() and (staging is None or manifest.is_complete(staging))
+        found.add((name, path.read_bytes() if counts else b""))
+    return frozenset(found)
+
+
+def interrupt_everywhere(base: Path, mode: str, size: int, victim: int) -> list[str]:
+    """Return the newest checkpoint at every point; what is left there is resumed, alike folders once."""
+    if mode.endswith(" in place"):
+        Run.in_place, mode = True, mode.removesuffix(" in place")
+    if mode == "parts":
+        Run.in_parts, mode = True, "kill"
+    writer._BUFFER_BYTES = 2**10 if size > 1 and victim == 0 else 256  # more points
+    assert {ended(pid, 60) for pid in forked(lambda _: straight(base), size, base)} == {0}
+    expected = (base / "expected").read_text()
+
+    def points(writing: int) -> int:
+        with os.fdopen(writing, "w") as lines:
+            for left, _ in left_by(base, mode, size, victim):
+                lines.write(f"{left}\n")
+                lines.flush()
+        return 0
+
+    reading, writing = os.pipe()
+    (pid,) = forked(lambda _: points(writing), 1, base)  # whose accelerator is not that of what resumes
+    os.close(writing)
+    newest, seen = [], set()
+    with os.fdopen(reading) as lines:
+        for folder in map(Path, lines.read().splitlines()):
+            newest.append(newest_in(folder))
+            left = what_is_left(folder)
+            if left not in seen:
+                seen.add(left)
+                codes = [ended(pid, 60) for pid in forked(lambda _: resumed(folder, expected), size, base)]  # noqa: B023
+                assert set(codes) == {0}, (folder, codes)
+    assert ended(pid, 60) == 0
+    print(f"{len(seen)} of {len(newest)} folders were resumed", file=sys.stderr)
+    return newest
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    vars(manifest)["open"] = open_counted
+    for name in FIRST_USED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        folder, mode, size, victim = line.rstrip("\n").split("\t")
+        base = Path(folder)
+
+        def case(
+            _: int, base: Path = base, arguments: tuple[str, int, int] = (mode, int(size), int(victim))
+        ) -> int:
+            with open(base / "stderr", "w") as file:
+                os.dup2(file.fileno(), 2)
+            (base / "newest").write_text(" ".join(interrupt_everywhere(base, *arguments)))
+            return 0
+
+        (pid,) = forked(case, 1, base)
+        os.waitpid(pid, 0)
+        newest = base / "newest"
+        print(newest.read_text() if newest.exists() else "", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,16 +28,26 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def runs() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported what the runs need, and forks them."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, str(SCRIPT)], stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "processes", "victim", "points"), CASES)
 def test_the_newest_complete_checkpoint_is_resumed_bit_for_bit(
-    tmp_path: Path, mode: str, processes: int, victim: int, points: int
+    runs: subprocess.Popen[str], tmp_path: Path, mode: str, processes: int, victim: int, points: int
 ) -> None:
-    command = [sys.executable, str(SCRIPT), str(tmp_path), mode, str(processes), str(victim)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    newest = done.stdout.split()
+    assert runs.stdin is not None
+    assert runs.stdout is not None
+    runs.stdin.write(f"{tmp_path}\t{mode}\t{processes}\t{victim}\n")
+    runs.stdin.flush()
+    newest = runs.stdout.readline().split()
+    assert newest, (tmp_path / "stderr").read_text()
 
     # The old one up to a point, the new one from there on; the last save was not interrupted.
     assert len(newest) > points
