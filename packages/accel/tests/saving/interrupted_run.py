@@ -1,8 +1,8 @@
 """A run whose save is interrupted at every point in turn; test_interruptions.py starts it.
 
-Reads lines `<folder>\\t<mode>\\t<processes>\\t<victim>` from stdin, and answers each with the newest checkpoint
-at every point, or with nothing if something went wrong: <folder>/stderr says what. Everything is forked, so
-that torch is imported once. A mode that ends in "in place" saves into one folder that has a file of others.
+Reads lines from stdin: folder, mode, processes and victim, with tabs between. Answers each with the newest
+checkpoint at every point, or with nothing if something went wrong: <folder>/stderr says what. Everything is
+forked, so that torch is imported once. A mode that ends in "in place" saves into a folder that others use too.
 """
 
 from __future__ import annotations
