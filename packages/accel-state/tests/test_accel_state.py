@@ -18,7 +18,7 @@ import accel_state
 # Names so general that they are clear only with their module before them: `env.get`, `devices.row`.
 WITH_MODULE_ONLY = {
     "process.control": {"describe", "wait"},
-    "devices.table": {"default_device", "detect", "row"},
+    "devices.table": {"default_device", "detect", "existing_device", "row"},
     "env": {"VARIABLES", "Variable", "get", "is_set", "put", "raw", "snapshot"}
     | {"keep_accelerate_environment"},
     "imports.packages": {"install_hint"},

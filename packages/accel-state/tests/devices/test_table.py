@@ -210,6 +210,6 @@ def test_the_kind_of_accelerator_is_told_without_one(monkeypatch):
     kind = expected.type if expected else "cuda"
 
     assert get_current_device_type() == (kind, DEVICES[kind].distributed_type.value)
-    npu = replace(DEVICES["npu"], available=lambda: True)
+    npu = replace(DEVICES["npu"], is_available=lambda: True)
     monkeypatch.setattr(table, "DEVICES", {**DEVICES, "npu": npu})
     assert get_current_device_type() == ("npu", "MULTI_NPU")
