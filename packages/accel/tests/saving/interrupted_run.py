@@ -2,7 +2,7 @@
 
 Reads lines from stdin: folder, mode, processes and victim, with tabs between. Answers each with the newest
 checkpoint at every point, or with nothing if something went wrong: <folder>/stderr says what. Everything is
-forked, so that torch is imported once. A mode that ends in "in place" saves into a folder that others use too.
+forked, so that torch is imported once. A mode that ends in "in place" saves into a folder that others use.
 """
 
 from __future__ import annotations
