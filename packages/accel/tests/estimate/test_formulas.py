@@ -16,7 +16,7 @@ from torch import nn
 from accel import Accelerator, FullyShardedDataParallelPlugin
 from accel.commands import estimate_sources
 from accel.commands.estimate import main
-from accel.commands.estimate_sources import size_of
+from accel.commands.estimate_sources import find_tensors
 from accel.estimate import formulas
 from accel.estimate.formulas import ModelSize, convert_bytes, training_bytes
 from accel.estimate.mesh import BYTES
@@ -93,14 +93,14 @@ def test_a_callable_is_built_without_memory(tmp_path: Path, monkeypatch: pytest.
         "def wrong():\n    return 3\n"
     )
     monkeypatch.chdir(tmp_path)
-    size = size_of("mine_to_size:huge")
+    size = find_tensors("mine_to_size:huge").size
 
     assert size.parameters == 10**12 + 10**6 + 10**6 + 1
     assert (size.largest_block, size.block) == (10**12 + 10**6, "0")
     with pytest.raises(LaunchError, match="returned int; a torch"):
-        size_of("mine_to_size:wrong")
+        find_tensors("mine_to_size:wrong")
     with pytest.raises(LaunchError, match=r"cannot be called: .*none.*Give package.module:callable"):
-        size_of("mine_to_size:none")
+        find_tensors("mine_to_size:none")
 
 
 @pytest.mark.parametrize("shard", ["5GB", "1KB"])
@@ -113,7 +113,7 @@ def test_headers_are_enough(tmp_path: Path, shard: str) -> None:
         end = 8 + int.from_bytes(data[:8], "little")
         file.write_bytes(data[:end])
 
-    size = size_of(str(tmp_path))
+    size = find_tensors(str(tmp_path)).size
     assert size.parameters == PARAMETERS + 3  # a header does not tell buffers from parameters
     assert (size.largest_block, size.block) == (8 * 32 + 32 + 32 * 8 + 8, "layers.0")
 
@@ -126,6 +126,7 @@ def test_modules_count_shared_parameters_once() -> None:
         ModelSize({})
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # in torchao, which transformers imports
 def test_a_config_is_enough(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the alone environment has no transformers")
     config = transformers.BertConfig(
@@ -139,7 +140,7 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
 
     model = transformers.BertForMaskedLM(config)
-    assert size_of(str(tmp_path)).parameters == sum(p.numel() for p in model.parameters())
+    assert find_tensors(str(tmp_path)).size.parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_what_is_not_there_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchError, match=message):
-        size_of(model)
+        find_tensors(model)
 
 
 def test_a_name_with_dots_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def test_a_name_with_dots_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(estimate_sources, "_from_config", from_config)
     for name in ("some/Model-2.5-7B", "some-model_1.0"):
-        assert size_of(name).parameters == PARAMETERS
+        assert find_tensors(name).size.parameters == PARAMETERS
     assert asked == ["some/Model-2.5-7B", "some-model_1.0"]
 
 
@@ -190,7 +191,7 @@ def test_a_missing_library_is_one_line(
 def test_a_damaged_header_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(ValueError, match="not a safetensors file"):
-        size_of(str(tmp_path))
+        find_tensors(str(tmp_path))
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from accel_ckpt.weights.files import find_weight_files
 from accel_launch.errors import LaunchError
 from accel_state.imports.packages import require
 
-__all__ = ["Tensors", "find_tensors", "size_of"]
+__all__ = ["Tensors", "find_tensors"]
 
 _FILES = (".bin", ".json", ".pt", ".pth", ".safetensors")
 
@@ -65,11 +65,6 @@ class Tensors:
         from accel.engines.mesh.tensor.split import split_dims
 
         return split_dims(self.module, processes)
-
-
-def size_of(model: str, *, library: str | None = None, trust_remote_code: bool = False) -> ModelSize:
-    """Find a model and count its tensors; as `find_tensors`, whose numbers alone it returns."""
-    return find_tensors(model, library=library, trust_remote_code=trust_remote_code).size
 
 
 def find_tensors(

@@ -62,9 +62,8 @@ def save_fsdp_model(
     """
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
-        _write_parts(
-            accelerator.run, {"model": weights}, output_dir, file_names.sharded_model_folder(model_index)
-        )
+        place = Path(output_dir) / file_names.sharded_model_folder(model_index)
+        write_folder({"model": weights}, place, accelerator.run.process)
         return
     whole = accelerator.run.engine.states.state_dict(model)
     if adapter_only and whole:  # empty but on the process that writes
@@ -141,12 +140,10 @@ def save_fsdp_optimizer(
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
     if _in_parts(fsdp_plugin, use_dcp):
-        root, inner = (
-            accelerator.run.engine.states.state_root(model),
-            getattr(optimizer, "optimizer", optimizer),
-        )
-        state = {"optimizer": parts_to_save(root, inner)}
-        _write_parts(accelerator.run, state, output_dir, file_names.sharded_optimizer_folder(optimizer_index))
+        root = accelerator.run.engine.states.state_root(model)
+        state = {"optimizer": parts_to_save(root, getattr(optimizer, "optimizer", optimizer))}
+        place = Path(output_dir) / file_names.sharded_optimizer_folder(optimizer_index)
+        write_folder(state, place, accelerator.run.process)
         return
     whole = accelerator.run.engine.states.optimizer_to_save(optimizer).state_dict()
     _write_whole(accelerator.run, whole, output_dir, file_names.optimizer_file(optimizer_index))
@@ -214,10 +211,6 @@ def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> d
 
 def _whole_file(index: int) -> str:
     return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
-
-
-def _write_parts(run: Run, state: dict[str, Any], folder: Folder, name: str) -> None:
-    write_folder(state, Path(folder) / name, run.process)
 
 
 def _parts_at(run: Run, folder: Folder, name: str) -> Path:
