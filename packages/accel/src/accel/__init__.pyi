@@ -4,6 +4,7 @@ from accel import commands as commands
 from accel import data_loader as data_loader
 from accel import engines as engines
 from accel import hooks as hooks
+from accel import inference as inference
 from accel import launchers as launchers
 from accel import local_sgd as local_sgd
 from accel import logging as logging
@@ -17,6 +18,7 @@ from accel.__about__ import __version__ as __version__
 from accel.accelerator import Accelerator as Accelerator
 from accel.big_models.empty import init_empty_weights as init_empty_weights
 from accel.big_models.empty import init_on_device as init_on_device
+from accel.big_models.pipeline import prepare_pippy as prepare_pippy
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_ckpt.weights.load import load_checkpoint_in_model as load_checkpoint_in_model

@@ -1,0 +1,143 @@
+"""Where a model is cut into stages of about equal size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from accel_ckpt.weights.files import convert_file_size_to_int
+
+__all__ = ["first_modules", "generate_device_map"]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A part of a model that is on one stage; `module` is None for a weight that its parent holds."""
+
+    name: str
+    module: nn.Module | None
+    size: int  # bytes
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[int, int | str] | None = None,
+) -> dict[str, int]:
+    """Say which stage of a pipeline gets which module, for stages of about equal size.
+
+    Modules are taken in the order in which the model registers them. One is cut if it is larger than a stage
+    should be, or if there are too few. Weights that modules share count for the first.
+
+    Args:
+        model: The model.
+        num_processes: Number of stages.
+        no_split_module_classes: Names of classes whose modules are not cut.
+        max_memory: The most that a stage may have, in bytes or as "1GB", by number of the stage; by default
+            there is no limit.
+
+    Returns:
+        Number of the stage by name of a module, or of a weight beside modules that are cut.
+
+    Raises:
+        ValueError: If the model has too few modules, or a stage is larger than `max_memory` allows.
+    """
+    if num_processes < 1:
+        raise ValueError(f"num_processes={num_processes}: a pipeline has at least 1 stage.")
+    units = _units(model, num_processes, set(no_split_module_classes or ()))
+    if sum(unit.module is not None for unit in units) < num_processes:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into {num_processes} stages: it has {len(units)} modules "
+            "that are kept whole. Use fewer processes, or cut more (no_split_module_classes)."
+        )
+    begins = [*_cut(units, num_processes), len(units)]
+    for stage, limit in (max_memory or {}).items():
+        size = sum(unit.size for unit in units[begins[stage] : begins[stage + 1]])
+        if size > convert_file_size_to_int(limit):
+            raise ValueError(
+                f"Stage {stage} of {type(model).__name__} has {size:,} bytes, and max_memory gives it "
+                f"{limit}. Use more processes."
+            )
+    return {
+        unit.name: stage
+        for stage in range(num_processes)
+        for unit in units[begins[stage] : begins[stage + 1]]
+    }
+
+
+def first_modules(device_map: dict[str, int]) -> list[str]:
+    """Return the module that each stage but the first begins with.
+
+    Args:
+        device_map: What `generate_device_map` returned.
+    """
+    first: dict[int, str] = {}
+    for name, stage in device_map.items():
+        first.setdefault(stage, name)
+    return [name for stage, name in sorted(first.items()) if stage > 0]
+
+
+def _units(model: nn.Module, stages: int, whole: set[str]) -> list[_Unit]:
+    """Split a model until there are enough parts and none is larger than a stage should be."""
+    counted: set[int] = set()
+    sizes: dict[str, int] = {}
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if id(parameter) not in counted:
+            counted.add(id(parameter))
+            sizes[name] = parameter.nbytes
+    units = [_unit("", model, sizes)]
+    share = units[0].size / stages
+    while True:
+        # A list of modules is never called itself, so that no stage can begin there.
+        lists = [unit for unit in units if isinstance(unit.module, (nn.ModuleList, nn.ModuleDict))]
+        few = len(units) < stages
+        large = [
+            unit
+            for unit in units
+            if unit.module is not None
+            and any(unit.module.children())
+            and type(unit.module).__name__ not in whole
+            and (few or unit.size > share)
+        ]
+        if not lists and not large:
+            return units
+        chosen = lists[0] if lists else max(large, key=lambda unit: unit.size)
+        place = units.index(chosen)
+        units[place : place + 1] = _inside(chosen, sizes)
+
+
+def _inside(unit: _Unit, sizes: dict[str, int]) -> list[_Unit]:
+    assert unit.module is not None
+    prefix = f"{unit.name}." if unit.name else ""
+    held = [*unit.module._parameters, *unit.module._buffers]
+    weights = [_Unit(prefix + name, None, sizes.get(prefix + name, 0)) for name in held]
+    return [*weights, *(_unit(prefix + name, child, sizes) for name, child in unit.module.named_children())]
+
+
+def _unit(name: str, module: nn.Module, sizes: dict[str, int]) -> _Unit:
+    prefix = f"{name}." if name else ""
+    return _Unit(name, module, sum(size for path, size in sizes.items() if path.startswith(prefix)))
+
+
+def _cut(units: Sequence[_Unit], stages: int) -> list[int]:
+    """Return where stages begin, for the least sum of their squared sizes."""
+    before = [0]
+    for unit in units:
+        before.append(before[-1] + unit.size)
+    # best[end] = (cost, begins): the units up to `end` in as many stages as there were rounds.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for _ in range(stages):
+        longer: dict[int, tuple[int, list[int]]] = {}
+        for end in range(1, len(units) + 1):
+            ways = [
+                (cost + (before[end] - before[begin]) ** 2, [*begins, begin])
+                for begin, (cost, begins) in best.items()
+                if begin < end and (begin == 0 or units[begin].module is not None)
+            ]
+            if ways:
+                longer[end] = min(ways)
+        best = longer
+    return best[len(units)][1]
