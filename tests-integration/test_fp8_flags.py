@@ -36,7 +36,7 @@ def test_torchao_trains_with_the_settings_of_the_flags(launched):
     ("backend", "message"),
     [
         ("te", install_hint("transformer-engine")),
-        ("msamp", "build it from https://github.com/Azure/MS-AMP"),
+        ("msamp", "MS-AMP is not supported"),
     ],
 )
 def test_a_library_that_is_not_there_is_named_with_where_to_get_it(launched, backend, message):

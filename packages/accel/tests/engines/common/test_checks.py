@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.engines.common.checks import refuse_whole_tensor_steps
-from accel.engines.common.missing_weights import refusing_together
-from accel.engines.deepspeed.settings import tell_replicas
+from accel.engines.common.checks import check_whole_tensor_steps
+from accel.engines.common.missing_weights import checking_together
+from accel.engines.deepspeed.settings import check_axes
 from accel.engines.megatron.engine import MegatronLMEngine
 from accel.engines.mesh.shard import check_layout, check_sparse
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -108,8 +108,8 @@ class Adafactor(torch.optim.SGD):
 def test_an_optimizer_of_a_library_is_known_by_its_name():
     optimizer = type("Own", (Adafactor,), {})(Net().parameters())
     with pytest.raises(ValueError, match="Own: a step of Adafactor needs whole matrices"):
-        refuse_whole_tensor_steps(optimizer, ("LBFGS", "Adafactor"), "fsdp1")
-    refuse_whole_tensor_steps(optimizer, (), "ddp")
+        check_whole_tensor_steps(optimizer, ("LBFGS", "Adafactor"), "fsdp1")
+    check_whole_tensor_steps(optimizer, (), "ddp")
 
 
 def refused_layouts(engine: str) -> dict[str, str]:
@@ -194,11 +194,11 @@ def test_a_buffer_without_values_is_missing_too(is_persistent, fix):
     model = Net()
     model.register_buffer("table", torch.empty(2, device="meta"), persistent=is_persistent)
     process = Accelerator(cpu=True).engine.context.process
-    with refusing_together([(model, False)], "the first", process):
+    with checking_together([(model, False)], "the first", process):
         pass
     with (
         pytest.raises(ValueError, match=rf"buffers \(table\) without values .*{fix}"),
-        refusing_together([(model, True)], "the first", process),
+        checking_together([(model, True)], "the first", process),
     ):
         pass
 
@@ -330,12 +330,15 @@ def test_compiling_under_megatron_is_refused():
 
 
 def test_replicas_beside_zero_are_told_to_be_ignored():
+    def check(config: ParallelismConfig | None, stage: int) -> None:
+        check_axes(SimpleNamespace(parallelism=config), stage)
+
     config = ParallelismConfig(dp_replicate_size=2)
     with pytest.warns(UserWarning, match="dp_replicate_size=2 .* is ignored: stage 2 .*zero_stage=0"):
-        tell_replicas(config, 2)
-    tell_replicas(config, 0)
-    tell_replicas(ParallelismConfig(dp_replicate_size=2, sp_size=2), 2)
-    tell_replicas(None, 2)
+        check(config, 2)
+    check(config, 0)
+    check(ParallelismConfig(dp_replicate_size=2, sp_size=2), 2)
+    check(None, 2)
 
 
 def local_steps() -> str:

@@ -47,7 +47,6 @@ def test_arguments_make_the_configuration():
         zero3_init_flag=True,
         zero3_save_16bit_model=True,
         transformer_moe_cls_names="Experts, Others",
-        enable_msamp=True,
     )
 
     assert plugin.deepspeed_config == {
@@ -61,7 +60,6 @@ def test_arguments_make_the_configuration():
         "gradient_clipping": 0.5,
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "msamp": {"enabled": True, "opt_level": "O1"},
     }
     assert plugin.is_zero3_init_enabled()
 
@@ -159,7 +157,7 @@ def test_an_error_says_what_comes_from_the_config_file_of_the_launcher():
         ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "needs zero_stage=1 or more, and it is 0"),
         ({"zero_stage": 2, "offload_param_device": "cpu"}, "needs zero_stage=3, and it is 2"),
         ({"zero_stage": 3, "offload_param_device": "nvme"}, "needs offload_param_nvme_path"),
-        ({"enable_msamp": True, "msamp_opt_level": "O3"}, "has O1 and O2"),
+        ({"enable_msamp": True}, "MS-AMP is not supported"),
         ({"hf_ds_config": 3}, "not int"),
     ],
 )

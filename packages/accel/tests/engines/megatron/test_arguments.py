@@ -11,7 +11,7 @@ from accel.engines.megatron import arguments
 from accel.engines.megatron.data import MegatronLMDummyDataLoader, with_micro_batches
 from accel.engines.megatron.models.t5 import T5TrainStep
 from accel.engines.megatron.optimizers import schedule_arguments
-from accel.engines.megatron.options import refuse_without_transformer_engine
+from accel.engines.megatron.options import check_transformer_engine
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.megatron.runtime import check_device
 from accel.engines.megatron.steps import causal_mask, hidden_from
@@ -117,12 +117,12 @@ def test_schedules_count_samples():
 def test_what_transformer_engine_does_is_refused_without_it(monkeypatch, options, named):
     monkeypatch.setattr("accel.engines.megatron.options.is_package_available", lambda module: False)
     with pytest.raises(ImportError, match=rf"{named}.*'\./packages/accel\[transformer-engine\]'"):
-        refuse_without_transformer_engine(MegatronLMPlugin(**options))
-    refuse_without_transformer_engine(MegatronLMPlugin(tp_degree=2, attention_backend=True))
+        check_transformer_engine(MegatronLMPlugin(**options))
+    check_transformer_engine(MegatronLMPlugin(tp_degree=2, attention_backend=True))
     own = MegatronLMPlugin(context_parallel_size=2, custom_model_provider_function=lambda first, last: None)
-    refuse_without_transformer_engine(own)
+    check_transformer_engine(own)
     monkeypatch.setattr("accel.engines.megatron.options.is_package_available", lambda module: True)
-    refuse_without_transformer_engine(MegatronLMPlugin(**options))
+    check_transformer_engine(MegatronLMPlugin(**options))
 
 
 def test_loaders_hold_the_micro_batches_of_a_step():

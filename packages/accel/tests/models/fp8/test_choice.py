@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from accel.accelerator import Accelerator
-from accel.models.fp8 import choice, msamp
+from accel.models.fp8 import choice
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
@@ -41,7 +40,10 @@ def test_the_launcher_chooses_and_a_recipe_comes_first(monkeypatch):
     ("recipe", "message"),
     [
         (TERecipeKwargs(), r"transformer_engine\.pytorch.*'\./packages/accel\[transformer-engine\]'"),
-        (MSAMPRecipeKwargs(), r"MS-AMP.*not on the package index.*github\.com/Azure/MS-AMP"),
+        (
+            MSAMPRecipeKwargs(),
+            r"MS-AMP is not supported.*github\.com/Azure.*'\./packages/accel\[fp8\]'",
+        ),
     ],
 )
 def test_what_is_not_installed_is_named_at_once(recipe, message):
@@ -53,14 +55,6 @@ def test_without_any_library_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr(choice, "is_torchao_available", lambda: False)
     with pytest.raises(ImportError, match=r"'\./packages/accel\[fp8\]'"):
         Accelerator(cpu=True, mixed_precision="fp8")
-
-
-@pytest.mark.parametrize(("models", "optimizers"), [(1, 0), (2, 1), (1, 2)])
-def test_ms_amp_wraps_one_model_with_its_optimizer(models, optimizers):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match=rf"{models} model\(s\) and {optimizers} optimizer\(s\)"):
-        msamp.initialize([model] * models, [optimizer] * optimizers, "O1")
 
 
 def test_two_recipes_are_refused():

@@ -16,12 +16,12 @@ from accel.engines.base.gradients import Gradients
 from accel.engines.base.loaders import Loaders
 from accel.engines.base.states import States
 from accel.engines.common.checks import (
+    check_fp16_model,
+    check_fp16_optimizer,
+    check_offloaded_training,
+    check_spread_training,
+    check_whole_tensor_steps,
     mapped_devices,
-    refuse_fp16_parameters,
-    refuse_fp16_parameters_of,
-    refuse_offloaded_training,
-    refuse_spread_training,
-    refuse_whole_tensor_steps,
 )
 from accel.engines.context import EngineContext, Prepared
 from accel.models.precision import wrap_forward
@@ -83,15 +83,15 @@ class Engine:
             ValueError: If some object cannot be prepared; the message names it and the fix.
         """
         for model in objects.models:
-            refuse_offloaded_training(model, objects.evaluation_mode)
-            refuse_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
+            check_offloaded_training(model, objects.evaluation_mode)
+            check_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
             if self.context.scaler is not None and not objects.evaluation_mode:
-                refuse_fp16_parameters(model, self.owner.present)
+                check_fp16_model(model, self.owner.present)
         for optimizer in objects.optimizers:
             has_scaler = self.context.scaler is not None
             if has_scaler:
-                refuse_fp16_parameters_of(optimizer, self.owner.present)
-            refuse_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
+                check_fp16_optimizer(optimizer, self.owner.present)
+            check_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
             check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
 
     def check_together(self, objects: Prepared) -> None:
@@ -100,9 +100,6 @@ class Engine:
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
-        if self.context.fp8 is not None and not objects.evaluation_mode:
-            models, optimizers = self.context.fp8.initialize(objects.models, objects.optimizers)
-            objects = replace(objects, models=models, optimizers=optimizers)
         place = objects.place_models or (True,) * len(objects.models)
         prepared = tuple(
             self.prepare_model(model, put, objects.evaluation_mode)

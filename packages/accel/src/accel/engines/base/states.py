@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from accel.engines.common.checks import refuse_foreign
+from accel.engines.common.checks import check_foreign
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class States:
         Raises:
             CheckpointError: If it cannot.
         """
-        refuse_foreign(names, self.engine.name)
+        check_foreign(names, self.engine.name)
 
     def load_own(self, folder: Path, **options: Any) -> None:
         """Load what `save_own` wrote; every process calls it.

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_state import env
+from accel_state.logging.warning import warn
 
 __all__ = [
+    "check_foreign",
+    "check_fp16_model",
+    "check_fp16_optimizer",
+    "check_offloaded_training",
+    "check_spread_training",
+    "check_whole_tensor_steps",
     "mapped_devices",
-    "refuse_foreign",
-    "refuse_fp16_parameters",
-    "refuse_fp16_parameters_of",
-    "refuse_offloaded_training",
-    "refuse_spread_training",
-    "refuse_whole_tensor_steps",
+    "warn_of_ignored",
 ]
 
 Present = Callable[[torch.Tensor], torch.Tensor]
@@ -47,7 +50,7 @@ _FOREIGN = {
 """By the role of files that one engine alone reads."""
 
 
-def refuse_foreign(names: Collection[str], engine: str) -> None:
+def check_foreign(names: Collection[str], engine: str) -> None:
     """Refuse a checkpoint that only another engine can read.
 
     Args:
@@ -63,7 +66,7 @@ def refuse_foreign(names: Collection[str], engine: str) -> None:
             raise CheckpointError(message.format(engine=engine))
 
 
-def refuse_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> None:
+def check_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> None:
     """Refuse to train a model that is spread over devices with parts on the CPU or the disk.
 
     Args:
@@ -83,7 +86,7 @@ def refuse_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> 
         )
 
 
-def refuse_spread_training(model: torch.nn.Module, evaluation_mode: bool, num_processes: int) -> None:
+def check_spread_training(model: torch.nn.Module, evaluation_mode: bool, num_processes: int) -> None:
     """Refuse to train a model that is spread over devices on several processes.
 
     Processes that load it with the same device map put their copies on the same devices. With
@@ -118,7 +121,7 @@ def mapped_devices(model: torch.nn.Module) -> set[str]:
     return {str(device) for devices in maps for device in devices.values()}
 
 
-def refuse_fp16_parameters(model: torch.nn.Module, present: Present) -> None:
+def check_fp16_model(model: torch.nn.Module, present: Present) -> None:
     """Refuse a model with trainable parameters in float16.
 
     Args:
@@ -133,7 +136,7 @@ def refuse_fp16_parameters(model: torch.nn.Module, present: Present) -> None:
             raise ValueError(f"{type(model).__name__}.{name} {_FP16}")
 
 
-def refuse_fp16_parameters_of(optimizer: torch.optim.Optimizer, present: Present) -> None:
+def check_fp16_optimizer(optimizer: torch.optim.Optimizer, present: Present) -> None:
     """Refuse an optimizer with trainable parameters in float16.
 
     Args:
@@ -155,7 +158,7 @@ _ELSEWHERE = {"Adafactor"}
 """Known by their names in any library: transformers' Adafactor factors its state as torch's does."""
 
 
-def refuse_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
+def check_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
     """Refuse an optimizer whose step is not element by element, where parameters are in parts.
 
     Args:
@@ -183,3 +186,14 @@ def refuse_whole_tensor_steps(optimizer: object, names: Collection[str], engine:
             "torch. Use one that steps element by element (AdamW, SGD), or train on whole parameters (DDP, "
             "one process)."
         )
+
+
+def warn_of_ignored(plugin: Any, reasons: Mapping[str, str]) -> None:
+    """Warn of each setting that is ignored, at the line that makes the plugin.
+
+    Args:
+        plugin: The plugin, a dataclass whose `__post_init__` calls the caller of this.
+        reasons: Why, by the setting's name.
+    """
+    for name, reason in reasons.items():
+        warn(f"{type(plugin).__name__} ignores {name}={getattr(plugin, name)!r}: {reason}.")

@@ -13,11 +13,11 @@ from accel_ops.collectives import operations
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["refusing_together"]
+__all__ = ["checking_together"]
 
 
 @contextlib.contextmanager
-def refusing_together(
+def checking_together(
     models: Sequence[tuple[torch.nn.Module, bool]], whose: str, process: Process
 ) -> Iterator[None]:
     """A context for checks that each process makes alone; at its end all know how these went.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine, Gradients, Joining, Loaders
 from accel.engines.common.loose import parameters_of
-from accel.engines.common.missing_weights import refusing_together
+from accel.engines.common.missing_weights import checking_together
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.ddp.owner import ReplicaOwner
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -122,7 +122,7 @@ class DDPEngine(Engine):
         models = () if objects.evaluation_mode else objects.models
         # A frozen model may be prepared on some processes alone: there is nothing that they would share.
         fresh = [(model, True) for model in models if _ddp(model) is None and _is_trained(model)]
-        with refusing_together(fresh, "all", self.context.process):
+        with checking_together(fresh, "all", self.context.process):
             self.check(objects)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -133,10 +133,11 @@ def _values(plugin: DeepSpeedPlugin, facts: Facts) -> tuple[dict[str, Any], dict
         **_scheduler_values(facts),
     }
     compared: dict[str, Any] = {}
-    _set(filled, compared, _BATCH, *_batch_size(plugin, facts))
+    (compared if facts.batch_sizes else filled)[_BATCH] = size = _batch_size(plugin, facts)
     # A loop that marks the windows itself, as transformers' Trainer does, says 1 here.
-    _set(filled, compared, _STEPS, facts.num_steps, facts.num_steps > 1)
-    sizes = [_number(plugin.get_value(name), {**filled, **compared}[name]) for name in (_BATCH, _STEPS)]
+    (compared if facts.num_steps > 1 else filled)[_STEPS] = facts.num_steps
+    present = [(plugin.get_value(_BATCH), size), (plugin.get_value(_STEPS), facts.num_steps)]
+    sizes = [given if isinstance(given, int) else here for given, here in present]
     compared[_ALL] = math.prod(sizes) * facts.num_processes
     for name in [name for name in filled if name.startswith(("optimizer.", "scheduler."))]:
         if name in _given(facts):
@@ -144,22 +145,13 @@ def _values(plugin: DeepSpeedPlugin, facts: Facts) -> tuple[dict[str, Any], dict
     return filled, compared
 
 
-def _set(filled: dict[str, Any], compared: dict[str, Any], name: str, value: int, is_compared: bool) -> None:
-    (compared if is_compared else filled)[name] = value
-
-
-def _number(present: Any, filled: int) -> int:
-    return present if isinstance(present, int) else filled
-
-
-def _batch_size(plugin: DeepSpeedPlugin, facts: Facts) -> tuple[int, bool]:
-    """The batch size, and whether a loader of this call says so."""
+def _batch_size(plugin: DeepSpeedPlugin, facts: Facts) -> int:
     if not facts.batch_sizes:
-        return facts.known_batch_size or 1, False
+        return facts.known_batch_size or 1
     present = plugin.get_value(_BATCH)
     if present in facts.batch_sizes:
-        return present, True
-    return (min if plugin.is_train_batch_min else max)(facts.batch_sizes), True
+        return int(present)
+    return (min if plugin.is_train_batch_min else max)(facts.batch_sizes)
 
 
 def _hidden_size_values(model: torch.nn.Module) -> dict[str, int]:
@@ -195,16 +187,12 @@ def _scheduler_values(facts: Facts) -> dict[str, Any]:
         "warmup_min_lr": 0,
         **({"warmup_max_lr": rates if len(set(rates)) > 1 else rates[0]} if rates else {}),
         # DeepSpeed moves its schedule once per step.
-        "warmup_num_steps": max(1, _moves(scheduler.warmup_num_steps, facts.moves)),
+        "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / facts.moves)),
         **scheduler.kwargs,
     }
     if scheduler.total_num_steps is not None:
-        named["total_num_steps"] = _moves(scheduler.total_num_steps, facts.moves)
+        named["total_num_steps"] = math.ceil(scheduler.total_num_steps / facts.moves)
     return {f"scheduler.params.{name}": value for name, value in named.items()}
-
-
-def _moves(steps: int, per_step: int) -> int:
-    return math.ceil(steps / per_step)
 
 
 def _given(facts: Facts) -> set[str]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AUTO", "HfDeepSpeedConfig", "autos", "find", "put"]
+from accel_state.imports.available import is_transformers_available
+
+__all__ = ["AUTO", "HfDeepSpeedConfig", "autos", "find", "put", "show_to_transformers"]
+
+_TRANSFORMERS = "transformers.integrations.deepspeed"
 
 AUTO = "auto"
 """The value of a setting that is to be filled in."""
@@ -117,4 +123,39 @@ def _read(given: Any) -> dict[str, Any]:
         raise ValueError(f"{path} is no JSON ({error}), as a DeepSpeed configuration has to be.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is an object.")
+    return config
+
+
+def show_to_transformers(config: dict[str, Any] | None) -> HfDeepSpeedConfig | None:
+    """Let transformers find a configuration, or none.
+
+    It keeps a weak reference alone. What is still "auto" is left out (batch sizes are 1 there): building a
+    model depends on the sharding's settings, and on no others.
+
+    Args:
+        config: The configuration; None to have it forget the one it knows.
+
+    Returns:
+        What transformers refers to: whoever keeps it keeps the configuration known. None without a
+        configuration or without transformers.
+    """
+    if config is None:
+        if _TRANSFORMERS in sys.modules:  # else it knows none
+            sys.modules[_TRANSFORMERS].unset_hf_deepspeed_config()
+        return None
+    if not is_transformers_available():
+        return None
+    shown = HfDeepSpeedConfig(_without_autos(config))
+    import_module(_TRANSFORMERS).set_hf_deepspeed_config(shown)
+    return shown
+
+
+def _without_autos(config: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    for name in list(autos(config)):
+        section, last = find(config, name)
+        assert section is not None, "autos found the setting there"
+        del section[last]
+    if not isinstance(config.get("train_batch_size"), int):
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
     return config

@@ -15,11 +15,9 @@ from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.deepspeed import checkpoint, gradients, ulysses
 from accel.engines.deepspeed.auto_values import Facts, complete
-from accel.engines.deepspeed.checks import refuse_axes, refuse_precision
-from accel.engines.deepspeed.runtime import load, started
-from accel.engines.deepspeed.settings import tell_replicas
+from accel.engines.deepspeed.runtime import load, part, started
+from accel.engines.deepspeed.settings import check_axes, check_precision
 from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
-from accel.engines.deepspeed.whole_state import SharedOutModel, gather_whole, is_shared_out
 from accel.engines.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -68,11 +66,13 @@ class DeepSpeedStates(States):
 
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state; under stage 3 on the main process, and others get an empty dict."""
-        return gather_whole(model) if is_shared_out(model) else super().state_dict(model, unwrap)
+        if checkpoint.is_sharded(model):
+            return checkpoint.gather_whole(model)
+        return super().state_dict(model, unwrap)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """The model as a whole state is loaded into it."""
-        return SharedOutModel(model) if is_shared_out(model) else model
+        return checkpoint.ShardedModel(model) if checkpoint.is_sharded(model) else model
 
 
 class DeepSpeedLoaders(Loaders):
@@ -193,14 +193,14 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        refuse_axes(context)
         plugin = self.plugin
+        check_axes(context, plugin.zero_stage)
         plugin.forget_filled()
         plugin.set_mixed_precision(context.precision.name)
         self.name = f"deepspeed zero {plugin.zero_stage}"
-        tell_replicas(context.parallelism, plugin.zero_stage)
-        load(context.process.device, msamp=bool(plugin.enable_msamp))
-        refuse_precision(context, plugin.zero_stage)
+        load(context.process.device)
+        has_fp16 = part("accelerator").get_accelerator().is_fp16_supported()
+        check_precision(context, plugin.zero_stage, has_fp16)
         plugin.selected = True  # one that was given alone is active too
         self._driver: DeepSpeedEngineWrapper | None = None
         self._schedules: list[tuple[Any, Any]] = []
@@ -327,7 +327,7 @@ class DeepSpeedEngine(Engine):
         if not self.plugin.hf_ds_config.is_true("torch_autocast.enabled"):
             # Parameters are in lower precision, and operations like norms still compute in fp32.
             wrap_forward(model, self.context.precision, self.context.process.device.type)
-        with started(self.context.process, msamp=bool(self.plugin.enable_msamp)) as deepspeed:
+        with started(self.context.process) as deepspeed:
             if self._sequence_parallel_size > 1 and given:
                 assert self.context.parallelism is not None, "it has the size"
                 given["mpu"] = self._groups = ulysses.register(

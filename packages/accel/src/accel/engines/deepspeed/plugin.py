@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from accel.engines.deepspeed.config import AUTO, HfDeepSpeedConfig, find, put
-from accel.engines.deepspeed.transformers import show_to_transformers
-from accel.engines.deepspeed.unused import tell_unused
+from accel.engines.deepspeed.config import AUTO, HfDeepSpeedConfig, find, put, show_to_transformers
+from accel.engines.deepspeed.settings import warn_of_unused
 from accel_state import env
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
@@ -71,8 +70,8 @@ class DeepSpeedPlugin:
         zero3_save_16bit_model: Stage 3: whether `get_state_dict` gathers all weights.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, that stage 3
             gathers as a whole.
-        enable_msamp: Use MS-AMP's DeepSpeed for fp8.
-        msamp_opt_level: MS-AMP's optimization level: "O1" (the default) or "O2".
+        enable_msamp: MS-AMP is not supported: True is an error.
+        msamp_opt_level: MS-AMP's optimization level, which is ignored with a warning.
 
     Attributes:
         deepspeed_config: The configuration, as a dict; what was "auto" is filled in by `prepare`.
@@ -97,6 +96,11 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
+        if self.enable_msamp:
+            raise ValueError(
+                "enable_msamp=True: MS-AMP is not supported. Leave it out, and train in bf16, or in fp8 with "
+                "torchao: mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs()] and fsdp_version=2."
+            )
         self._filled: dict[str, Any] = {}
         self._selected = False
         self.dschf: HfDeepSpeedConfig | None = None
@@ -113,8 +117,9 @@ class DeepSpeedPlugin:
         self._merge(given | launched, is_given, launched.keys() & {*env.get("ACCELERATE_CONFIG_DS_FIELDS")})
         self._read_back()
         self._set_init(is_given)
-        self._set_experts_and_msamp()
-        tell_unused(self)
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = ",".join(env.get(f"{_PREFIX}MOE_LAYER_CLS_NAMES")) or None
+        warn_of_unused(self)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -144,9 +149,8 @@ class DeepSpeedPlugin:
                     f"- {key}={present!r} in DeepSpeed's configuration, {name}={value!r} {place}"
                 )
         _raise(mismatches)
-        defaults = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        for key in defaults:
-            if not has_config:
+        if not has_config:
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
                 self.deepspeed_config.setdefault(key, AUTO)
 
     def _read_back(self) -> None:
@@ -187,17 +191,6 @@ class DeepSpeedPlugin:
             )
         default = has_config if wanted is None else bool(wanted)
         self.zero3_init_flag = default and self.zero_stage == 3
-
-    def _set_experts_and_msamp(self) -> None:
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = ",".join(env.get(f"{_PREFIX}MOE_LAYER_CLS_NAMES")) or None
-        if self.msamp_opt_level not in (None, "O1", "O2"):
-            raise ValueError(
-                f"msamp_opt_level={self.msamp_opt_level!r}; MS-AMP under DeepSpeed has O1 and O2."
-            )
-        if self.enable_msamp:
-            self.msamp_opt_level = self.msamp_opt_level or "O1"
-            put(self.deepspeed_config, "msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
 
     # Asking and filling
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from accel.engines.common.lone_group import ensure_group
-from accel.models.fp8.msamp import library
 from accel_state import env
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType
@@ -34,12 +33,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _group: weakref.ref[Any] | None = None  # the default group that DeepSpeed's own groups belong to
 
 
-def load(device: torch.device, msamp: bool = False) -> ModuleType:
+def load(device: torch.device) -> ModuleType:
     """Import DeepSpeed for a device.
 
     Args:
         device: This process's device.
-        msamp: Whether to import MS-AMP's, which computes in fp8.
 
     Raises:
         ImportError: If it is not installed; the message says how to install it.
@@ -58,9 +56,6 @@ def load(device: torch.device, msamp: bool = False) -> ModuleType:
         )
     if device.type == "cpu":
         _leave_shared_memory_out()
-    if msamp:
-        library()
-        return import_module("msamp.deepspeed")
     return deepspeed
 
 
@@ -85,14 +80,13 @@ def _leave_shared_memory_out() -> None:
 
 
 @contextlib.contextmanager
-def started(process: Process, msamp: bool = False) -> Iterator[ModuleType]:
+def started(process: Process) -> Iterator[ModuleType]:
     """DeepSpeed, with a process group, and with what it reads from the environment where no launcher set it.
 
     Args:
         process: This process.
-        msamp: Whether it is MS-AMP's.
     """
-    deepspeed = load(process.device, msamp)
+    deepspeed = load(process.device)
     ensure_group(process)
     _follow_group()
     if not env.is_set("LOCAL_RANK"):

@@ -1,21 +1,18 @@
-"""What the Accelerator's arguments mean under DeepSpeed."""
+"""What the Accelerator's arguments and the plugin's settings mean under DeepSpeed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel.engines.common.checks import warn_of_ignored
 from accel_state import env
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
+    from accel.engines.context import EngineContext
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-    from accel_state.parallelism.config import ParallelismConfig
 
-__all__ = [
-    "precision_under",
-    "steps_under",
-    "tell_replicas",
-]
+__all__ = ["check_axes", "check_precision", "precision_under", "steps_under", "warn_of_unused"]
 
 
 def steps_under(plugins: Any) -> int | None:
@@ -39,15 +36,67 @@ def _first(plugins: Any) -> DeepSpeedPlugin | None:
     return first
 
 
-def tell_replicas(config: ParallelismConfig | None, stage: int | None) -> None:
-    """Warn of replicas that ZeRO does not make: it shares out over all processes.
+def check_axes(context: EngineContext, stage: int | None) -> None:
+    """Check the axes of the mesh: DeepSpeed takes sp_size, and replicas at stage 0.
 
-    Args:
-        config: The sizes of the mesh; beside sp_size the replicas only make up the number of processes.
-        stage: ZeRO's stage.
+    Raises:
+        ValueError: If there are others.
     """
-    if config is not None and config.dp_replicate_enabled and not config.sp_enabled and stage:
+    config = context.parallelism
+    if config is None:
+        return
+    for axis in ("tp", "cp"):
+        if axis in config.active_mesh_dims:
+            raise ValueError(
+                f"{axis}_size={getattr(config, f'{axis}_size')} in parallelism_config, and DeepSpeed is the "
+                "engine: beside its own sharding (zero_stage) it takes sp_size alone. Leave deepspeed_plugin "
+                "out for the others."
+            )
+    # Beside sp_size the replicas only make up the number of processes.
+    if config.dp_replicate_enabled and not config.sp_enabled and stage:
         warn(
             f"dp_replicate_size={config.dp_replicate_size} in parallelism_config is ignored: stage {stage} "
-            "of DeepSpeed's ZeRO shares out over all processes. Leave it out, or set zero_stage=0.",
+            "of DeepSpeed's ZeRO shards over all processes. Leave it out, or set zero_stage=0.",
         )
+
+
+def check_precision(context: EngineContext, stage: int | None, has_fp16: bool) -> None:
+    """Check that DeepSpeed trains in the precision.
+
+    Args:
+        context: What the engine knows.
+        stage: ZeRO's stage.
+        has_fp16: Whether DeepSpeed supports fp16 on this device.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if context.precision.name == "fp16" and not has_fp16:
+        raise ValueError(
+            f"mixed_precision='fp16' under DeepSpeed on {context.process.device}: \"Type fp16 is not "
+            "supported on your device.\" Use mixed_precision='bf16'."
+        )
+    if context.precision.name == "fp16" and stage == 0:
+        raise ValueError(
+            "mixed_precision='fp16' with zero_stage=0: DeepSpeed (0.19) divides gradients by a loss scale "
+            "there that it has not multiplied the loss by. Use zero_stage=1, or mixed_precision='bf16'."
+        )
+    if context.precision.name == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8' is not supported under DeepSpeed. Use mixed_precision='bf16', or "
+            "fsdp_version=2."
+        )
+
+
+def warn_of_unused(plugin: DeepSpeedPlugin) -> None:
+    """Warn of settings that are given and that nothing reads, after the environment has filled them in."""
+    reasons = {
+        f"offload_{what}_nvme_path": f"offload_{what}_device is not 'nvme'"
+        for what in ("optimizer", "param")
+        if getattr(plugin, f"offload_{what}_device") != "nvme"
+    }
+    reasons["msamp_opt_level"] = "enable_msamp is not set"
+    if plugin.zero_stage != 3:
+        reasons["transformer_moe_cls_names"] = "parameters are sharded by zero_stage=3 alone"
+    given = {name: reason for name, reason in reasons.items() if getattr(plugin, name) not in (None, "none")}
+    warn_of_ignored(plugin, given)

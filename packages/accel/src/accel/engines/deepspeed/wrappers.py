@@ -30,22 +30,12 @@ class DeepSpeedEngineWrapper:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self._is_reduced = False
-        self._has_gathered = False
+        self.is_reduced = False  # whether the gradients of a whole window are there, for a step
+        self.has_gathered = False  # whether there are gradients that no step has used
         self._is_held_back = False
         self._forwards = _Forwards()
         self._factor: float | torch.Tensor | None = None
         engine.register_forward_pre_hook(self._forwards)
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the gradients of a whole window are there, for a step."""
-        return self._is_reduced
-
-    @property
-    def has_gathered(self) -> bool:
-        """Whether there are gradients that no step has used."""
-        return self._has_gathered
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run the backward pass.
@@ -65,18 +55,18 @@ class DeepSpeedEngineWrapper:
                 "scale_wrt_gas=True would have DeepSpeed divide the loss by its gradient_accumulation_steps "
                 "as well. Leave it out: the Accelerator divides it."
             )
-        self._refuse_loss()
+        self._check_loss()
         is_boundary = sync_gradients and not self._is_held_back
         if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
             loss = loss / _or_one(self._factor)
         self.engine.set_gradient_accumulation_boundary(is_boundary)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._is_reduced, self._has_gathered = is_boundary, True
+        self.is_reduced, self.has_gathered = is_boundary, True
         self._forwards.count = 0
 
-    def _refuse_loss(self) -> None:
+    def _check_loss(self) -> None:
         stage = self.engine.zero_optimization_stage()
-        if self._is_reduced and stage > 0:
+        if self.is_reduced and stage > 0:
             raise RuntimeError(
                 f"A second backward pass at the end of an accumulation window: ZeRO-{stage} has reduced and "
                 "shared out the gradients of the first one, and would lose them. Add the losses up, or run "
@@ -104,7 +94,7 @@ class DeepSpeedEngineWrapper:
 
     def norm(self) -> torch.Tensor:
         """The norm of the gradients that the next step takes; 0 without any."""
-        if not self._is_reduced:
+        if not self.is_reduced:
             return torch.zeros((), device=self.engine.device)
         with gradients.scaled(self.engine, self._factor):
             return gradients.norm(self.engine)
@@ -122,7 +112,7 @@ class DeepSpeedEngineWrapper:
         self._forget()
 
     def _forget(self) -> None:
-        self._is_reduced = self._has_gathered = False
+        self.is_reduced = self.has_gathered = False
         self._factor = None
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = self.engine.gradient_clipping()

@@ -39,7 +39,7 @@ from accel.engines.sharded.engine import (
     ShardedGradients,
     ShardedLoaders,
     ShardedStates,
-    tell_upcast,
+    warn_of_upcast,
 )
 from accel.engines.sharded.groups import aliases
 from accel.engines.sharded.initial_weights import Filling
@@ -284,7 +284,7 @@ class FSDP1Engine(ShardedEngine):
         groups = self.groups_of(model)
         self.forget_groups(model)
         if self.context.precision.is_mixed:
-            tell_upcast(model, *flat.upcast_groups(model, groups))
+            warn_of_upcast(model, *flat.upcast_groups(model, groups))
         record, before = FlatRecord.of(model), aliases(model)
         # Checkpointing changes the forward that the wrappers go around: parameters are gathered for the
         # second computation too.

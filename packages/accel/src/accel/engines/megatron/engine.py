@@ -24,7 +24,7 @@ from accel.engines.megatron.optimizers import (
     build_optimizer,
     build_schedule,
 )
-from accel.engines.megatron.options import refuse_without_transformer_engine
+from accel.engines.megatron.options import check_transformer_engine
 from accel.engines.megatron.schedule import MegatronEngine
 from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
 from accel_ops.collectives.objects import gather_object
@@ -202,7 +202,7 @@ class MegatronLMEngine(Engine):
             )
         self.plugin.set_mixed_precision(context.precision.name)
         check_other_arguments(self.plugin.other_megatron_args or {})
-        refuse_without_transformer_engine(self.plugin)
+        check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
         self._data_ranks: list[int] = gather_object([self.loaders.data_shard[0]], process=context.process)
         self._model: MegatronEngine | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from accel.engines.common.ignored import tell_ignored
+from accel.engines.common.checks import warn_of_ignored
 from accel_state.imports.packages import install_hint, is_package_available
 
-__all__ = ["refuse_conflicts", "refuse_without_transformer_engine", "tell_unused"]
+__all__ = ["check_conflicts", "check_transformer_engine", "warn_of_unused"]
 
 _ONE_OF = (
     ("train_iters", "train_samples"),
@@ -26,7 +26,7 @@ _OF_DATASETS = (
 _LOOP = "an option of Megatron-LM's own training loop; log with Accelerator(log_with='tensorboard')"
 
 
-def refuse_conflicts(plugin: Any) -> None:
+def check_conflicts(plugin: Any) -> None:
     """Refuse settings of which megatron-core would read one and drop another.
 
     Args:
@@ -60,7 +60,7 @@ def refuse_conflicts(plugin: Any) -> None:
         )
 
 
-def refuse_without_transformer_engine(plugin: Any) -> None:
+def check_transformer_engine(plugin: Any) -> None:
     """Refuse settings that layers of Transformer Engine alone can do, where it is not installed.
 
     Args:
@@ -85,7 +85,7 @@ def refuse_without_transformer_engine(plugin: Any) -> None:
         )
 
 
-def tell_unused(plugin: Any) -> None:
+def warn_of_unused(plugin: Any) -> None:
     """Warn of settings that are given and that nothing reads, each with the reason.
 
     Args:
@@ -106,7 +106,7 @@ def tell_unused(plugin: Any) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(plugin)}
     given = {name: getattr(plugin, name) for name, reason in reasons.items() if reason}
     unread = [name for name, value in given.items() if value is not False and value != defaults[name]]
-    tell_ignored(plugin, {name: reasons[name] for name in unread})
+    warn_of_ignored(plugin, {name: reasons[name] for name in unread})
 
 
 def _has_experts(plugin: Any) -> bool:

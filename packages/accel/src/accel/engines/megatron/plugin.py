@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel.engines.megatron.options import refuse_conflicts, tell_unused
+from accel.engines.megatron.options import check_conflicts, warn_of_unused
 from accel.engines.megatron.parsers import parse_model_config
 from accel_state import env
 
@@ -204,8 +204,8 @@ class MegatronLMPlugin:
             self.attention_backend = "auto" if self.attention_backend else None
         if self.recompute_activations and self.recompute_granularity is None:
             self.recompute_granularity = "selective"
-        refuse_conflicts(self)
-        tell_unused(self)
+        check_conflicts(self)
+        warn_of_unused(self)
         self.consumed_samples = self.consumed_samples or [0, 0, 0]
         self._of_schedule: set[str] = set()
         self.megatron_lm_default_args: dict[str, Any] = {

@@ -17,7 +17,7 @@ from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.mesh import unsharded
 from accel.engines.mesh.context.context_parallel import ContextParallel
-from accel.engines.mesh.context.language_models import check_language_models, tell_part
+from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for
 from accel.engines.mesh.owner import MeshOwner
 from accel.engines.mesh.plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
 from accel.engines.mesh.tensor.split import forget_meshes
@@ -206,7 +206,7 @@ class MeshEngine(ShardedEngine):
         """As for all sharded engines; language models learn which part of each sequence they see."""
         model = super().prepare_model(model, place, evaluation_mode)
         if self._sequences is not None:
-            tell_part(model, self._sequences.present)
+            complete_inputs_for(model, self._sequences.present)
         return model
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,7 @@ from accel.engines.context import EngineContext
 from accel.engines.mesh.shard import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
-from accel.engines.sharded.engine import tell_upcast
+from accel.engines.sharded.engine import warn_of_upcast
 from accel.engines.sharded.groups import Groups
 from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
 from accel_state.logging.warning import warn
@@ -89,7 +89,7 @@ class Plan:
 def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """Make a model parallel; the order matters."""
     if plan.upcasts:
-        tell_upcast(model, upcast(model, plan.ignored))
+        warn_of_upcast(model, upcast(model, plan.ignored))
     # Checkpointing changes the forward that the sharding's hooks go around: parameters are gathered once for
     # the second computation too.
     apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)

@@ -14,14 +14,14 @@ from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.common.checks import mapped_devices
 from accel.engines.common.lone_group import ensure_group
 from accel.engines.common.loose import parameters_of
-from accel.engines.common.missing_weights import refusing_together
+from accel.engines.common.missing_weights import checking_together
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
 from accel.engines.sharded.groups import Groups, choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.logging.warning import warn
 
-__all__ = ["ShardedEngine", "ShardedGradients", "ShardedLoaders", "ShardedStates", "tell_upcast"]
+__all__ = ["ShardedEngine", "ShardedGradients", "ShardedLoaders", "ShardedStates", "warn_of_upcast"]
 
 
 class ShardedStates(States):
@@ -128,7 +128,7 @@ class ShardedEngine(Engine):
         whose = "the first" if self.sends_weights else "all"
         self.forget_groups()
         try:
-            with refusing_together(fresh, whose, self.context.process):
+            with checking_together(fresh, whose, self.context.process):
                 self.check(objects)
         except BaseException:
             self.forget_groups()  # the model may be changed before it is prepared again
@@ -210,7 +210,7 @@ class ShardedEngine(Engine):
         return prepared
 
 
-def tell_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
+def warn_of_upcast(model: torch.nn.Module, trained: Sequence[str], frozen: Sequence[str] = ()) -> None:
     """Warn of parameters that became float32.
 
     Args:

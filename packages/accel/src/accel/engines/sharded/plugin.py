@@ -11,7 +11,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
-from accel.engines.sharded.unused import tell_unused
+from accel.engines.sharded.unused import warn_of_unused
 from accel_state import env
 from accel_state.logging.warning import warn
 
@@ -126,7 +126,7 @@ class FullyShardedDataParallelPlugin:
         self.set_state_dict_type()
         if self.mixed_precision_policy is not None:
             self._read_precision()
-        tell_unused(self)
+        warn_of_unused(self)
 
     def _set_sharding(self, given: set[str]) -> None:
         strategies = {item.name.lstrip("_"): item for item in fsdp.ShardingStrategy}

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch.distributed.fsdp import wrap
 
-from accel.engines.common.ignored import tell_ignored
+from accel.engines.common.checks import warn_of_ignored
 from accel_state import env
 
-__all__ = ["tell_unused"]
+__all__ = ["warn_of_unused"]
 
 
-def tell_unused(plugin: Any) -> None:
+def warn_of_unused(plugin: Any) -> None:
     """Warn of settings that nothing reads, each with the reason, and take them out.
 
     Args:
@@ -39,6 +39,6 @@ def tell_unused(plugin: Any) -> None:
         # Local state dicts have neither option; a sharded one has the first alone.
         if not getattr(config, "offload_to_cpu", True) or not getattr(config, "rank0_only", True):
             unset[name] = None, "states are gathered to the CPU, whole ones on the first process of a machine"
-    tell_ignored(plugin, {name: reason for name, (_, reason) in unset.items()})
+    warn_of_ignored(plugin, {name: reason for name, (_, reason) in unset.items()})
     for name, (value, _) in unset.items():
         setattr(plugin, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ from accel.models.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecip
 from accel_state import env
 from accel_state.devices.probes import is_cuda_available
 from accel_state.imports.available import (
-    is_msamp_available,
     is_torchao_available,
     is_transformer_engine_available,
 )
@@ -31,7 +29,7 @@ class Fp8:
     """The library that computes in fp8, and its settings.
 
     Attributes:
-        backend: "AO" (torchao), "TE" (Transformer Engine) or "MSAMP".
+        backend: "AO" (torchao) or "TE" (Transformer Engine).
         recipe: The settings of that library.
     """
 
@@ -52,33 +50,10 @@ class Fp8:
             from accel.models.fp8 import ao
 
             ao.apply(model, self.recipe, gathers)
-        elif self.backend == "TE":
+        else:
             from accel.models.fp8 import te
 
             te.apply(model, self.recipe)
-
-    def initialize(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[tuple[torch.nn.Module, ...], tuple[torch.optim.Optimizer, ...]]:
-        """Let the library wrap models together with optimizers, where it does (MS-AMP).
-
-        Args:
-            models: What is trained.
-            optimizers: The optimizers of the same call.
-
-        Returns:
-            What takes their places.
-
-        Raises:
-            ImportError: If the library is not there.
-            ValueError: If it cannot take these objects.
-        """
-        if self.backend != "MSAMP" or not models:
-            return tuple(models), tuple(optimizers)
-        from accel.models.fp8 import msamp
-
-        model, optimizer = msamp.initialize(models, optimizers, self.recipe.opt_level)
-        return (model,), (optimizer,)
 
 
 def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
@@ -118,13 +93,8 @@ def _backend_of(recipe: Any) -> str | None:
 
 
 def _installed() -> str:
-    """MS-AMP before Transformer Engine, as documented, where their hardware is; else torchao."""
-    if is_cuda_available():
-        if is_msamp_available():
-            return "MSAMP"
-        if is_transformer_engine_available():
-            return "TE"
-    return "AO"
+    """Transformer Engine where it and its hardware are; else torchao."""
+    return "TE" if is_cuda_available() and is_transformer_engine_available() else "AO"
 
 
 def _check_installed(backend: str) -> None:
@@ -139,6 +109,7 @@ def _check_installed(backend: str) -> None:
 
         te.library()
     if backend == "MSAMP":
-        from accel.models.fp8 import msamp
-
-        msamp.library()
+        raise ImportError(
+            "MS-AMP is not supported: it is not on the package index (https://github.com/Azure/MS-AMP). Train "
+            f"in fp8 with torchao: kwargs_handlers=[AORecipeKwargs()] and {install_hint('fp8')}."
+        )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import env
 from accel_state.handlers import KwargsHandler
-from accel_state.imports.available import is_msamp_available
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class TERecipeKwargs(KwargsHandler):
 
 @dataclasses.dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """How MS-AMP trains in fp8.
+    """How MS-AMP trains in fp8, which the Accelerator does not support: it raises an ImportError.
 
     Args:
         opt_level: "O1" (weights and their gradients' communication in fp8) or "O2" (optimizer states too);
@@ -164,8 +163,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         amax_compute_algo: See there.
         override_linear_precision: See there.
         use_mxfp8_block_scaling: See there.
-        backend: "MSAMP" or "TE", in any letter case; default: ACCELERATE_FP8_BACKEND, then the one that is
-            installed, MS-AMP before Transformer Engine.
+        backend: "MSAMP" or "TE", in any letter case; default: ACCELERATE_FP8_BACKEND, then "TE".
 
     Raises:
         ValueError: If a value is not allowed.
@@ -186,7 +184,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
                 f"FP8RecipeKwargs(backend={chosen!r}): it has the settings of MSAMP and TE; for torchao, "
                 "pass AORecipeKwargs."
             )
-        self.backend = chosen or ("MSAMP" if is_msamp_available() else "TE")  # type: ignore[assignment]
+        self.backend = chosen or "TE"  # type: ignore[assignment]
 
 
 def _choice(given: Any, field: str, variable: str) -> Any:

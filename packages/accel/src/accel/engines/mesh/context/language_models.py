@@ -16,7 +16,7 @@ import torch
 
 from accel.engines.mesh.context.sequence_part import Part
 
-__all__ = ["check_language_models", "tell_part", "text_config"]
+__all__ = ["check_language_models", "complete_inputs_for", "text_config"]
 
 _IGNORED = -100  # as torch's cross_entropy has it by default
 _WHOLE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -62,7 +62,7 @@ def check_language_models(model: torch.nn.Module) -> None:
             )
 
 
-def tell_part(model: torch.nn.Module, part_of_now: Callable[[], Part | None]) -> None:
+def complete_inputs_for(model: torch.nn.Module, part_of_now: Callable[[], Part | None]) -> None:
     """Complete the inputs of a model's language models from now on, where there is a part.
 
     Args:
