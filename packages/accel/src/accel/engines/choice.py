@@ -250,7 +250,7 @@ def _without_shards(
 
 def _instead_of_shards(config: ParallelismConfig, asked: str, argument: str | None) -> str:
     instead = {
-        "deepspeed_plugin": " (zero_stage says what is shared out over all processes, and sp_size splits "
+        "deepspeed_plugin": " (zero_stage says what is sharded over all processes, and sp_size splits "
         "sequences)",
         "megatron_lm_plugin": " (use_distributed_optimizer and context_parallel_size are its own settings)",
     }.get(str(argument), "")

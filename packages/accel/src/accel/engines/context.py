@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,8 +73,8 @@ class Prepared:
 
     models: tuple[torch.nn.Module, ...] = ()
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    place_models: tuple[bool, ...] = field(default=())
-    place_optimizers: tuple[bool, ...] = field(default=())
+    place_models: tuple[bool, ...] = ()
+    place_optimizers: tuple[bool, ...] = ()
     evaluation_mode: bool = False
     schedulers: tuple[Any, ...] = ()
     batch_sizes: tuple[int, ...] = ()

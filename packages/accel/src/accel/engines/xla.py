@@ -8,7 +8,7 @@ accel is tested with: its calls are those of torch_xla 2.9, and the tests run a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -55,13 +55,13 @@ class XLAGradients(Gradients):
         return scaler
 
     def clip_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Average the gradients if that is still to be done, and clip them by their norm."""
         self.engine.reduce_gradients()
         return super().clip_norm(parameters, max_norm, norm_type)
 
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Average the gradients if that is still to be done, and clip each."""
         self.engine.reduce_gradients()
         super().clip_value(parameters, clip_value)

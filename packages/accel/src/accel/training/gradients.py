@@ -188,12 +188,12 @@ class GradientControl:
         Raises:
             ValueError: If fp16 gradients belong to no prepared optimizer.
         """
-        run = self.run
+        run, tensors = self.run, _listed(parameters)
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
-            return run.engine.gradients.clip_norm(_unscaled(run, parameters), max_norm, norm_type)
+            return run.engine.gradients.clip_norm(_unscaled(run, tensors), max_norm, norm_type)
         # The gradients so far, of this process: they are neither whole nor unscaled.
-        norm = run.engine.gradients.norm(parameters, norm_type)
+        norm = run.engine.gradients.norm(tensors, norm_type)
         if norm is None or run.scaler is None:
             return norm
         return norm / run.scaler.scale(torch.ones((), device=norm.device))  # get_scale() would wait for it
@@ -203,7 +203,11 @@ class GradientControl:
         run = self.run
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
-            run.engine.gradients.clip_value(_unscaled(run, parameters), clip_value)
+            run.engine.gradients.clip_value(_unscaled(run, _listed(parameters)), clip_value)
+
+
+def _listed(parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _can_start_from(run: Run, loss: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -249,9 +253,7 @@ def _unscale_gradients(run: Run, optimizer: Any) -> None:
         item.unscale_gradients()
 
 
-def _unscaled(
-    run: Run, parameters: Iterable[torch.Tensor] | torch.Tensor
-) -> Iterable[torch.Tensor] | torch.Tensor:
+def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
     if run.scaler is None and run.lomo is None:
         return parameters

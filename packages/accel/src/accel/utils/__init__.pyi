@@ -9,16 +9,16 @@ from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSp
 from accel.engines.megatron.data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accel.engines.megatron.models.bert import BertTrainStep as BertTrainStep
 from accel.engines.megatron.models.gpt import GPTTrainStep as GPTTrainStep
+from accel.engines.megatron.models.steps import AbstractTrainStep as AbstractTrainStep
+from accel.engines.megatron.models.steps import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
 from accel.engines.megatron.models.t5 import T5TrainStep as T5TrainStep
+from accel.engines.megatron.optimizers import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accel.engines.megatron.parsers import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
 from accel.engines.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
-from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accel.engines.megatron.steps import AbstractTrainStep as AbstractTrainStep
-from accel.engines.megatron.steps import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-)
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.engines.mesh.tensor.split import get_model_tp_size as get_model_tp_size
 from accel.engines.sharded.initial_weights import ensure_weights_retied as ensure_weights_retied

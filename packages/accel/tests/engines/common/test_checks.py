@@ -243,7 +243,7 @@ def test_what_one_process_refuses_all_refuse_in_one_reduction(world, engine):
     (first, reductions), (second, _) = world.run(refused_on_one, engine)
 
     assert "hf_device_map" in first
-    assert "refused on 1 of 2 processes, and not on this one" in second
+    assert "prepare failed on 1 of 2 processes, and not on this one" in second
     assert reductions == 1
 
 

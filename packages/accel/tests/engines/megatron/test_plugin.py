@@ -10,9 +10,9 @@ import torch
 
 from accel.engines.deepspeed.stand_ins import DummyOptim
 from accel.engines.megatron import parsers
+from accel.engines.megatron.optimizers import MegatronLMDummyScheduler
 from accel.engines.megatron.parsers import add_model_config_to_megatron_parser
 from accel.engines.megatron.plugin import MegatronLMPlugin
-from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
 
 
 def described(**config: Any) -> Any:

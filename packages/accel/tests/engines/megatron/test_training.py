@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.accelerator import Accelerator
+from accel.engines.megatron.optimizers import MegatronLMDummyScheduler
 from accel.engines.megatron.plugin import MegatronLMPlugin
-from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
 from accel_ops.rng import set_seed
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

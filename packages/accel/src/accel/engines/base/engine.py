@@ -16,12 +16,12 @@ from accel.engines.base.gradients import Gradients
 from accel.engines.base.loaders import Loaders
 from accel.engines.base.states import States
 from accel.engines.common.checks import (
-    check_fp16_model,
-    check_fp16_optimizer,
+    check_fp16,
     check_offloaded_training,
     check_spread_training,
     check_whole_tensor_steps,
     mapped_devices,
+    named_parameters,
 )
 from accel.engines.context import EngineContext, Prepared
 from accel.models.precision import wrap_forward
@@ -77,40 +77,36 @@ class Engine:
         return self.loaders_type(self)
 
     def check(self, objects: Prepared) -> None:
-        """Refuse combinations this engine cannot train, before anything is changed.
+        """Reject combinations this engine cannot train, before anything is changed.
 
         Raises:
             ValueError: If some object cannot be prepared; the message names it and the fix.
         """
+        has_scaler = self.context.scaler is not None
         for model in objects.models:
             check_offloaded_training(model, objects.evaluation_mode)
             check_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
-            if self.context.scaler is not None and not objects.evaluation_mode:
-                check_fp16_model(model, self.owner.present)
+            if has_scaler and not objects.evaluation_mode:
+                check_fp16(named_parameters(model), self.owner.present)
         for optimizer in objects.optimizers:
-            has_scaler = self.context.scaler is not None
             if has_scaler:
-                check_fp16_optimizer(optimizer, self.owner.present)
+                check_fp16(named_parameters(optimizer), self.owner.present)
             check_whole_tensor_steps(optimizer, self.gradients.unsupported_optimizers, self.name)
             check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
 
     def check_together(self, objects: Prepared) -> None:
-        """Check before `prepare`; engines whose processes go on together refuse on all what one refuses."""
+        """Check before `prepare`; engines whose processes go on together reject on all what one rejects."""
         self.check(objects)
 
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers; models first, so that optimizers see the final parameters."""
-        place = objects.place_models or (True,) * len(objects.models)
-        prepared = tuple(
-            self.prepare_model(model, put, objects.evaluation_mode)
-            for model, put in zip(objects.models, place, strict=True)
+        models = zip(objects.models, objects.place_models, strict=True)
+        optimizers = zip(objects.optimizers, objects.place_optimizers, strict=True)
+        return replace(
+            objects,
+            models=tuple(self.prepare_model(model, put, objects.evaluation_mode) for model, put in models),
+            optimizers=tuple(self.prepare_optimizer(optimizer, put) for optimizer, put in optimizers),
         )
-        place = objects.place_optimizers or (True,) * len(objects.optimizers)
-        wrapped = tuple(
-            self.prepare_optimizer(optimizer, put)
-            for optimizer, put in zip(objects.optimizers, place, strict=True)
-        )
-        return replace(objects, models=prepared, optimizers=wrapped)
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """Place, convert to fp8, cast, wrap and compile one model, in this order."""

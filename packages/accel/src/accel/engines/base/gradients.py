@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel.engines.base.loaders import Loaders
     from accel.engines.context import EngineContext
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "gradients_of", "multiply"]
 
 
 class _Engine(Protocol):
@@ -90,43 +90,44 @@ class Gradients:
         total = total / (process.world_size // self.shards)
         return total if total.device.type != "cpu" else float(total)
 
-    @torch.no_grad()
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients gathered in this window, before its last backward pass reduces them."""
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                gradient = gradient._values()  # also of one that is not coalesced
-            by_device.setdefault(gradient.device, []).append(gradient)
-        for device, gradients in by_device.items():
-            own = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
-            torch._foreach_mul_(gradients, own)
+        multiply(gradients_of(parameters), factor)
 
-    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    def with_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that have the gradients of parameters: these themselves, as a rule."""
-        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return list(parameters)
 
-    def norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The total norm of the gradients as they are now."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return torch.nn.utils.get_total_norm(
-            [tensor.grad for tensor in tensors if tensor.grad is not None], norm_type
-        )
+        return torch.nn.utils.get_total_norm(gradients_of(parameters), norm_type)
 
     def clip_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm; returns the norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value]."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        clipped = [tensor for tensor in tensors if tensor.grad is not None]
+        clipped = [tensor for tensor in parameters if tensor.grad is not None]
         if clipped:  # torch 2.13 fails on none
             torch.nn.utils.clip_grad_value_(clipped, clip_value)
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that there are."""
+    return [tensor.grad for tensor in parameters if tensor.grad is not None]
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors in place, all of a device at once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient  # also of one that is not coalesced
+        by_device.setdefault(values.device, []).append(values)
+    for device, tensors in by_device.items():
+        # A factor that another device has computed is not waited for.
+        here = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+        torch._foreach_mul_(tensors, here)

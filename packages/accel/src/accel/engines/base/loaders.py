@@ -51,7 +51,7 @@ class Loaders:
         return None
 
     def loader_to_prepare(self, loader: Any) -> Any:
-        """The loader whose batches are shared out, in the place of one that is to be prepared."""
+        """The loader whose batches are sharded, in the place of one that is to be prepared."""
         return loader
 
     own_kinds: tuple[type, ...] = ()
@@ -82,7 +82,7 @@ class Loaders:
 
     @property
     def joining(self) -> Joining | None:
-        """Whether `join` is at work; None where it does nothing, of which the caller is told."""
+        """Whether `join` is at work; None where it does nothing, of which the caller warns."""
         return None
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -64,7 +64,7 @@ class States:
         return model
 
     def check_save(self, optimizers: Iterable[Any]) -> None:
-        """Refuse what cannot be saved, before anything is written.
+        """Reject what cannot be saved, before anything is written.
 
         Raises:
             ValueError: With the reason and the alternative.
@@ -87,7 +87,7 @@ class States:
 
         Args:
             folder: The checkpoint's folder.
-            **options: What `save_state` was given for it; an engine that takes none tells so.
+            **options: What `save_state` was given for it; an engine that takes none warns.
         """
         if options:
             warn(
@@ -96,7 +96,7 @@ class States:
             )
 
     def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that the engine cannot go on from, before anything is changed.
+        """Reject a checkpoint that the engine cannot go on from, before anything is changed.
 
         Args:
             names: Its files.

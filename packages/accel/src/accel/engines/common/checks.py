@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from accel_state.logging.warning import warn
 
 __all__ = [
     "check_foreign",
-    "check_fp16_model",
-    "check_fp16_optimizer",
+    "check_fp16",
     "check_offloaded_training",
     "check_spread_training",
     "check_whole_tensor_steps",
     "mapped_devices",
+    "named_parameters",
     "warn_of_ignored",
 ]
 
@@ -51,7 +51,7 @@ _FOREIGN = {
 
 
 def check_foreign(names: Collection[str], engine: str) -> None:
-    """Refuse a checkpoint that only another engine can read.
+    """Reject a checkpoint that only another engine can read.
 
     Args:
         names: Its files.
@@ -67,7 +67,7 @@ def check_foreign(names: Collection[str], engine: str) -> None:
 
 
 def check_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> None:
-    """Refuse to train a model that is spread over devices with parts on the CPU or the disk.
+    """Reject training of a model that is spread over devices with parts on the CPU or the disk.
 
     Args:
         model: The model.
@@ -87,7 +87,7 @@ def check_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> N
 
 
 def check_spread_training(model: torch.nn.Module, evaluation_mode: bool, num_processes: int) -> None:
-    """Refuse to train a model that is spread over devices on several processes.
+    """Reject training of a model that is spread over devices on several processes.
 
     Processes that load it with the same device map put their copies on the same devices. With
     ACCELERATE_BYPASS_DEVICE_MAP the user says that each process has devices of its own.
@@ -121,37 +121,30 @@ def mapped_devices(model: torch.nn.Module) -> set[str]:
     return {str(device) for devices in maps for device in devices.values()}
 
 
-def check_fp16_model(model: torch.nn.Module, present: Present) -> None:
-    """Refuse a model with trainable parameters in float16.
+def check_fp16(named: Iterable[tuple[str, torch.Tensor]], present: Present) -> None:
+    """Check that no trainable parameter is in float16.
 
     Args:
-        model: The model.
+        named: Parameters, with names for the message.
         present: Gives the tensor that is stepped for a parameter.
 
     Raises:
-        ValueError: If it has some.
+        ValueError: If one is.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if parameter.requires_grad and present(parameter).dtype is torch.float16:
-            raise ValueError(f"{type(model).__name__}.{name} {_FP16}")
+            raise ValueError(f"{name} {_FP16}")
 
 
-def check_fp16_optimizer(optimizer: torch.optim.Optimizer, present: Present) -> None:
-    """Refuse an optimizer with trainable parameters in float16.
-
-    Args:
-        optimizer: The optimizer.
-        present: Gives the tensor that is stepped for a parameter.
-
-    Raises:
-        ValueError: If it has some.
-    """
-    for group, options in enumerate(optimizer.param_groups):
+def named_parameters(item: torch.nn.Module | torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a model or an optimizer, by names that a user finds them under."""
+    kind = type(item).__name__
+    if isinstance(item, torch.nn.Module):
+        yield from ((f"{kind}.{name}", parameter) for name, parameter in item.named_parameters())
+        return
+    for group, options in enumerate(item.param_groups):
         for place, parameter in enumerate(options["params"]):
-            if parameter.requires_grad and present(parameter).dtype is torch.float16:
-                raise ValueError(
-                    f"{type(optimizer).__name__}.param_groups[{group}]['params'][{place}] {_FP16}"
-                )
+            yield f"{kind}.param_groups[{group}]['params'][{place}]", parameter
 
 
 _ELSEWHERE = {"Adafactor"}
@@ -159,7 +152,7 @@ _ELSEWHERE = {"Adafactor"}
 
 
 def check_whole_tensor_steps(optimizer: object, names: Collection[str], engine: str) -> None:
-    """Refuse an optimizer whose step is not element by element, where parameters are in parts.
+    """Reject an optimizer whose step is not element by element, where parameters are in parts.
 
     Args:
         optimizer: The optimizer.

@@ -1,4 +1,4 @@
-"""Refusing on all processes what one of them refuses, and models that have no weights to start from."""
+"""Rejecting on all processes what one of them rejects, and models that have no weights to start from."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def checking_together(
         yield
     except Exception as caught:
         error = caught
-    refused, missing = 0, [0] * len(models)
+    failed, missing = 0, [0] * len(models)
     if models:
         bare = [is_needed and any(True for _ in _bare(model)) for model, is_needed in models]
         here = torch.tensor([error is not None, *bare], dtype=torch.float32, device=process.device)
-        refused, *missing = map(int, operations.reduce(here, "sum", process=process).tolist())
+        failed, *missing = map(int, operations.reduce(here, "sum", process=process).tolist())
     if error is not None:
         raise error
-    if refused:
+    if failed:
         raise ValueError(
-            f"prepare was refused on {refused} of {process.world_size} processes, and not on this one: the "
+            f"prepare failed on {failed} of {process.world_size} processes, and not on this one: the "
             "errors there say why. Prepare the same objects on all processes."
         )
     for (model, _), number in zip(models, missing, strict=True):

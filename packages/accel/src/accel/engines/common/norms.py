@@ -9,38 +9,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from accel.engines.base.gradients import multiply
 from accel.engines.sharded.initial_weights import local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Sets", "gradients_of", "local_gradients", "norm_of_sets", "scale", "total_norm"]
+__all__ = ["Sets", "norm_of_sets", "scale", "total_norm"]
 
 Sets = list[tuple[list[torch.Tensor], list[dist.ProcessGroup]]]
 """This process's parts of gradients, each list with the groups over which they are parts."""
 
 
-def gradients_of(parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    """The gradients that there are."""
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [tensor.grad for tensor in tensors if tensor.grad is not None]
-
-
-def local_gradients(gradients: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """This process's parts, by device; changing them changes the gradients."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        part = local(gradient)
-        found.setdefault(part.device, []).append(part)
-    return found
-
-
-@torch.no_grad()
 def scale(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply gradients in place."""
-    for device, parts in local_gradients(gradients).items():
-        own = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
-        torch._foreach_mul_(parts, own)
+    """Multiply this process's parts of gradients in place."""
+    multiply(map(local, gradients), factor)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Whole states of sharded models and optimizers: gathered for saving, and shared out in loading."""
+"""Whole states of sharded models and optimizers: gathered for saving, and sharded in loading."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WholeOptimizer:
         parts = {
             index: {name: shard_like(value, parameters[index]) for name, value in values.items()}
             for index, values in state["state"].items()
-            if index < len(parameters)  # another number is for the optimizer to refuse
+            if index < len(parameters)  # another number is for the optimizer to reject
         }
         self.optimizer.load_state_dict({**state, "state": {**state["state"], **parts}})
 

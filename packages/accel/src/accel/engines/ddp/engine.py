@@ -109,7 +109,7 @@ class DDPEngine(Engine):
         return done
 
     def check(self, objects: Prepared) -> None:
-        """Refuse also models whose weights are split: they are no replicas."""
+        """Reject also models whose weights are split: they are no replicas."""
         super().check(objects)
         if "torch.distributed.tensor" in sys.modules:  # without it nothing can be split
             from accel.engines.mesh.tensor.split import is_split
@@ -118,7 +118,7 @@ class DDPEngine(Engine):
                 is_split(model, 1)
 
     def check_together(self, objects: Prepared) -> None:
-        """Refuse what one process refuses on all, and models without weights on any of them."""
+        """Reject on all processes what one rejects, and models without weights on any of them."""
         models = () if objects.evaluation_mode else objects.models
         # A frozen model may be prepared on some processes alone: there is nothing that they would share.
         fresh = [(model, True) for model in models if _ddp(model) is None and _is_trained(model)]

@@ -95,7 +95,7 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
 
 
 def _unfit(plugin: DeepSpeedPlugin, facts: Facts) -> list[str]:
-    """Tell what is given twice, and what is missing, of optimizers and schedules."""
+    """List what is given twice, and what is missing, of optimizers and schedules."""
     found = []
     has_optimizer, has_scheduler = (bool(plugin.get_value(name)) for name in ("optimizer", "scheduler"))
     if facts.optimizer is not None and isinstance(facts.optimizer, DummyOptim) is not has_optimizer:

@@ -39,7 +39,7 @@ def save(engine: Any, folder: Path, options: dict[str, Any]) -> None:
 
 
 def check(engine: Any, names: Collection[str]) -> None:
-    """Refuse a checkpoint that DeepSpeed cannot go on from with this engine.
+    """Reject a checkpoint that DeepSpeed cannot go on from with this engine.
 
     Args:
         engine: The engine.

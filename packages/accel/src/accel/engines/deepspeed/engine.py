@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,7 +34,7 @@ __all__ = ["DeepSpeedEngine", "DeepSpeedGradients", "DeepSpeedLoaders", "DeepSpe
 
 
 class DeepSpeedStates(States):
-    """DeepSpeed's own checkpoint of what it trains, and whole states of what it shares out."""
+    """DeepSpeed's own checkpoint of what it trains, and whole states of what it shards."""
 
     engine: DeepSpeedEngine
 
@@ -53,7 +53,7 @@ class DeepSpeedStates(States):
             checkpoint.save(self.engine._driver.engine, folder, options)
 
     def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
+        """Reject a checkpoint that DeepSpeed cannot go on from here, before anything is changed."""
         if self.engine._driver is None:
             super().check_own(names)
         else:
@@ -117,16 +117,14 @@ class DeepSpeedGradients(Gradients):
         else:
             self.engine._training.scale(factor)
 
-    def norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The norm so far, at stage 0; None where gradients are in parts that are not complete yet."""
         if gradients.in_parameters(self.engine._training.engine):
             return super().norm(parameters, norm_type)
         return None
 
     def clip_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Have the next step clip by the norm; returns the norm before clipping.
 
@@ -146,16 +144,13 @@ class DeepSpeedGradients(Gradients):
         gradients.set_clipping(driver.engine, float(max_norm))
         return norm
 
-    def _check_clipping(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
-    ) -> None:
+    def _check_clipping(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> None:
         if norm_type != 2 or max_norm <= 0:
             raise ValueError(
                 f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.engine.name} clips by "
                 "the 2-norm, to a positive one."
             )
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        held = {id(item) for item in given}
+        held = {id(item) for item in parameters}
         named = self.engine._training.engine.module.named_parameters()
         own = {name: id(item) for name, item in named if item.requires_grad}
         missing = [name for name in own if own[name] not in held]
@@ -166,7 +161,7 @@ class DeepSpeedGradients(Gradients):
                 "model.parameters()."
             )
 
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient, at stage 0.
 
         Raises:
@@ -225,7 +220,7 @@ class DeepSpeedEngine(Engine):
     # Preparing
 
     def check(self, objects: Prepared) -> None:
-        """Refuse what DeepSpeed cannot train, and a configuration that does not fit what is prepared."""
+        """Reject what DeepSpeed cannot train, and a configuration that does not fit what is prepared."""
         super().check(objects)
         pair = self._find_pair(objects)
         stage = self.plugin.zero_stage
@@ -287,9 +282,8 @@ class DeepSpeedEngine(Engine):
     def prepare(self, objects: Prepared) -> Prepared:
         """Make an engine of the model and its optimizer; place the others, or shard them (stage 3)."""
         pair = self._find_pair(objects)
-        place = objects.place_models or (True,) * len(objects.models)
         models, optimizers = [], []
-        for model, put in zip(objects.models, place, strict=True):
+        for model, put in zip(objects.models, objects.place_models, strict=True):
             if pair is not None and model is pair[0]:
                 engine, wrapper = self._start_training(objects, *pair)
                 models.append(engine)

@@ -38,7 +38,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
         batch_size: Samples per micro-batch.
 
     Returns:
-        What tells DeepSpeed's engine its groups.
+        The object from which DeepSpeed's engine learns its groups.
 
     Raises:
         ValueError: If it is no model of transformers, or its attention or its heads do not fit.
@@ -49,7 +49,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
             f"{type(model).__name__} has no config."
         )
     part("comm").init_distributed(dist_backend=None)
-    # Those of a model before: it refuses to replace them.
+    # Those of a model before: it does not replace them.
     part("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
     handler = config.sp_handler
     assert handler is not None, "it is made with sp_size"

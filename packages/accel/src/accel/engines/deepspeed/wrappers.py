@@ -1,7 +1,7 @@
 """DeepSpeed's engine, optimizer and schedule behind the five lines of a training loop.
 
 DeepSpeed's engine has a `backward` and a `step` of its own, and counts micro-batches. Here the accumulation
-window alone says where a step is due: it is told to the engine before each backward pass, and the engine
+window alone says where a step is due: the engine gets it before each backward pass, and the engine
 steps when `optimizer.step()` is called there.
 """
 
@@ -69,7 +69,7 @@ class DeepSpeedEngineWrapper:
         if self.is_reduced and stage > 0:
             raise RuntimeError(
                 f"A second backward pass at the end of an accumulation window: ZeRO-{stage} has reduced and "
-                "shared out the gradients of the first one, and would lose them. Add the losses up, or run "
+                "sharded the gradients of the first one, and would lose them. Add the losses up, or run "
                 "the other backward passes under accelerator.no_sync(model)."
             )
         if self._forwards.count == 0 and stage == 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
+from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.context import EngineContext, Prepared
 from accel.engines.fsdp1 import flat
@@ -85,29 +86,21 @@ class FSDP1Gradients(ShardedGradients):
         """Multiply the gradients of this window, reduced ones and those that are held back."""
         managed = flat.managed(self.engine._models)
         others = [item for item in parameters if id(item) not in managed]
-        norms.scale([*norms.gradients_of(others), *flat.gradients(self.engine._models)], factor)
+        norms.scale([*gradients_of(others), *flat.gradients(self.engine._models)], factor)
 
-    def norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The total norm of the reduced gradients, over all shards."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return norms.norm_of_sets(
-            flat.gradient_sets(tensors, self.engine._models), norm_type, self.engine.context.process.device
-        )
+        sets = flat.gradient_sets(parameters, self.engine._models)
+        return norms.norm_of_sets(sets, norm_type, self.engine.context.process.device)
 
     def clip_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        """As all engines that shard; gradients are in shards where parameters are."""
         flat.free_gathered(self.engine._models)
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = self.norm(tensors, norm_type)
-        assert norm is not None
-        norms.scale(norms.gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
+        return super().clip_norm(parameters, max_norm, norm_type)
 
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient, in shards."""
         flat.free_gathered(self.engine._models)
         super().clip_value(parameters, clip_value)
@@ -137,7 +130,7 @@ class FSDP1States(ShardedStates):
         return model if root is None else WholeFlatModel(root, self.engine._records[root])
 
     def check_save(self, optimizers: Iterable[Any]) -> None:
-        """Refuse optimizers of which torch cannot save the state; every process calls it."""
+        """Reject optimizers of which torch cannot save the state; every process calls it."""
         for optimizer in optimizers:
             check_saved_whole(optimizer, self.engine._models, self.engine.context.process)
 
@@ -181,7 +174,7 @@ class FSDP1States(ShardedStates):
                 staging.write(state, file_names.local_state_file(self.engine.context.process.rank))
 
     def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that is not this engine's, or one of other parts.
+        """Reject a checkpoint that is not this engine's, or one of other parts.
 
         Raises:
             CheckpointError: If it was not saved with the state_dict_type that is set, or LOCAL_STATE_DICT on
@@ -243,7 +236,7 @@ class FSDP1Engine(ShardedEngine):
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, FlatRecord] = weakref.WeakKeyDictionary()
 
     def check(self, objects: Prepared) -> None:
-        """Refuse what cannot be sharded, before anything is changed."""
+        """Reject what cannot be sharded, before anything is changed."""
         super().check(objects)
         fresh = [model for model in objects.models if not objects.evaluation_mode and not self.is_done(model)]
         taken = flat.flattened_modules(self._models)
@@ -257,7 +250,7 @@ class FSDP1Engine(ShardedEngine):
             self._flattened.check(optimizer)
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Refuse a model that does not fit the settings; nothing is changed."""
+        """Reject a model that does not fit the settings; nothing is changed."""
         groups = self.groups_of(model)
         check_ignored(model, groups.ignored, self._mesh.size())
         upcasts = self.context.precision.is_mixed

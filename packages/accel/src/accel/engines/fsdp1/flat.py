@@ -327,7 +327,7 @@ def upcast_groups(model: torch.nn.Module, groups: Groups) -> tuple[list[str], li
 
 
 def check_flat_groups(model: torch.nn.Module, groups: Groups, upcasts: bool, use_orig_params: bool) -> None:
-    """Refuse parameters that cannot lie in one flat parameter.
+    """Reject parameters that cannot lie in one flat parameter.
 
     Args:
         model: The model.

@@ -45,7 +45,7 @@ class Flattened:
                 self._sizes[now[names[0]]] = self._sizes.get(now[names[0]], 0) + old.requires_grad
 
     def check(self, optimizer: Any) -> None:
-        """Refuse an optimizer with some of the parameters in a flat parameter, which is stepped as a whole.
+        """Reject an optimizer with some of the parameters in a flat parameter, which is stepped as a whole.
 
         Raises:
             ValueError: If it has some in a group.
@@ -54,7 +54,7 @@ class Flattened:
             self.check_group(type(optimizer).__name__, group["params"])
 
     def check_group(self, whose: str, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse a group with some of the parameters in a flat one.
+        """Reject a group with some of the parameters in a flat one.
 
         Args:
             whose: For the message.
@@ -92,7 +92,7 @@ class Flattened:
 
 
 def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
-    """Refuse a model with modules whose parameters another model's flat ones have.
+    """Reject a model with modules whose parameters another model's flat ones have.
 
     Args:
         model: The model.
@@ -111,7 +111,7 @@ def check_apart(model: torch.nn.Module, taken: Collection[torch.nn.Module]) -> N
 
 
 def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process: Process) -> None:
-    """Refuse a state of some of the trained parameters in a flat one: torch saves that of all or none.
+    """Reject a state of some of the trained parameters in a flat one: torch saves that of all or none.
 
     Every process must call it.
 
@@ -149,7 +149,7 @@ def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process
 
 
 def check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
-    """Refuse a state that would have to be cut as parameters are that torch has flattened."""
+    """Reject a state that would have to be cut as parameters are that torch has flattened."""
     new = {parameter for model in fresh for parameter in model.parameters()}
     if any(parameter in optimizer.state for parameter in new):
         raise ValueError(
@@ -160,7 +160,7 @@ def check_stateless(optimizer: Any, fresh: list[torch.nn.Module]) -> None:
 
 
 def check_whole_units(optimizer: Any, units: list[set[torch.nn.Parameter]]) -> None:
-    """Refuse groups of an optimizer that cut through a flat parameter."""
+    """Reject groups of an optimizer that cut through a flat parameter."""
     for unit in units:
         trained = {parameter for parameter in unit if parameter.requires_grad}
         for group in optimizer.param_groups:

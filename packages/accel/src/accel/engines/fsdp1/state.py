@@ -1,6 +1,6 @@
 """Whole states of models in FullyShardedDataParallel (version 1), and of their optimizers.
 
-torch gathers and shares out by names; checkpoints of one process number the parameters of optimizers. What a
+torch gathers and shards by names; checkpoints of one process number the parameters of optimizers. What a
 model was called before it was wrapped says which is which.
 """
 

@@ -38,7 +38,7 @@ def selected(args: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
 
 
 def check_names(given: Mapping[str, Any], *known: Collection[str]) -> None:
-    """Refuse names in `other_megatron_args` that nothing reads.
+    """Reject names in `other_megatron_args` that nothing reads.
 
     Args:
         given: Settings by name.

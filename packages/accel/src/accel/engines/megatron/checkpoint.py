@@ -43,7 +43,7 @@ def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
 
 
 def check(names: Collection[str]) -> None:
-    """Refuse a checkpoint that Megatron-LM cannot go on from.
+    """Reject a checkpoint that Megatron-LM cannot go on from.
 
     Args:
         names: Its files.

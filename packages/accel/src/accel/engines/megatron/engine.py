@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from accel.engines.megatron.models.build import build, check_other_arguments, wr
 from accel.engines.megatron.models.gpt import GPTTrainStep
 from accel.engines.megatron.models.t5 import T5TrainStep
 from accel.engines.megatron.optimizers import (
+    MegatronLMDummyScheduler,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
     build_optimizer,
@@ -26,13 +27,12 @@ from accel.engines.megatron.optimizers import (
 )
 from accel.engines.megatron.options import check_transformer_engine
 from accel.engines.megatron.schedule import MegatronEngine
-from accel.engines.megatron.stand_ins import MegatronLMDummyScheduler
 from accel_ops.collectives.objects import gather_object
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
+    from accel.engines.megatron.models.steps import AbstractTrainStep
     from accel.engines.megatron.plugin import MegatronLMPlugin
-    from accel.engines.megatron.steps import AbstractTrainStep
 
 __all__ = ["MegatronLMEngine", "MegatronLMGradients", "MegatronLMLoaders", "MegatronLMStates"]
 
@@ -95,14 +95,12 @@ class MegatronLMGradients(Gradients):
             "MegatronLMPlugin(calculate_per_token_loss=True)."
         )
 
-    def norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """Not known before the step; afterwards it is `optimizer.grad_norm`."""
         return None
 
     def clip_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Have the next step clip by this norm, instead of the plugin's; it is known afterwards.
 
@@ -115,7 +113,7 @@ class MegatronLMGradients(Gradients):
             self.engine._optimizer.clip_by(float(max_norm))
         return None
 
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Megatron-LM clips by the norm alone.
 
         Raises:
@@ -157,7 +155,7 @@ class MegatronLMStates(States):
             checkpoint.save(self.engine._model, folder, self.engine.plugin)
 
     def check_own(self, names: Collection[str]) -> None:
-        """Refuse a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
+        """Reject a checkpoint that Megatron-LM cannot go on from, before anything is changed."""
         if self.engine._model is not None:
             checkpoint.check(names)
 
@@ -212,7 +210,7 @@ class MegatronLMEngine(Engine):
     # Preparing
 
     def check(self, objects: Prepared) -> None:
-        """Refuse what Megatron-LM cannot train, before anything is built."""
+        """Reject what Megatron-LM cannot train, before anything is built."""
         super().check(objects)
         if not objects.models and not objects.optimizers:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from accel.engines.common.stand_ins import SchedulerStandIn
 from accel.engines.megatron.models.build import optimizer_config
 from accel.engines.megatron.runtime import core
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
 __all__ = [
+    "MegatronLMDummyScheduler",
     "MegatronLMOptimizerWrapper",
     "MegatronLMSchedulerWrapper",
     "build_optimizer",
@@ -94,6 +96,29 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
     def get_last_lr(self) -> list[Any]:
         """Return the present learning rate of each parameter group."""
         return [group["lr"] for group in self._optimizer.param_groups]
+
+
+class MegatronLMDummyScheduler(SchedulerStandIn):
+    """Stands for the schedule that Megatron-LM makes.
+
+    Args:
+        optimizer: The optimizer that is scheduled.
+        total_num_steps: Length of the schedule, in the steps that one process would need.
+        warmup_num_steps: Steps over which the learning rate grows, counted alike.
+        **kwargs: Kept as attributes, for code that reads them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.__dict__.update(kwargs)
 
 
 def build_optimizer(parts: list[Any], plugin: MegatronLMPlugin) -> Any:

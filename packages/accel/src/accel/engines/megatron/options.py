@@ -27,7 +27,7 @@ _LOOP = "an option of Megatron-LM's own training loop; log with Accelerator(log_
 
 
 def check_conflicts(plugin: Any) -> None:
-    """Refuse settings of which megatron-core would read one and drop another.
+    """Reject settings of which megatron-core would read one and drop another.
 
     Args:
         plugin: The plugin, with the environment's values.
@@ -61,7 +61,7 @@ def check_conflicts(plugin: Any) -> None:
 
 
 def check_transformer_engine(plugin: Any) -> None:
-    """Refuse settings that layers of Transformer Engine alone can do, where it is not installed.
+    """Reject settings that layers of Transformer Engine alone can do, where it is not installed.
 
     Args:
         plugin: The plugin.

@@ -307,7 +307,7 @@ class MegatronLMPlugin:
         self._of_schedule.clear()
 
     def _check_length(self, scheduler: Any, steps: int) -> None:
-        """Refuse a schedule of another length than the user's; `steps` are those of all processes."""
+        """Reject a schedule of another length than the user's; `steps` are those of all processes."""
         given = {name: getattr(self, name) for name in ("train_iters", "train_samples")}
         given |= {name: (self.other_megatron_args or {}).get(name, value) for name, value in given.items()}
         iters, samples = given["train_iters"], given["train_samples"]

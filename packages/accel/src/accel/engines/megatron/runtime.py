@@ -56,7 +56,7 @@ def fields_of(kind: Any) -> set[str]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse devices that megatron-core does not compute on.
+    """Reject devices that megatron-core does not compute on.
 
     Raises:
         ValueError: If it is no CUDA device.

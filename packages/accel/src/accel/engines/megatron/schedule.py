@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel.engines.megatron.models.steps import AbstractTrainStep, StepOutput
 from accel.engines.megatron.runtime import core, parallel_state
-from accel.engines.megatron.steps import AbstractTrainStep, StepOutput
 from accel_ops.trees.tensors import find_batch_size, slice_tensors
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class MegatronEngine(torch.nn.Module):
             self._clear()
         reported = self._run(batch, samples // self.num_micro_batches)
         if self.training:
-            assert self.optimizer is not None, "refused above"
+            assert self.optimizer is not None, "rejected above"
             self.optimizer.has_gradients = True
         loss = self._shared_loss(reported)
         self.last_loss = loss if self.training else self.last_loss

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.common.repoint import repoint
 from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_whole
@@ -51,33 +52,22 @@ class MeshGradients(ShardedGradients):
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
         # Parameters that are gathered right now show the gradient that is held back: each is scaled once.
-        every = [*norms.gradients_of(parameters), *self.engine.owner.gradients()]
+        every = [*gradients_of(parameters), *self.engine.owner.gradients()]
         norms.scale({id(gradient): gradient for gradient in every}.values(), factor)
 
-    def with_gradients(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    def with_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The shards of parameters that have no gradients themselves."""
         given = super().with_gradients(parameters)
         if not any(item.requires_grad and item.grad is None for item in given):
             return given
         return [self.engine.owner.present(item) if item.grad is None else item for item in given]
 
-    def norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The total norm of the reduced gradients, over all shards."""
-        gradients = norms.gradients_of(self.with_gradients(parameters))
+        gradients = gradients_of(self.with_gradients(parameters))
         return norms.total_norm(gradients, norm_type, self.engine.context.process.device)
 
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
-        gradients = norms.gradients_of(self.with_gradients(parameters))
-        norm = norms.total_norm(gradients, norm_type, self.engine.context.process.device)
-        norms.scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient, in shards."""
         super().clip_value(self.with_gradients(parameters), clip_value)
 
@@ -159,7 +149,7 @@ class MeshEngine(ShardedEngine):
         return self._meshes.copies
 
     def check(self, objects: Prepared) -> None:
-        """Refuse what cannot be made parallel, before anything is changed."""
+        """Reject what cannot be made parallel, before anything is changed."""
         super().check(objects)
         if self._sequences is not None:
             for model in objects.models:
@@ -178,7 +168,7 @@ class MeshEngine(ShardedEngine):
         return not sync or all(dist.get_rank(group) == 0 for group in groups)
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Refuse a model that does not fit the settings; nothing is changed."""
+        """Reject a model that does not fit the settings; nothing is changed."""
         plan_for(model, self.plugin, self._meshes, self.context, self.groups_of(model))
 
     def is_done(self, model: torch.nn.Module) -> bool:

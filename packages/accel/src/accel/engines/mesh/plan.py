@@ -116,7 +116,7 @@ def plan_for(
     context: EngineContext,
     chosen: Groups,
 ) -> Plan:
-    """Decide what is done to a model, and refuse what cannot be done; nothing is changed.
+    """Decide what is done to a model, and reject what cannot be done; nothing is changed.
 
     Args:
         model: The model.

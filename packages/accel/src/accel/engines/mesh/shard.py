@@ -44,7 +44,7 @@ class Sharding:
 
 
 def check_dtypes(model: torch.nn.Module, groups: Sequence[torch.nn.Module], mixed: bool) -> None:
-    """Refuse parameters that cannot be in one group, which torch would do in the first forward pass.
+    """Reject parameters that cannot be in one group, which torch would do in the first forward pass.
 
     Raises:
         ValueError: If the trainable parameters of a group have several dtypes.
@@ -65,7 +65,7 @@ def check_dtypes(model: torch.nn.Module, groups: Sequence[torch.nn.Module], mixe
 
 
 def check_ignored(model: torch.nn.Module, ignored: set[torch.nn.Parameter], size: int) -> None:
-    """Refuse trainable parameters that nobody would reduce.
+    """Reject trainable parameters that nobody would reduce.
 
     Raises:
         ValueError: If there are any, and several processes with data of their own.
@@ -81,7 +81,7 @@ def check_ignored(model: torch.nn.Module, ignored: set[torch.nn.Parameter], size
 def check_layout(
     model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = (), strided: bool = False
 ) -> None:
-    """Refuse parameters that cannot be cut into parts, or sent as bytes: DeepSpeed does that at stage 0 too.
+    """Reject parameters that cannot be cut into parts, or sent as bytes: DeepSpeed does that at stage 0 too.
 
     Torch and DeepSpeed fail on them half-way.
 
@@ -113,7 +113,7 @@ def check_layout(
 def check_unshared(
     models: Iterable[torch.nn.Module], engine: str, is_sharded: Callable[[torch.Tensor], bool]
 ) -> None:
-    """Refuse models that share parameters with each other, or with one that is sharded already.
+    """Reject models that share parameters with each other, or with one that is sharded already.
 
     Args:
         models: Those that are going to be sharded.
@@ -142,7 +142,7 @@ def check_unshared(
 
 
 def check_sparse(model: torch.nn.Module, engine: str, ignored: Collection[torch.nn.Parameter] = ()) -> None:
-    """Refuse sparse gradients, which cannot be cut into parts; torch and DeepSpeed fail in backward.
+    """Reject sparse gradients, which cannot be cut into parts; torch and DeepSpeed fail in backward.
 
     Args:
         model: The model.

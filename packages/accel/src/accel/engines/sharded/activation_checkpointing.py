@@ -15,7 +15,7 @@ __all__ = ["CheckpointedForward", "apply_activation_checkpointing"]
 class CheckpointedForward:
     """A module's forward that keeps its inputs alone; a class, so that the module still pickles.
 
-    No module is put around the module: names of parameters and classes stay.
+    No module wraps the module: names of parameters and classes stay.
     """
 
     def __init__(self, forward: Callable[..., Any], offload: bool) -> None:

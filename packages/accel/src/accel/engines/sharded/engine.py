@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,8 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from accel.engines.base import Engine, Gradients, Loaders, States
+from accel.engines.base.gradients import gradients_of
+from accel.engines.common import norms
 from accel.engines.common.checks import mapped_devices
 from accel.engines.common.lone_group import ensure_group
 from accel.engines.common.loose import parameters_of
@@ -63,11 +65,21 @@ class ShardedGradients(Gradients):
         # Rprop chooses elements by a mask, which torch does for whole tensors alone.
         return ("LBFGS", "Adafactor", "Rprop" if self.engine.version == 2 else "Muon")
 
-    def clip_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    def clip_norm(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip gradients by their total norm over all shards; returns the norm before clipping."""
+        tensors = self.with_gradients(parameters)
+        norm = self.norm(tensors, norm_type)
+        assert norm is not None, "engines that shard know it before the step"
+        # As torch.nn.utils.clip_grads_with_norm_ does, which takes no lists of parts on several meshes.
+        norms.scale(gradients_of(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient; no operation of torch takes parts and whole tensors together."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for in_parts in (False, True):
-            chosen = [item for item in tensors if isinstance(item.grad, DTensor) is in_parts]
+            chosen = [item for item in parameters if isinstance(item.grad, DTensor) is in_parts]
             super().clip_value(chosen, clip_value)
 
 
@@ -101,7 +113,7 @@ class ShardedEngine(Engine):
         return 1
 
     def check(self, objects: Prepared) -> None:
-        """Refuse what cannot be sharded, before anything is changed."""
+        """Reject what cannot be sharded, before anything is changed."""
         for model in objects.models:
             devices = mapped_devices(model)
             if len(devices) > 1:
@@ -121,7 +133,7 @@ class ShardedEngine(Engine):
                 check_sparse(model, self.name, ignored)
 
     def check_together(self, objects: Prepared) -> None:
-        """Refuse what one process refuses on all, and models without weights where these count."""
+        """Reject on all processes what one rejects, and models without weights where these count."""
         self.owner.show_present()  # so that a module that a second model shares is known by its shards
         models = () if objects.evaluation_mode else objects.models
         fresh = [(model, self.needs_weights) for model in models if not self.is_done(model)]
@@ -162,7 +174,7 @@ class ShardedEngine(Engine):
         raise NotImplementedError
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Refuse a model that cannot be sharded; nothing is changed.
+        """Reject a model that cannot be sharded; nothing is changed.
 
         Raises:
             ValueError: With the reason and the alternative.

@@ -161,7 +161,7 @@ class FullyShardedDataParallelPlugin:
         )
 
     def _set_first_version(self, given: set[str]) -> None:
-        """Read the settings that version 2 does not have, and tell the ones that it ignores."""
+        """Read the settings that version 2 does not have, and warn of those that it ignores."""
         if self.fsdp_version == 2:
             unused = ("backward_prefetch", "use_orig_params", "param_init_fn", "state_dict_config")
             ignored = [name for name in (*unused, "optim_state_dict_config") if name in given]

@@ -110,6 +110,6 @@ def _check_installed(backend: str) -> None:
         te.library()
     if backend == "MSAMP":
         raise ImportError(
-            "MS-AMP is not supported: it is not on the package index (https://github.com/Azure/MS-AMP). Train "
-            f"in fp8 with torchao: kwargs_handlers=[AORecipeKwargs()] and {install_hint('fp8')}."
+            "MS-AMP is not supported: it is not on the package index (https://github.com/Azure/MS-AMP). "
+            f"Train in fp8 with torchao: kwargs_handlers=[AORecipeKwargs()] and {install_hint('fp8')}."
         )

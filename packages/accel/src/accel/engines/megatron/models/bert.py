@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accel.engines.megatron.steps import (
+from accel.engines.megatron.models.steps import (
     AbstractTrainStep,
     averaged_loss,
     avg_losses_across_data_parallel_group,

@@ -40,7 +40,7 @@ _READ_HERE = (
 
 
 def check_other_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse `other_megatron_args` that nothing reads.
+    """Reject `other_megatron_args` that nothing reads.
 
     Args:
         given: Settings by Megatron-LM's names.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from accel.engines.megatron.models.steps import AbstractTrainStep, averaged_loss, causal_mask, next_batch
 from accel.engines.megatron.runtime import core
-from accel.engines.megatron.steps import AbstractTrainStep, averaged_loss, causal_mask, next_batch
 
 __all__ = ["GPTTrainStep"]
 

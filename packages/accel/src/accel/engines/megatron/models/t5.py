@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.engines.megatron.steps import AbstractTrainStep, averaged_loss, hidden_from, next_batch
+from accel.engines.megatron.models.steps import AbstractTrainStep, averaged_loss, hidden_from, next_batch
 
 __all__ = ["T5TrainStep"]
 

@@ -83,7 +83,7 @@ class ContextParallel:
         return self.part
 
     def check_backward(self) -> None:
-        """Refuse a backward pass that comes too late.
+        """Reject a backward pass that comes too late.
 
         Raises:
             RuntimeError: If it belongs to a context that was left.

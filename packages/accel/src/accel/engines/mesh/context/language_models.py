@@ -1,4 +1,4 @@
-"""What language models in the manner of transformers have to be told when they see a part of each sequence.
+"""What language models in the manner of transformers need when they see a part of each sequence.
 
 Such a model counts positions from 0, makes masks for what it sees, and pairs each token with its right
 neighbour to compute a loss. Of a part all of this is wrong, in silence; a hook before its forward puts it
@@ -36,7 +36,7 @@ def _arguments(kind: type[torch.nn.Module]) -> tuple[str, ...]:
 
 
 def check_language_models(model: torch.nn.Module) -> None:
-    """Refuse models that cannot work on a part of a sequence.
+    """Reject models that cannot work on a part of a sequence.
 
     Raises:
         ValueError: If one of the model's modules cannot; the message names the alternative.

@@ -61,7 +61,7 @@ class Part:
         """What a buffer holds a part of; None for other tensors."""
         return self._whole.get(id(buffer))
 
-    # What is refused
+    # What is rejected
 
     def check_attention(
         self,
@@ -71,7 +71,7 @@ class Part:
         dropout: float,
         is_causal: bool,
     ) -> None:
-        """Refuse attention that cannot go around the ring, and count the others.
+        """Reject attention that cannot go around the ring, and count the others.
 
         Raises:
             ValueError: If it cannot; the message names the alternative.
@@ -105,7 +105,7 @@ class Part:
             )
 
     def check_used(self) -> None:
-        """Refuse a step whose attention did not go around the ring.
+        """Reject a step whose attention did not go around the ring.
 
         Raises:
             RuntimeError: If there was none.
@@ -119,7 +119,7 @@ class Part:
             )
 
     def check_active(self) -> None:
-        """Refuse to go backward when the whole sequences are back in place.
+        """Reject a backward pass when the whole sequences are back in place.
 
         Raises:
             RuntimeError: If they are.
