@@ -69,6 +69,8 @@ ENGINES: dict[str, EngineRow] = {
 }
 
 
+# Reading the metadata of all installed packages takes milliseconds, and no package is installed while a
+# program runs.
 @cache
 def outside_engines() -> dict[str, EngineRow]:
     """The engines that other installed packages add, by name.
@@ -98,6 +100,7 @@ def find_engine(name: str) -> type[Engine]:
         ImportError: If something that it needs is missing; the message names it, and what to install.
         ValueError: If there is no engine of this name.
     """
+    # Entry points are read only for names that are not built in: most programs never pay for it.
     rows = ENGINES if name in ENGINES else outside_engines()
     if name not in rows:
         known = ", ".join([*ENGINES, *rows])
@@ -106,6 +109,7 @@ def find_engine(name: str) -> type[Engine]:
             f"group {GROUP!r}."
         )
     row = rows[name]
+    # Found by their specification, without importing: DeepSpeed chooses its device on import.
     missing = [module for module in row.needs if not is_package_available(module)]
     if missing:
         raise ImportError(

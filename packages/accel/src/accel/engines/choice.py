@@ -119,7 +119,9 @@ def choose(
     asked = [name for name, value in given.items() if value is not None]
     plugins = {name: _checked(name, given[name]) for name in asked}
     reasons = asked if outside is None else [*asked, type(outside).__name__]
+    # An argument wins over every switch: a program may be started with those of another one.
     if not reasons:
+        # A plugin reads the rest of its settings from the environment by itself.
         plugins = {name: _class_of(name)() for name, item in _ARGUMENTS.items() if env.get(item.switch)}
         reasons = [_ARGUMENTS[name].switch for name in plugins]
     if len(reasons) > 1:
@@ -131,6 +133,7 @@ def choose(
     if parallelism_config is None and (asked or outside is not None) and fsdp_plugin is None:
         parallelism = _without_shards(parallelism, reasons[0], torch_tp_plugin)
     settings = outside if outside is not None else next(iter(plugins.values()), None)
+    # Axes of shards mean FSDP. Version 2, as version 1 has no mesh.
     if parallelism is not None and parallelism.dp_shard_cp_dim_names and "fsdp_plugin" not in plugins:
         if settings is not None:
             raise ValueError(_instead_of_shards(parallelism, reasons[0], next(iter(plugins), None)))
@@ -152,6 +155,7 @@ def choose(
 
 
 def _class_of(argument: str) -> Any:
+    # By path, so that no plugin's module (and what it imports) is loaded for engines that nobody asked for.
     module, _, name = _ARGUMENTS[argument].path.partition(":")
     return getattr(import_module(module), name)
 

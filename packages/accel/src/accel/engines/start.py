@@ -60,6 +60,7 @@ def start_engine(
             process=state.process,
             precision=Precision(precision, autocast),
             gradient_state=gradient_state,
+            # Made before the engine, whose context is frozen.
             scaler=kind.gradients_type.make_scaler(device, **options) if precision == "fp16" else None,
             mesh=state.device_mesh,
             parallelism=choice.parallelism,

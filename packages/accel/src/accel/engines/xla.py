@@ -127,8 +127,10 @@ class XLAEngine(Engine):
     def reduce_gradients(self) -> None:
         """Average the gradients of all prepared optimizers, once at the end of a window."""
         state = self.context.gradient_state
+        # Clipping may have reduced them already: once per window, whoever comes first.
         if self.context.process.world_size == 1 or not state.sync_gradients or state.is_xla_gradients_synced:
             return
+        # In order: all processes reduce the same gradients together.
         for optimizer in self._known:
             _xla_model().reduce_gradients(optimizer.optimizer)
         state.is_xla_gradients_synced = True

@@ -110,8 +110,11 @@ class Engine:
 
     def prepare_model(self, model: torch.nn.Module, place: bool, evaluation_mode: bool) -> torch.nn.Module:
         """Place, convert to fp8, cast, wrap and compile one model, in this order."""
+        # Before wrapping: DDP and FSDP take the device of parameters for that of computation.
         if place and len(mapped_devices(model)) < 2:  # a device map that spreads it has placed it
             model = model.to(self.context.process.device)
+        # fp8 layers before anything keeps parameters; autocast on the model's own forward, before another
+        # object (DDP, FSDP) wraps it; compilation last, so that the wrapper is compiled too.
         self.convert_model(model, evaluation_mode)
         wrap_forward(model, self.context.precision, self.context.process.device.type)
         if not evaluation_mode:
@@ -164,4 +167,6 @@ class Engine:
         if self.context.scaler is not None:
             loss = self.context.scaler.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        # After it, as what was left out is known by now alone (a graph that is kept, parameters that were
+        # unfrozen).
         self.owner.after_backward(bool(kwargs.get("retain_graph")))

@@ -81,6 +81,7 @@ class Gradients:
             The same on all processes: a number where the host knows it without waiting, else a tensor.
         """
         process = self.engine.context.process
+        # No collective, and no rounding to `dtype`.
         if process.world_size == 1:
             return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
         if not isinstance(weight, torch.Tensor):

@@ -60,6 +60,7 @@ def check_foreign(names: Collection[str], engine: str) -> None:
     Raises:
         CheckpointError: If it is one.
     """
+    # By file names alone: nothing of a foreign checkpoint is read, which may hold code (pickles).
     roles = {file_names.role_of(name) for name in names}
     for role, message in _FOREIGN.items():
         if role in roles:
@@ -163,6 +164,7 @@ def check_whole_tensor_steps(optimizer: object, names: Collection[str], engine: 
     Raises:
         ValueError: If it is of one of the classes.
     """
+    # By names along the method resolution order, so that subclasses count and no other library is imported.
     elsewhere = _ELSEWHERE & {known.__name__ for known in type(optimizer).__mro__}
     kind = next(
         (

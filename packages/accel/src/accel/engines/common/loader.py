@@ -31,6 +31,7 @@ class EngineLoader:
 
     def around(self: _Loader, loader: Any) -> _Loader:
         """Return one like this around another prepared loader."""
+        # A copy, so that what subclasses keep (groups, devices) comes along; both handles stay usable.
         other = copy.copy(self)
         other.loader = loader
         return other

@@ -23,6 +23,8 @@ def ensure_group(process: Process) -> None:
         process: This process.
     """
     if process.world_size == 1 and not rendezvous.has_group():
+        # Rank 0 of 1, on this machine too.
         alone = CPUInformation(0, 1, 0, 1)
+        # In memory: a TCP store would need a free port, and a file store a folder.
         store = dist.HashStore()  # type: ignore[attr-defined]
         rendezvous.start(row(process.device), alone, process.device, {"store": store})

@@ -32,6 +32,7 @@ class LooseTensors:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        # A list and not a set: processes average in this order, which has to be the same on all.
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def take(self, tensors: Iterable[torch.Tensor], is_owned: Callable[[torch.Tensor], bool]) -> None:
@@ -43,6 +44,7 @@ class LooseTensors:
         """
         if self._process.world_size == 1:
             return
+        # A tensor may have got a model since: the model is prepared now, and reduces it.
         known = [item for item in self._present() if not is_owned(item)]
         held = {id(item) for item in known}
         new = [item for item in dict.fromkeys(tensors) if id(item) not in held and not is_owned(item)]
@@ -63,6 +65,7 @@ class LooseTensors:
 def _send_values(tensors: Sequence[torch.Tensor], process: Process) -> None:
     """Send the first process's values, but of what some process has no values of (the meta device)."""
     can_send = torch.tensor([not item.is_meta for item in tensors], dtype=torch.uint8, device=process.device)
+    # All or none: a process without memory for a tensor cannot take part in its broadcast.
     dist.all_reduce(can_send, dist.ReduceOp.MIN)
     for item, wanted in zip(tensors, can_send.tolist(), strict=True):
         if wanted:
@@ -83,6 +86,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> N
         return
     has_gradient = torch.tensor([item.grad is not None for item in parameters], dtype=torch.uint8)
     has_gradient = has_gradient.to(process.device)
+    # Where one process has a gradient, all take part, with zeros where they have none.
     dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
     chosen = [item for item, used in zip(parameters, has_gradient.tolist(), strict=True) if used]
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -90,11 +94,14 @@ def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> N
         if item.grad is None:
             item.grad = torch.zeros_like(item)
         elif item.grad.is_sparse:
+            # Sparse tensors of other indices cannot be added up by an all-reduce.
             item.grad = item.grad.to_dense()
+        # One collective for each dtype: these are few and small tensors, for which latency is all.
         kinds.setdefault(item.grad.dtype, []).append(item.grad)
     for gradients in kinds.values():
         parts = [gradient.flatten().to(process.device) for gradient in gradients]
         whole = torch.cat(parts) / process.world_size
+        # Complex numbers as pairs of real ones: not every backend adds them up.
         dist.all_reduce(torch.view_as_real(whole) if whole.is_complex() else whole)
         averaged = torch.split(whole, [part.numel() for part in parts])
         for gradient, part in zip(gradients, averaged, strict=True):

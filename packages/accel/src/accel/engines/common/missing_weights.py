@@ -37,11 +37,14 @@ def checking_together(
     error: Exception | None = None
     try:
         yield
+    # Kept until the others know: a process that raised here would leave them waiting in the first collective
+    # of prepare.
     except Exception as caught:
         error = caught
     failed, missing = 0, [0] * len(models)
     if models:
         bare = [is_needed and any(True for _ in _bare(model)) for model, is_needed in models]
+        # In float32, which every backend adds up; counts of processes are exact in it up to 2**24.
         here = torch.tensor([error is not None, *bare], dtype=torch.float32, device=process.device)
         failed, *missing = map(int, operations.reduce(here, "sum", process=process).tolist())
     if error is not None:

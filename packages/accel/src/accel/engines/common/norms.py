@@ -37,6 +37,7 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torc
     """
     sets: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
+        # No operation of torch takes tensors of several meshes, or plain ones beside sharded ones.
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         sets.setdefault(key, []).append(gradient)
     return norm_of_sets([_parts(key, found) for key, found in sets.items()], norm_type, device)
@@ -70,6 +71,7 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
         split = [index for index, (_, groups) in enumerate(sets) if joint in [ranks[item] for item in groups]]
         joined = torch.stack([total(index) for index in split])
         operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        # Asynchronous: sums of gradients that need no reduction are computed while it travels.
         work = dist.all_reduce(joined, operation, group=group, async_op=True)
         for index in range(len(sets)):  # while the others are waited for
             total(index)
@@ -82,6 +84,7 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
 def _total(parts: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The sum of the p-th powers of all elements; for infinity their maximum."""
     filled = [part for part in parts if part.numel()]
+    # Squares of half-precision gradients overflow from 256 on (fp16), or lose small ones (bf16).
     precise = torch.promote_types(parts[0].dtype.to_real(), torch.float32)
     if not filled:
         return torch.zeros((), device=device, dtype=precise)
@@ -104,6 +107,7 @@ def _parts(
     if key is None:
         return gradients, []
     mesh, placements = key
+    # A partial gradient is a summand of its own on each process: norms of summands do not add up.
     if any(item.is_partial() for item in placements):
         whole = [Replicate() if item.is_partial() else item for item in placements]
         gradients = [cast("DTensor", gradient).redistribute(placements=whole) for gradient in gradients]

@@ -52,6 +52,7 @@ class TrainingOwner(ParameterOwner):
         Args:
             no_sync: The context that makes them so.
         """
+        # A number, as contexts of several models are entered at once and inside each other.
         self._num_holding += 1
         try:
             with no_sync:
@@ -66,6 +67,7 @@ class TrainingOwner(ParameterOwner):
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find what optimizers step and no model has; nothing as long as there is no model."""
         if self._models:
+            # By identity: `==` of tensors compares their elements.
             shown = {id(item) for model in self._models for item in model.parameters()}
             self._loose.take(parameters, lambda item: id(item) in shown or self.owns(item))
 

@@ -67,7 +67,9 @@ class ReplicaCheck:
             for group, part in _replicas(parameter):
                 groups.setdefault(group, []).append((parameter, part))
         for group, found in groups.items():
+            # Integers of the bits: a sum of floating numbers depends on its order, and NaN equals nothing.
             sums = torch.stack([_bits(part).to(self._process.device) for _, part in found])
+            # One number first; which parameter it was is asked only if something differs.
             if _differs(sums.sum().reshape(1), group).any():
                 first = int(_differs(sums, group).nonzero()[0])
                 raise RuntimeError(
@@ -101,6 +103,7 @@ def _bits(part: torch.Tensor) -> torch.Tensor:
 
 def _differs(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Which numbers some process of a group has another of."""
+    # The maximum of x and of -x in one collective: the second is the minimum. All are equal where both agree.
     extremes = torch.cat([sums, -sums])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.chunk(2)

@@ -40,6 +40,7 @@ class Replaced:
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that is used now."""
+        # A chain: fp8 conversion replaces a parameter that sharding replaces again.
         while parameter in self._new:
             parameter = self._new[parameter]
         return parameter
@@ -62,6 +63,7 @@ def repoint(optimizer: Any, present: Callable[[torch.Tensor], torch.Tensor]) -> 
         for before, now in zip(old, new, strict=True):
             if before is not now and before in optimizer.state:
                 optimizer.state[now] = _shard_state(optimizer.state.pop(before), now)
+        # In place: wrappers and schedulers of other libraries keep this very list.
         group["params"][:] = new
 
 
@@ -80,6 +82,7 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
         return value
     local_device = parameter.to_local().device
     whole = value.to(parameter.device_mesh.device_type)
+    # src_data_rank=None: each process cuts its part of what it has, and nothing is sent.
     parts = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return parts if parts.device == local_device else parts.to(local_device)
 
@@ -95,5 +98,6 @@ def _check_together(optimizer: Any, group: dict[str, Any], parameters: list[torc
             "(or parameters on several meshes), which no fused step takes together. Leave fused out, or put "
             "the ones into a group of their own."
         )
+    # One by one is slower, and right; a fused step is asked for by name, so that one is an error.
     if "foreach" in group:
         group["foreach"] = False

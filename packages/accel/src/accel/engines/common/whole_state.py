@@ -25,6 +25,7 @@ def gather_whole(state: Any, keep: bool) -> Any:
 
     def whole(value: Any) -> Any:
         if isinstance(value, DTensor):
+            # Every process takes part, also one that drops the result: it is a collective.
             full: torch.Tensor = value.full_tensor().detach()
             return full.cpu() if keep else None
         return value
@@ -54,6 +55,7 @@ def stand_ins(state: dict[str, Any]) -> dict[str, Any]:
     result = type(state)()
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
+            # One element, shown in the full shape by strides of 0: names, shapes and ties cost no memory.
             empty = torch.empty(1, dtype=value.dtype)
             value = found.setdefault(id(value), empty.expand(value.shape) if value.dim() else empty[0])
         result[name] = value

@@ -104,6 +104,7 @@ class DDPEngine(Engine):
     def prepare(self, objects: Prepared) -> Prepared:
         """Wrap models and optimizers, and find what the ones step and the others do not have."""
         done = super().prepare(objects)
+        # Of all calls: an optimizer that was prepared first may step what a later model has.
         self._known.update(dict.fromkeys(done.optimizers))
         self.owner.take(parameters_of(self._known))
         return done
@@ -129,10 +130,12 @@ class DDPEngine(Engine):
         """Wrap in DistributedDataParallel; a model without trainable parameters has nothing to average."""
         if _ddp(model) is not None:
             return model
+        # DDP raises for a module without parameters that require gradients.
         if not _is_trained(model):
             return model
         options = self.context.ddp.to_kwargs() if self.context.ddp is not None else {}
         device = self.context.process.device
+        # DDP takes no device_ids on the CPU, nor for a model whose parameters are on several devices.
         device_ids = None if device.type == "cpu" or not _is_on(model, device) else [device.index]
         with warnings.catch_warnings():
             # torch 2.13 advises another spelling of our documented option, which its older versions lack.
@@ -199,6 +202,8 @@ def _arm_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
             "parameters "
             "in forward, and that forward ran under no_sync. Run the last forward outside of no_sync instead."
         )
+    # Private in torch, as is the reducer: DDP has no documented way to reduce in a backward pass whose
+    # forward pass ran under no_sync.
     before = ddp.require_backward_grad_sync
     ddp.require_backward_grad_sync = True
     # forward under no_sync did not arm the reducer; an empty list means: every parameter takes part.

@@ -41,6 +41,7 @@ class ReplicaOwner(TrainingOwner):
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
+        # An object of its own: loaders keep it, and must not keep the engine.
         self.joining = Joining()
         # In order, with the parameters that were frozen when DDP was made.
         self._frozen: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]]
@@ -52,6 +53,7 @@ class ReplicaOwner(TrainingOwner):
         """Note a wrapped model."""
         self._models[model] = None
         self._frozen[model] = [item for item in model.parameters() if not item.requires_grad]
+        # The hook's object knows no owner: a model that kept it would never be freed.
         model.register_forward_hook(self._local.after_forward)
 
     def after_backward(self, retains_graph: bool) -> None:
@@ -67,6 +69,8 @@ class ReplicaOwner(TrainingOwner):
                 "expects one backward pass of each forward pass. Add the losses up, or leave static_graph "
                 "out."
             )
+        # A second backward pass over a graph that was kept: DDP has reduced in the first one, and does not
+        # again.
         if self.is_holding or self._has_retained:
             self._local.models.update(self._models)
         self._has_retained = retains_graph
@@ -110,10 +114,14 @@ class _Local:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, model: Any, inputs: Any, output: Any) -> None:
         """After a forward pass that DDP follows, learn whether a backward pass comes through it."""
+        # Its last backward pass is the one that DDP reduces; `require_forward_param_sync` (private in torch)
+        # says that DDP armed its reducer for it.
         if model in self.models and model.require_forward_param_sync and torch.is_grad_enabled():
             discard = _Discard(self.models, model)
             for item in flatten(output)[0]:
                 if item.requires_grad:
+                    # A hook on an output runs before the gradients behind it arrive, and only if backward
+                    # comes this way.
                     item.register_hook(discard)  # type: ignore[no-untyped-call]
 
 

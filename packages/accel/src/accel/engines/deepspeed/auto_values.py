@@ -68,6 +68,7 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     Raises:
         ValueError: If the configuration does not fit the objects; it lists every difference.
     """
+    # Each prepare fills "auto" in anew: after free_memory() the next loader may have other batches.
     plugin.forget_filled()
     plugin.set_mixed_precision(facts.mixed_precision)
     if _ALL not in plugin.deepspeed_config:
@@ -158,6 +159,7 @@ def _hidden_size_values(model: torch.nn.Module) -> dict[str, int]:
     """Sizes of buffers after the model's own size, where it has a transformers configuration."""
     config = getattr(model, "config", None)
     found: list[int] = []
+    # Models of images and text keep the sizes of the language model in a configuration inside.
     for part in (config, getattr(config, "text_config", None)):
         found += [size for size in [getattr(part, "hidden_size", None)] if isinstance(size, int)]
         found += [max(sizes) for sizes in [getattr(part, "hidden_sizes", None)] if sizes]
@@ -165,6 +167,7 @@ def _hidden_size_values(model: torch.nn.Module) -> dict[str, int]:
         return {}
     size = found[0]
     return {
+        # As transformers' documents advise for a hidden size.
         f"{_ZERO}.reduce_bucket_size": size * size,
         f"{_ZERO}.stage3_prefetch_bucket_size": int(0.9 * size * size),
         f"{_ZERO}.stage3_param_persistence_threshold": 10 * size,
@@ -211,6 +214,7 @@ def _given(facts: Facts) -> set[str]:
 
 def _for_start(config: dict[str, Any], facts: Facts) -> dict[str, Any]:
     """The configuration with what follows from the objects, unless the user says otherwise."""
+    # A copy, as DeepSpeed changes the one that it is given.
     config = copy.deepcopy(config)
     config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is to clip, which nobody asked for
     if facts.optimizer is not None and not isinstance(facts.optimizer, DummyOptim):

@@ -55,6 +55,8 @@ def check(engine: Any, names: Collection[str]) -> None:
             "optimizer states. Load its weights with load_checkpoint_in_model before prepare()."
         )
     stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
+    # What there is of each stage is known by DeepSpeed's file names alone (0.19); its files are pickles,
+    # which are read after this check.
     saved = sum(bool(re.fullmatch(r".*zero_pp_rank_\d+_.*optim_states\.pt", name)) for name in own)
     had_parts = any(re.fullmatch(r"zero_pp_rank_\d+_.*model_states\.pt", name) for name in own)
     kind = "3" if had_parts else "1 or 2" if saved else "0"
@@ -90,6 +92,7 @@ def load(engine: Any, folder: Path, options: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _no_code_runs(reader: Any) -> Iterator[None]:
     """Have DeepSpeed read its files without running what they name; its own reader does."""
+    # On the object, over the class's method; DeepSpeed (0.19) has no option for it.
     reader.load = functools.partial(_read, _allowed())
     try:
         yield
@@ -139,6 +142,7 @@ def gather_whole(engine: Any) -> dict[str, Any]:
             "stage3_gather_16bit_weights_on_model_save in DeepSpeed's configuration), or take them out of a "
             "checkpoint with the zero_to_fp32.py that save_state puts there."
         )
+    # Private, and what its documented save_16bit_model writes to a file; None on all but the first process.
     return engine._zero3_consolidated_16bit_state_dict() or {}
 
 
@@ -158,6 +162,7 @@ class ShardedModel:
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if hasattr(value, "ds_shape"):
+                # `ds_shape` is the shape before sharding; between steps the parameter itself is empty.
                 empty = torch.empty(1, dtype=value.dtype).expand(value.ds_shape)
                 state[name] = stand_ins.setdefault(id(value), empty)
         return state
@@ -178,5 +183,7 @@ class ShardedModel:
         with torch.no_grad():
             for name, value in present.items():  # in the order of all processes, which gather together
                 if name in state:
+                    # The first process's values are sent when the context ends, whatever the others have
+                    # copied.
                     with part("runtime.zero").GatheredParameters([value], modifier_rank=0):
                         value.copy_(state[name])

@@ -145,6 +145,7 @@ def show_to_transformers(config: dict[str, Any] | None) -> HfDeepSpeedConfig | N
         return None
     if not is_transformers_available():
         return None
+    # A copy: a later `prepare` fills the real one in, while models are built before it.
     shown = HfDeepSpeedConfig(_without_autos(config))
     import_module(_TRANSFORMERS).set_hf_deepspeed_config(shown)
     return shown
@@ -156,6 +157,7 @@ def _without_autos(config: dict[str, Any]) -> dict[str, Any]:
         section, last = find(config, name)
         assert section is not None, "autos found the setting there"
         del section[last]
+    # transformers computes other batch sizes from this one, and fails without any.
     if not isinstance(config.get("train_batch_size"), int):
         config.setdefault("train_micro_batch_size_per_gpu", 1)
     return config

@@ -192,11 +192,14 @@ class DeepSpeedEngine(Engine):
         check_axes(context, plugin.zero_stage)
         plugin.forget_filled()
         plugin.set_mixed_precision(context.precision.name)
+        # The stage is in the name, as error messages and warnings that show it depend on it.
         self.name = f"deepspeed zero {plugin.zero_stage}"
         load(context.process.device)
         has_fp16 = part("accelerator").get_accelerator().is_fp16_supported()
         check_precision(context, plugin.zero_stage, has_fp16)
         plugin.selected = True  # one that was given alone is active too
+        # One: DeepSpeed's backward is a method of the engine that trains, and the Accelerator's takes a loss
+        # alone.
         self._driver: DeepSpeedEngineWrapper | None = None
         self._schedules: list[tuple[Any, Any]] = []
         self._groups: Any = None
@@ -225,11 +228,13 @@ class DeepSpeedEngine(Engine):
         pair = self._find_pair(objects)
         stage = self.plugin.zero_stage
         for model in objects.models:
+            # Stage 3 shards models that are only evaluated too.
             if stage == 3 or (pair is not None and model is pair[0]):
                 check_layout(model, self.name)
         if pair is not None and stage:
             check_sparse(pair[0], self.name)
         if pair is not None:
+            # For its errors alone: what it fills in here is filled in again when the engine starts.
             complete(self.plugin, self._facts(objects, *pair))
 
     def _find_pair(self, objects: Prepared) -> tuple[torch.nn.Module, Any] | None:
@@ -327,6 +332,7 @@ class DeepSpeedEngine(Engine):
                 given["mpu"] = self._groups = ulysses.register(
                     model, self.context.parallelism, config["train_micro_batch_size_per_gpu"]
                 )
+            # It returns a loader and a schedule too, which are the Accelerator's here.
             engine, *_ = deepspeed.initialize(model=model, config=config, **given)
         for buffer in model.buffers():  # DeepSpeed takes parameters alone from the first process
             dist.broadcast(buffer, 0)
@@ -341,6 +347,8 @@ class DeepSpeedEngine(Engine):
         if dynamo.use_regional_compilation:
             compile_regions_deepspeed(engine.module, **options)
             return
+        # By its own method, which compiles in place: torch.compile would return another object than the
+        # engine.
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _prepare_evaluated(self, model: torch.nn.Module, put: bool, objects: Prepared) -> torch.nn.Module:
@@ -352,6 +360,7 @@ class DeepSpeedEngine(Engine):
     def release(self) -> None:
         """Take the engine's hooks off the model, and forget it; "auto" settings are filled in anew."""
         if self._driver is not None:
+            # Without it hooks on the model's modules keep the engine, and with it all optimizer states.
             self._driver.engine.destroy()
         self._driver, self._groups = None, None
         self._schedules.clear()

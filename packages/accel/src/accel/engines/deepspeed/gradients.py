@@ -55,6 +55,7 @@ def norm(engine: Any) -> torch.Tensor:
         )
         return apart
     if engine.zero_optimization_stage() == 3:
+        # Private (0.19), as are most attributes of the optimizers here.
         groups = optimizer._get_norm_groups()
         scaled_norm = part("runtime.utils").combine_grad_norm_groups(groups)
     else:
@@ -97,6 +98,7 @@ def scaled(engine: Any, factor: float | torch.Tensor | None) -> Iterator[None]:
     optimizer = engine.optimizer
     before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
     # A window without any weight has the factor 0, and the gradient 0.
+    # DeepSpeed divides by the scale that is set here, so that its reciprocal multiplies.
     optimizer.override_loss_scale(loss_scale(engine) * torch.as_tensor(factor).reciprocal())
     try:
         yield
@@ -110,6 +112,7 @@ def discard(engine: Any) -> None:
     optimizer.zero_grad()
     if engine.zero_optimization_stage() in (1, 2):
         optimizer.micro_step_id = -1  # offloaded gradients of a first micro-batch are copied, not added
+    # What stages 1 and 2 gather for the step: `zero_grad` leaves it, and the next window would add to it.
     for name in ("averaged_gradients", "all_grad_tensors"):
         gathered: dict[int, Any] = getattr(optimizer, name, {})
         for group in gathered:

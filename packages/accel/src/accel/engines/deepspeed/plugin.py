@@ -104,6 +104,7 @@ class DeepSpeedPlugin:
         self._filled: dict[str, Any] = {}
         self._selected = False
         self.dschf: HfDeepSpeedConfig | None = None
+        # Before the environment is read: arguments come first, and what a config file says is named as such.
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         launched = {
             name: env.get(variable)
@@ -141,8 +142,10 @@ class DeepSpeedPlugin:
             key = _KEYS[name]
             present = self.hf_ds_config.get_value(key)
             if present in (None, AUTO):
+                # What DeepSpeed does without the setting.
                 if value != "none":
                     put(self.deepspeed_config, key, value)
+            # All differences are collected, so that one run shows them all.
             elif present != value and value != AUTO:
                 place = "in the config file of accel launch" if name in from_file else "here"
                 mismatches.append(
@@ -159,6 +162,7 @@ class DeepSpeedPlugin:
         for name, key in _KEYS.items():
             value = get(key)
             setattr(self, name, None if value == AUTO else value)
+        # A configuration without the section is DeepSpeed's stage 0, whatever the environment's default is.
         self.zero_stage = get(_KEYS["zero_stage"], 0)
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={self.zero_stage!r}; DeepSpeed has the stages 0, 1, 2 and 3.")
@@ -268,6 +272,7 @@ class DeepSpeedPlugin:
         """Make what was filled in "auto" again, unless somebody has changed it since."""
         for name, value in self._filled.items():
             section, last = find(self.deepspeed_config, name)
+            # Another value is the user's, who set it after `prepare`.
             if section is not None and section.get(last) == value:
                 section[last] = AUTO
         self._filled.clear()

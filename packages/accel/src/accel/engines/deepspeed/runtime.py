@@ -87,6 +87,7 @@ def started(process: Process) -> Iterator[ModuleType]:
         process: This process.
     """
     deepspeed = load(process.device)
+    # DeepSpeed would look for MPI, or start a group of its own.
     ensure_group(process)
     _follow_group()
     if not env.is_set("LOCAL_RANK"):
@@ -101,9 +102,11 @@ def _follow_group() -> None:
     """Have DeepSpeed forget the groups of a process group that is gone."""
     global _group
     now = dist.group.WORLD
+    # A weak reference: the group has to be gone when end_training() ends it.
     if _group is not None and _group() is not now:
         forget_groups()
     _group = weakref.ref(now)
+    # Before and not after: DeepSpeed's groups are torch's, which are destroyed with the default one.
     rendezvous.before_destroy(forget_groups)
 
 

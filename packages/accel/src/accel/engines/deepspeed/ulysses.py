@@ -48,6 +48,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
             f"sp_size={config.sp_size}: DeepSpeed's sequence parallelism is for models of transformers, and "
             f"{type(model).__name__} has no config."
         )
+    # It takes the process group that is there; without this call its own collectives have none.
     part("comm").init_distributed(dist_backend=None)
     # Those of a model before: it does not replace them.
     part("runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
@@ -58,6 +59,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
     name = handler.sp_attn_implementation
     if name is not None and name in functions:
         _replaced[name] = functions[name]
+        # Models of another Accelerator in this process would attend in groups that are gone.
         rendezvous.before_destroy(_put_attention_back)
     attention = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
     return attention.register_with_transformers(
@@ -104,6 +106,7 @@ class SequenceParallelLoader(EngineLoader):
 
     def skip_first_batches(self, num_batches: int) -> SequenceParallelLoader:
         """Return one like this without its first batches, which need not be whole rounds of a group."""
+        # A round is one batch of each member of a group, which the group works on one after the other.
         rounds, skips = divmod(self.skips + check_skip(num_batches), self._group_size)
         other = self.around(skip_first_batches(self.loader, rounds))
         other.skips = skips

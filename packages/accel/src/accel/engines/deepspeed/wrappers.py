@@ -35,6 +35,7 @@ class DeepSpeedEngineWrapper:
         self._is_held_back = False
         self._forwards = _Forwards()
         self._factor: float | torch.Tensor | None = None
+        # Counted here, as ZeRO-3 says nothing when it drops gradients of a second backward pass.
         engine.register_forward_pre_hook(self._forwards)
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
@@ -59,6 +60,8 @@ class DeepSpeedEngineWrapper:
         is_boundary = sync_gradients and not self._is_held_back
         if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
             loss = loss / _or_one(self._factor)
+        # By hand, as DeepSpeed counts micro-batches itself otherwise: windows of the last batches of an epoch
+        # are shorter.
         self.engine.set_gradient_accumulation_boundary(is_boundary)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self.is_reduced, self.has_gathered = is_boundary, True
@@ -101,6 +104,7 @@ class DeepSpeedEngineWrapper:
 
     def step(self) -> None:
         """Step the optimizer, and clear the gradients."""
+        # DeepSpeed's step does nothing inside a window; the optimizer's step is called at its end alone.
         self.engine.set_gradient_accumulation_boundary(True)
         with gradients.scaled(self.engine, self._factor):
             self.engine.step()
@@ -114,6 +118,7 @@ class DeepSpeedEngineWrapper:
     def _forget(self) -> None:
         self.is_reduced = self.has_gathered = False
         self._factor = None
+        # clip_grad_norm_ counts for one step; what the configuration says counts again after it.
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = self.engine.gradient_clipping()
 

@@ -84,6 +84,7 @@ class FSDP1Gradients(ShardedGradients):
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients of this window, reduced ones and those that are held back."""
+        # Gradients of parameters in flat ones are views of the flat ones' own: each would be scaled twice.
         managed = flat.managed(self.engine._models)
         others = [item for item in parameters if id(item) not in managed]
         norms.scale([*gradients_of(others), *flat.gradients(self.engine._models)], factor)
@@ -120,6 +121,8 @@ class FSDP1States(ShardedStates):
         root = _root(model)
         if root is None:
             return super().state_dict(model, unwrap)
+        # One process of each machine: shared folders are written by the first, and others may have a disk of
+        # their own.
         keep = self.engine.context.process.is_local_main
         whole = whole_weights(root, self.engine._records[root], keep)
         return whole if keep else {}
@@ -209,6 +212,7 @@ class FSDP1States(ShardedStates):
         state = tensors.load(
             folder / file_names.local_state_file(self.engine.context.process.rank), map_location="cpu"
         )
+        # In the order of preparing, which is that of the file.
         optimizers = [item for item in self.engine._known if self.is_own(item)]
         for root, part in zip(self.engine._records, state["models"], strict=True):
             flat.load_local_state(root, part)
@@ -243,6 +247,7 @@ class FSDP1Engine(ShardedEngine):
         for model in fresh:
             check_apart(model, taken)
         units = [set(members) for model in fresh for members in flat.members_of(model, self.groups_of(model))]
+        # Also those that were prepared before: the parameters of this model may be theirs.
         for optimizer in (*objects.optimizers, *self._known):
             if not self.plugin.use_orig_params:
                 check_stateless(optimizer, fresh)
@@ -278,6 +283,7 @@ class FSDP1Engine(ShardedEngine):
         self.forget_groups(model)
         if self.context.precision.is_mixed:
             warn_of_upcast(model, *flat.upcast_groups(model, groups))
+        # Before wrapping: afterwards names have prefixes, and tied weights one name.
         record, before = FlatRecord.of(model), aliases(model)
         # Checkpointing changes the forward that the wrappers go around: parameters are gathered for the
         # second computation too.
@@ -357,6 +363,7 @@ def _check_offload(offload: CPUOffload, process: Process) -> None:
 
 def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
     kind, size, local = process.device.type, process.world_size, process.local_world_size
+    # A mesh for plain sharding too: weights are passed on over its groups.
     if strategy not in _HYBRID:
         return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
     if size % local:

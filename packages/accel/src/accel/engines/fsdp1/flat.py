@@ -68,7 +68,9 @@ def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> Ful
     Returns:
         The wrapper that trains.
     """
+    # Ignored parameters stay whole on each process, so that they have to start alike.
     keep = fill_rest(model, groups.ignored, how.filling)
+    # A module that is used in several places is wrapped once, and its wrapper put into all of them.
     places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
@@ -139,7 +141,9 @@ def reduce(models: Iterable[torch.nn.Module]) -> None:
         flat = handle.flat_param
         if flat.grad is None or not (is_held(handle) or not handle.uses_sharded_strategy):
             continue
+        # As torch's post-backward hook does it, which `no_sync` leaves out.
         flat.grad.data = flat.grad.to(handle._reduce_dtype)
+        # Torch asserts these states in what is called next.
         states = module.training_state, handle._training_state
         module.training_state = TrainingState.FORWARD_BACKWARD
         handle._training_state = HandleTrainingState.BACKWARD_POST
@@ -148,6 +152,7 @@ def reduce(models: Iterable[torch.nn.Module]) -> None:
                 (_reduce_grad if handle.uses_sharded_strategy else _reduce_grad_no_shard)(module, handle)
         finally:
             module.training_state, handle._training_state = states
+        # `prepare_gradient_for_optim` moves the reduced shard to `.grad` only after a backward pass.
         flat._post_backward_called = True
         handle.prepare_gradient_for_optim()
         flat._post_backward_called = False
@@ -174,6 +179,8 @@ def forget(models: Iterable[torch.nn.Module], wanted: AbstractSet[int] | None = 
     """
     for _, handle in parts(models):
         flat = handle.flat_param
+        # Where torch keeps the reduced gradient between backward and its final callback, or of an earlier
+        # micro-batch.
         aside = getattr(flat, "_saved_grad_shard", None)
         if not is_held(handle) and aside is None:
             continue
@@ -262,6 +269,7 @@ def gradient_sets(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.
 
     A set is there on all processes of a group, also where its parameters lie on other processes alone.
     """
+    # Found once: each lookup would walk all modules.
     groups = managed(models)
     sets: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -340,6 +348,7 @@ def check_flat_groups(model: torch.nn.Module, groups: Groups, upcasts: bool, use
             not be.
     """
     for members in members_of(model, groups):
+        # As `upcast_groups` is going to change them; nothing is changed here.
         lifts = upcasts and any(item.requires_grad and item.dtype.itemsize < 4 for item in members)
         dtypes = {
             torch.float32 if lifts and item.dtype.itemsize < 4 else item.dtype: name
@@ -369,6 +378,7 @@ def check_flat_groups(model: torch.nn.Module, groups: Groups, upcasts: bool, use
 
 def members_of(model: torch.nn.Module, groups: Groups) -> list[dict[torch.nn.Parameter, str]]:
     """The parameters of each group, with a name; what is ignored is in none."""
+    # The innermost group has a parameter; what no group has is the model's own.
     owner: dict[torch.nn.Parameter, torch.nn.Module] = {}
     for module in groups.modules:  # inner ones first
         for parameter in module.parameters():

@@ -25,6 +25,7 @@ class Flattened:
     """
 
     def __init__(self) -> None:
+        # By identity, as `==` of tensors compares elements; weakly, so that old parameters can be freed.
         self._new: Any = WeakIdKeyDictionary()  # untyped in torch
         self._names: Any = WeakIdKeyDictionary()
         self._sizes: Any = WeakIdKeyDictionary()
@@ -73,6 +74,7 @@ class Flattened:
         groups = [list(group["params"]) for group in optimizer.param_groups]
         if not any(parameter in self._new for group in groups for parameter in group):
             return
+        # Checkpoints number parameters as they were given, which the flat parameter does not show any more.
         if all(parameter in self._names for group in groups for parameter in group):
             self._given[optimizer] = [[self._names[parameter] for parameter in group] for group in groups]
         for group in optimizer.param_groups:
@@ -125,6 +127,7 @@ def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process
     """
     held = {id(item) for group in optimizer.param_groups for item in group["params"]}
     for _, handle in flat.parts(models):
+        # Only there with use_orig_params; without, the flat parameter itself is stepped.
         members = [item for item in handle.flat_param._params or () if item.requires_grad]
         count = sum(id(item) in held for item in members)
         if count not in (0, len(members)):
@@ -138,6 +141,7 @@ def check_saved_whole(optimizer: Any, models: Iterable[torch.nn.Module], process
         # A process has no state of what has no part in its shard.
         has_state = torch.tensor([item in optimizer.state for item in members], dtype=torch.uint8)
         has_state = has_state.to(process.device)
+        # On all processes, as all have to raise, or none.
         dist.all_reduce(has_state, dist.ReduceOp.MAX)
         num_stepped = int(has_state.sum())
         if num_stepped not in (0, len(members)):

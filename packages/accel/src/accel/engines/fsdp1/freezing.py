@@ -41,6 +41,7 @@ class Freezing:
             before = self._trained.get(module)
             if before is not None and before != now and is_held(handle):
                 _check(handle, [was and not is_ for was, is_ in zip(before, now, strict=True)])
+                # Views of the whole gradient, one for each member (private in torch).
                 views = handle._get_unflat_views(handle.flat_param.grad)
                 for view, was in zip(views, before, strict=True):
                     if not was:
@@ -77,6 +78,8 @@ def drop_hooks_of_others(handles: Iterable[Any], model: torch.nn.Module, args: A
         waiting = getattr(flat, "_post_backward_hook_state", None)
         is_trained = any(item.requires_grad for item in flat._params or (flat,))
         if waiting is not None and len(waiting) != 1 + is_trained:  # as torch checks after backward
+            # The hook's handle is the last entry (torch 2.6 to 2.13); with it gone torch registers a new one
+            # in forward.
             waiting[-1].remove()
             del flat._post_backward_hook_state
 

@@ -32,6 +32,7 @@ def cut_states(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
             if not isinstance(state, dict):
                 continue
             for name, value in state.items():
+                # What has the parameter's shape belongs to its elements; counts of steps do not.
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
                     state[name] = _cut(value, place).to(whole.device)
 
@@ -40,4 +41,5 @@ def _cut(value: torch.Tensor, place: Any) -> torch.Tensor:
     """This process's part of a whole tensor, as a vector."""
     if not place.in_shard:
         return value.new_empty(0)
+    # The last index is included (torch's `_ShardParamInfo`); a copy, so that the whole state can be freed.
     return value.flatten()[place.intra_param_start_idx : place.intra_param_end_idx + 1].clone()

@@ -48,6 +48,7 @@ class FlatOwner(ShardOwner):
         Raises:
             ValueError: If there are some of those in a flat parameter, and not all.
         """
+        # A flat parameter is stepped as a whole, so that a group cannot have a part of it.
         self._flattened.check_group("The optimizer", parameters)
         return list(dict.fromkeys(super().present_all(parameters)))
 
@@ -61,6 +62,7 @@ class FlatOwner(ShardOwner):
         Raises:
             ValueError: If a window has gradients of what is frozen now.
         """
+        # Outside of a window torch reduces at once, and there is nothing to lose.
         if self.holds_back:
             self._freezing.follow(self._models)
 

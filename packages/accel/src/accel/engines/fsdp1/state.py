@@ -61,6 +61,7 @@ def whole_weights(root: torch.nn.Module, record: FlatRecord, keep: bool) -> dict
     """
     with quiet():
         state = get_model_state_dict(root)
+    # Tied weights are one tensor in the record, and torch's state has each under its first name.
     first: dict[int, str] = {}
     parts = {name: state[first.setdefault(id(value), name)] for name, value in record.state.items()}
     whole: dict[str, Any] = gather_whole(parts, keep)
@@ -161,6 +162,7 @@ class WholeFlatOptimizer:
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state = {
             numbers[name]: {key: _own(value) for key, value in values.items()}
+            # A parameter without a state has an empty entry in torch's, and none in that of one process.
             for name, values in self.state["state"].items()
             if values
         }

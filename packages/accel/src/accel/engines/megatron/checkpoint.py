@@ -70,6 +70,7 @@ def load(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     with_optimizer = not plugin.no_load_optim
     wanted = _sharded(model, with_optimizer, is_loading=True)
     checkpoints, source = core("dist_checkpointing"), str(folder / FOLDER)
+    # First, and by itself: what is asked for below depends on it.
     saved = checkpoints.load_common_state_dict(source).get("arrangement")
     if saved != _arrangement():
         # Each process has generators of its own, which mean nothing to other parts of the model.

@@ -48,6 +48,7 @@ def with_micro_batches(loader: DataLoader[Any], num_micro_batches: int) -> DataL
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         sampling: dict[str, Any] = {"batch_size": size, "drop_last": loader.drop_last}
     else:
+        # The same sampler: the order of samples stays, only batches are larger.
         sampling = {"batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
     return DataLoader(loader.dataset, **sampling, **settings(loader))
 
@@ -131,6 +132,7 @@ class MegatronLMDummyDataLoader:
                 "Megatron's datasets need the number of samples: give MegatronLMPlugin(train_iters=...) or "
                 "MegatronLMDummyScheduler(total_num_steps=...)."
             )
+        # As Megatron-LM counts them: one evaluation each interval, and one at the end.
         evaluations = train // (plugin.eval_interval * batch) + 1
         numbers = [train, evaluations * plugin.eval_iters * batch, plugin.eval_iters * batch]
         sets = self.get_train_valid_test_datasets_provider(accelerator)(numbers)

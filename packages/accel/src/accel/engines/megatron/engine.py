@@ -192,6 +192,7 @@ class MegatronLMEngine(Engine):
                 f"dynamo_backend={context.dynamo.backend} under Megatron-LM: its layers are not compiled "
                 "here. Leave it out."
             )
+        # Before anything of megatron-core is imported, which takes seconds.
         runtime.check_device(context.process.device)
         if context.gradient_state.num_steps != 1:
             raise ValueError(
@@ -202,6 +203,7 @@ class MegatronLMEngine(Engine):
         check_other_arguments(self.plugin.other_megatron_args or {})
         check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)
+        # Asked once: loaders need the place of every process, and megatron-core knows its own alone.
         self._data_ranks: list[int] = gather_object([self.loaders.data_shard[0]], process=context.process)
         self._model: MegatronEngine | None = None
         self._optimizer: MegatronLMOptimizerWrapper | None = None
@@ -250,6 +252,7 @@ class MegatronLMEngine(Engine):
         )
         for optimizer in objects.optimizers:
             plugin.set_optimizer_type(optimizer)
+        # After set_training_args, which assumes that schedules count the steps of one process.
         plugin.schedule_moves = objects.schedule_moves
         for scheduler in objects.schedulers:
             plugin.set_scheduler_args(scheduler)
@@ -258,6 +261,7 @@ class MegatronLMEngine(Engine):
         assert plugin.num_micro_batches is not None, "filled when the plugin was made"
         self._model = MegatronEngine(parts, self._make_step(objects.caller), plugin.num_micro_batches)
         if not objects.optimizers:
+            # Without an optimizer it can only be evaluated.
             return replace(objects, models=(self._model.eval(),))
         own = build_optimizer(self._model.parts, plugin)
         self._optimizer = MegatronLMOptimizerWrapper(own, gradient_state=self.context.gradient_state)

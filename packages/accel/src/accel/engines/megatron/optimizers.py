@@ -56,11 +56,13 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         succeeded, self.grad_norm, _ = self.optimizer.step()
         self._was_skipped = not succeeded
         self.has_gradients = False
+        # What clip_grad_norm_ said counts for one step.
         self.clip_by(self._clip_by_default)
 
     def clip_by(self, max_norm: float) -> None:
         """Have the next step clip gradients by their norm."""
         self.optimizer.config.clip_grad = max_norm
+        # With experts or virtual stages it is a chain, whose members have configurations of their own.
         for part in getattr(self.optimizer, "chained_optimizers", ()):
             part.config.clip_grad = max_norm
 

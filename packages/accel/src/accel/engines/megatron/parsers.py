@@ -66,6 +66,7 @@ def parse_model_config(plugin: Any, model: torch.nn.Module, batch_data: Any) -> 
 
 def _padded(vocab_size: int, plugin: Any) -> int:
     """The vocabulary made divisible for tensor parallelism, as Megatron-LM does (128 per process)."""
+    # 128 is Megatron-LM's default for make_vocab_size_divisible_by; checkpoints depend on it.
     multiple = 128 * (plugin.tp_degree or 1)
     return -(-vocab_size // multiple) * multiple
 
@@ -101,6 +102,7 @@ def _gpt2(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
 @add_model_config_to_megatron_parser("llama")
 def _llama(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
     config = model.config
+    # transformers 5 has it there, older versions beside it.
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     return {
         "model_type_name": "gpt",

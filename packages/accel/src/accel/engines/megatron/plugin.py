@@ -200,6 +200,7 @@ class MegatronLMPlugin:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it takes an integer of at least 1.")
+        # A flag of the launcher, and a name in scripts; `in (True, False)` would take 1 and 0 too.
         if self.attention_backend is True or self.attention_backend is False:
             self.attention_backend = "auto" if self.attention_backend else None
         if self.recompute_activations and self.recompute_granularity is None:
@@ -207,6 +208,7 @@ class MegatronLMPlugin:
         check_conflicts(self)
         warn_of_unused(self)
         self.consumed_samples = self.consumed_samples or [0, 0, 0]
+        # What a schedule has filled in, to be forgotten with it.
         self._of_schedule: set[str] = set()
         self.megatron_lm_default_args: dict[str, Any] = {
             _RENAMED.get(field.name, field.name): getattr(self, field.name)

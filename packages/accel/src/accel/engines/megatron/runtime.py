@@ -80,6 +80,7 @@ def start(args: Mapping[str, Any], process: Process) -> None:
         ValueError: If the processes cannot be arranged as the settings say, or another Accelerator has
             arranged them otherwise.
     """
+    # Virtual stages depend on the model's layers, which are not known yet; `build` says how many.
     sizes = parallel_arguments({**args, "num_layers_per_virtual_pipeline_stage": None})
     model = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -97,7 +98,10 @@ def start(args: Mapping[str, Any], process: Process) -> None:
     if state.model_parallel_is_initialized():
         _check_same(state, sizes)
         return
+    # Megatron-core's groups are global in its module: one arrangement for all models of a process.
     state.initialize_model_parallel(**sizes)
+    # One seed for all, from which megatron-core derives those of tensor-parallel ranks; its generators take
+    # 31 bits.
     seed = broadcast_object_list([torch.initial_seed() % 2**31], process=process)[0]
     core("tensor_parallel").model_parallel_cuda_manual_seed(seed)
 

@@ -59,6 +59,7 @@ class MegatronEngine(torch.nn.Module):
         config.grad_scale_func = optimizer.optimizer.scale_loss
         config.finalize_model_grads_func = core("distributed").finalize_model_grads
         syncs = [part.no_sync for part in self.parts]
+        # megatron-core takes a list for virtual stages, and else the function itself.
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
     def forward(self, **batch: Any) -> StepOutput:
@@ -100,6 +101,8 @@ class MegatronEngine(torch.nn.Module):
     def _clear(self) -> None:
         assert self.optimizer is not None, "it is training"
         for part in self.parts:
+            # megatron-core's DDP adds gradients up in buffers of its own, which `zero_grad` of the optimizer
+            # leaves.
             part.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
 
@@ -131,5 +134,6 @@ class MegatronEngine(torch.nn.Module):
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
         if state.get_pipeline_model_parallel_world_size() > 1:
             source = state.get_pipeline_model_parallel_last_rank()
+            # The last stage alone computes losses, and loops print them on the first.
             dist.broadcast(mean, source, group=state.get_pipeline_model_parallel_group())
         return mean

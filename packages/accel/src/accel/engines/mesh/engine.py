@@ -136,8 +136,10 @@ class MeshEngine(ShardedEngine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.owner: MeshOwner = MeshOwner(context.process)
+        # An Accelerator before this one may have had process groups that are gone.
         forget_meshes()
         self._meshes = find_meshes(context)
+        # Replicas that nobody asked to shard are DDP to the user, whatever does it.
         data = "ddp" if self._meshes.has_one_shard and context.settings is None else "fsdp2"
         axes = {data: self._meshes.fsdp, "cp": self._meshes.context, "tp": self._meshes.tensor}
         self.name = " x ".join(name for name, axis in axes.items() if axis is not None)
@@ -164,6 +166,7 @@ class MeshEngine(ShardedEngine):
     def needs_weights(self) -> bool:
         """Where weights come from: on the first process of each group that gets them from one."""
         sync = self.sends_weights
+        # Weights are passed on axis by axis, from the first process of each group.
         groups = filling_of(self._meshes, self.context.process.device, sync).groups
         return not sync or all(dist.get_rank(group) == 0 for group in groups)
 
@@ -208,6 +211,7 @@ class MeshEngine(ShardedEngine):
             plan = plan_for(model, self.plugin, self._meshes, self.context, chosen)
             before = aliases(model)
             model = plain = parallelize(model, plan)
+            # After all of it: parameters are others now, and those of before may be in optimizers.
             self.owner.add(plain, before)
         self._models[plain] = None
         return model

@@ -48,6 +48,7 @@ class MeshOwner(ShardOwner):
         for parameter in model.parameters():
             self._shards[parameter] = None
         if isinstance(model, FSDPModule):
+            # `model.zero_grad()` of a user knows nothing of gradients that are held back.
             unsharded.clear_with(model)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -57,6 +58,8 @@ class MeshOwner(ShardOwner):
     def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The shard of a parameter."""
         if parameter not in self._shards and not self.replaced.knows(parameter):
+            # Noted when somebody shows up with one, and not in each forward pass: few programs hold gathered
+            # parameters.
             for whole, shard in unsharded.gathered(self._parts):
                 self.replaced.add(whole, shard)
         return self.replaced.present(parameter)

@@ -132,6 +132,7 @@ def plan_for(
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp
     filling = filling_of(meshes, process.device, sends_weights(plugin))
+    # A model that was loaded with a tp_plan is split already, and may name no plan.
     needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
     tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
     if tensor and ignored:

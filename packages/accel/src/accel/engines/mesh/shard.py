@@ -49,6 +49,7 @@ def check_dtypes(model: torch.nn.Module, groups: Sequence[torch.nn.Module], mixe
     Raises:
         ValueError: If the trainable parameters of a group have several dtypes.
     """
+    # Reversed, so that the innermost group, which comes first, has the last word.
     owner = {parameter: module for module in groups[::-1] for parameter in module.parameters()}
     found: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
     for name, parameter in model.named_parameters():
@@ -193,14 +194,17 @@ def shard(
         how: How the others are.
         split: Called for each group before, to split weights over another axis.
     """
+    # Buffers and ignored parameters stay whole on each process, so that they have to start alike.
     keep = fill_rest(model, ignored, how.filling)
     options: dict[str, Any] = {"mesh": how.filling.mesh, "mp_policy": how.precision}
+    # torch 2.6 lacks the option, so that it is passed only where it is needed.
     if keep:
         options["ignored_params"] = keep
     if how.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.filling.device.type != "cpu")
     meshes = SharedMeshes()
     for module in [*groups, model]:
+        # Tensor parallelism first: `fully_shard` shards the DTensors that it leaves over a second axis.
         split(module)
         done = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, keep | done, how.filling)

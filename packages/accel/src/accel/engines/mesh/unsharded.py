@@ -31,6 +31,7 @@ __all__ = [
 @contextlib.contextmanager
 def holding(model: FSDPModule) -> Iterator[None]:
     """Keep whole gradients on their process, to be reduced by the first backward outside of the context."""
+    # Torch's own switch; it holds for the whole tree of modules.
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -64,6 +65,8 @@ def forget(parts: Iterable[FSDPModule], wanted: Collection[int] | None = None) -
     """
     for parameter, _ in gradients(parts):
         if wanted is None or id(parameter.sharded_param) in wanted:
+            # Both places: in another dtype for reduction torch moves the gradient to the first, else it stays
+            # in the second.
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
@@ -76,6 +79,7 @@ def clear_with(model: FSDPModule) -> None:
 
 def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
     model: Any = reference()
+    # The class's method, as the instance's is this function; weakly bound, so that the model can be freed.
     type(model).zero_grad(model, set_to_none)
     forget(part for part in model.modules() if isinstance(part, FSDPModule))
 

@@ -39,5 +39,6 @@ def apply_activation_checkpointing(modules: Iterable[torch.nn.Module], offload: 
         offload: Keep what is saved (their inputs) on the CPU.
     """
     for module in modules:
+        # The instance's attribute: nothing wraps the module, so that names of parameters stay.
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             module.forward = CheckpointedForward(module.forward, offload)

@@ -105,6 +105,7 @@ class ShardedEngine(Engine):
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order
         # In order too: processes go through them in collectives, in which all have to be at the same model.
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+        # Checks and sharding need the same choice, which walks all modules; chosen once.
         self._groups: dict[torch.nn.Module, Groups] = {}  # of the call of prepare that is under way
 
     @property
@@ -124,6 +125,7 @@ class ShardedEngine(Engine):
         super().check(objects)
         models = () if objects.evaluation_mode else objects.models
         fresh = [model for model in dict.fromkeys(models) if not self.is_done(model)]
+        # Before the other checks, whose messages would name what sharding has made of the parameters.
         check_unshared(fresh, self.name, self.is_sharded)
         for model in fresh:
             self.check_model(model)
@@ -199,6 +201,7 @@ class ShardedEngine(Engine):
             done = super().prepare(objects)
         finally:
             self.forget_groups()
+        # Also those of earlier calls: their model may be prepared only now.
         for optimizer in self._known:
             self.repoint(optimizer)
         self.owner.take(parameters_of(self._known))

@@ -103,6 +103,7 @@ def modules_to_shard(
     """
     if policy is None:
         return []
+    # Torch's own walk (`_recursive_wrap`) is private, wraps as it goes, and knows nothing of tied weights.
     choice = _Choice(policy, ignored, aliases(model))
     choice.visit("", model)
     return list(choice.modules)
@@ -120,6 +121,8 @@ class _Choice:
     def visit(self, name: str, module: torch.nn.Module) -> int:
         """Choose below and here; returns how many of the module's parameters are in chosen modules."""
         total = sum(item.numel() for item in module.parameters() if item not in self.ignored)
+        # The two questions of torch's policies: whether to look inside, and, inner modules being chosen,
+        # whether this one is a group of the rest.
         if not self.policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
         taken = sum(

@@ -59,6 +59,7 @@ def fill_rest(
 ) -> set[torch.nn.Parameter]:
     """Fill buffers and ignored parameters; returns the latter, new objects where they were on meta."""
     for module in model.modules():
+        # By `_buffers`: setting one as an attribute would lose that it is not persistent.
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = _filled(buffer, how)
@@ -150,6 +151,7 @@ def _fill_parameter(
     model: torch.nn.Module, parameter: torch.nn.Parameter, names: Sequence[str], how: Filling
 ) -> torch.nn.Parameter:
     if not parameter.is_meta:
+        # In place, so that optimizers and ties keep the parameter.
         parameter.data = _filled(parameter.data, how)
         return parameter
     fresh = torch.nn.Parameter(_filled(parameter.detach(), how), requires_grad=parameter.requires_grad)
@@ -167,8 +169,11 @@ def _filled(value: torch.Tensor, how: Filling) -> torch.Tensor:
     groups = how.groups
     if groups and value.numel():
         own = local(value)
+        # Collectives take contiguous memory; the copy goes back for transposed weights.
         whole = own.contiguous()
         for group in groups:
+            # Replicas first, then shards, then the tensor-parallel group: each passes on what the one before
+            # has brought.
             dist.broadcast(whole, group=group, group_src=0)
         if whole is not own:
             own.copy_(whole)

@@ -109,6 +109,8 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        # Remembered before the environment fills the rest in: a launcher's values are ignored in silence, a
+        # user's with a warning.
         given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None}
         self.fsdp_version = _choice("fsdp_version", _or_env(self.fsdp_version, "FSDP_VERSION"), {1: 1, 2: 2})
         for name, variable in _FLAGS.items():
@@ -171,6 +173,7 @@ class FullyShardedDataParallelPlugin:
                     f"fsdp_version=2 ignores {', '.join(ignored)}: they are settings of version 1. Leave "
                     "them out.",
                 )
+            # None, so that nobody reads a value of the environment that has no effect.
             self.backward_prefetch = self.use_orig_params = None
             if self.sync_module_states is None:
                 self.sync_module_states = True
@@ -355,6 +358,7 @@ def _or_env(value: Any, variable: str) -> Any:
 
 def _choice(field: str, value: Any, known: dict[Any, Any]) -> Any:
     """The value of a name, whatever its case; a value that is one of the values already stays."""
+    # By identity: True equals 1, and is no version.
     if any(value is item for item in known.values()):
         return value
     name = value.upper() if isinstance(value, str) else value

@@ -24,6 +24,7 @@ __all__ = [
     "get_parameters_from_modules",
 ]
 
+# The prefixes that torch's wrappers put into names of parameters (torch 2.6 to 2.15).
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 

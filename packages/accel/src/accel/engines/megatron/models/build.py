@@ -122,8 +122,10 @@ def wrap(parts: list[Any], args: Mapping[str, Any], device: torch.device) -> lis
         part = part.to(device)
         if args.get("fp16") or args.get("bf16"):
             part = core("transformer.module").Float16Module(part.config, part)
+        # megatron-core's own DDP; buckets of later virtual stages are not overlapped, as in Megatron-LM.
         part = container(part.config, ddp_config, part, disable_bucketing=index > 0)
         if not ddp_config.use_megatron_fsdp:
+            # Data-parallel replicas start from the first one's weights.
             part.broadcast_params()
         wrapped.append(part)
     return wrapped

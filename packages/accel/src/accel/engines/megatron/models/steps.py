@@ -118,6 +118,7 @@ def averaged_loss(losses: torch.Tensor, loss_mask: torch.Tensor, per_token: bool
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.float().reshape(-1) * mask)
     count = mask.sum()
+    # Both in one collective.
     reported = torch.stack([total.detach(), count])
     state = parallel_state()
     if state.get_context_parallel_world_size() > 1:
@@ -141,5 +142,6 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
     group = parallel_state().get_data_parallel_group()
     averaged = torch.stack([loss.detach().reshape(()).clone() for loss in losses])
     dist.all_reduce(averaged, group=group)
+    # gloo has no averaging.
     averaged /= group.size()
     return averaged

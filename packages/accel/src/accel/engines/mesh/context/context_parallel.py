@@ -65,6 +65,8 @@ class ContextParallel:
         device = next(iter(whole.values()))[0].device
         self._left = None
         self.part = part = Part(balanced_part(length, rank, size, device), length, whole, size)
+        # Replaced in torch's module, where models look it up by name; other names for it are noticed by
+        # `check_used`.
         attention = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = functools.partial(_attend, self.ring, part)
         try:
@@ -109,8 +111,10 @@ def _attend(
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(kind)
+        # Autocast casts for torch's own function alone, which is not called here.
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if enable_gqa and query.shape[1] != key.shape[1]:
+        # The ring's templates (torch 2.13) know as many heads of keys as of queries alone.
         key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], dim=1) for item in (key, value))
     if torch.is_grad_enabled() and any(item.requires_grad for item in (query, key, value)):
         part.awaits_backward = True
@@ -146,6 +150,7 @@ def _check(
             "needed. Check buffer_seq_dims, and cut inputs and labels to the same length."
         )
     (length,) = lengths
+    # Two pieces for each process, one from each end: under a causal mask late tokens have more to attend to.
     if length % (2 * size) or not length:
         raise ValueError(
             f"sequences of {length} tokens do not divide into 2 * cp_size = {2 * size} pieces, of which each "

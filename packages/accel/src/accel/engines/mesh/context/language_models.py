@@ -80,6 +80,7 @@ def _complete(
     if part is None:
         return None
     names = _arguments(type(module))
+    # By name: which argument comes where differs between models.
     given = dict(zip(names, args, strict=False)) | kwargs
     _check_window(module, part)
     tokens = given.get("input_ids")
@@ -140,6 +141,7 @@ def _whole_mask(
             "or leave it out."
         )
     shown = whole.bool()
+    # A shown token after a hidden one: padding at the start, or inside.
     if not bool((shown[:, :-1] | ~shown[:, 1:]).all()):
         raise ValueError(
             f"{type(module).__name__} got an attention_mask with padding before tokens, and the ring has no "

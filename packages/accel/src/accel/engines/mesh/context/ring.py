@@ -165,6 +165,7 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
             "convert_to_f32": dtype is not torch.float64,
         }
         before = {name: getattr(options, name) for name in wanted}
+        # Looked up here, so that another version of torch is an error that says so.
         _ = module._templated_ring_attention, module._templated_ring_attention_backward
     except (ImportError, AttributeError, KeyError) as error:
         raise RuntimeError(

@@ -42,6 +42,7 @@ class Part:
     def share(self) -> None:
         """Put the parts in place."""
         for buffer, dim in self._buffers.values():
+            # In place: the user's loop and the model hold these very tensors.
             buffer.set_(self.take(buffer, dim))  # type: ignore[call-overload]
 
     @torch.no_grad()

@@ -64,6 +64,7 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
     modules = dict(model.named_modules())
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in given.items():
+        # `*` stands for one part of a name, as in the plans of transformers' models.
         regex = re.escape(pattern).replace(r"\*", r"[^.]+")
         found = [name for name in modules if re.fullmatch(regex, name)]
         if not found:
@@ -169,6 +170,7 @@ def split_weights(
         # Every process has the whole weight, so that each takes its part without asking.
         parallelize_module(module, mesh, style, src_data_rank=None)
         for names in shared:
+            # `parallelize_module` makes new parameters, which unties those of other modules.
             own = [other for other in names if other.rpartition(".")[0] == name]
             for other in names if own else ():
                 put_parameter(model, other, model.get_parameter(own[0]))
