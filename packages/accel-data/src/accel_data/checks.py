@@ -41,6 +41,7 @@ def check_place(num_processes: int, process_index: int) -> None:
 def check_divides(batch_size: int, num_processes: int) -> None:
     """Raise ValueError unless batches of batch_size can be split over num_processes."""
     if batch_size % num_processes:
+        # The sizes next to it that would do; there is none below for small batches.
         below = batch_size // num_processes * num_processes
         sizes = f"{below} or {below + num_processes}" if below else str(num_processes)
         raise ValueError(
@@ -93,6 +94,7 @@ def check_rng_types(rng_types: Iterable[str | RNGType] | None) -> list[str | RNG
     """Return the random generators to synchronise, "generator" by default, or raise if one is unknown."""
     if rng_types is None:
         return [RNGType.GENERATOR]
+    # A name alone is a string, which would be taken letter by letter.
     return [RNGType(kind) for kind in ([rng_types] if isinstance(rng_types, str) else rng_types)]
 
 

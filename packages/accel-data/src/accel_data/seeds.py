@@ -61,6 +61,7 @@ def sample_seed(index: SupportsIndex) -> int:
     if isinstance(key, torch.Tensor):
         key = int(key)
     try:
+        # 63 bits: torch takes seeds as signed integers of 64.
         return mix_seed(key, operator.index(index)) >> 1
     except TypeError:
         raise TypeError(

@@ -93,6 +93,7 @@ def _forget_overflow(state: Any, bucket: int, sent: torch.futures.Future[torch.T
     gradients = sent.value()
     memories = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
     # Looking costs no wait of its own: torch's hook has just waited for the device.
+    # Before start_powerSGD_iter steps there is nothing to forget.
     if any(bucket in memory for memory in memories) and not gradients.isfinite().all():
         for memory in memories:
             memory.pop(bucket, None)
@@ -144,6 +145,7 @@ def _let_orthogonalize_take_matrices() -> None:
         return
 
     def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+        # A view: the matrix is changed in place.
         batch = matrices.unsqueeze(0) if matrices.dim() == 2 else matrices
         original(batch, epsilon)  # type: ignore[no-untyped-call]
 

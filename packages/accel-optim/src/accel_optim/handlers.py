@@ -116,6 +116,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         Args:
             ignore_keys: Fields to leave out; by default those that DistributedDataParallel does not take.
         """
+        # An iterator could be walked once only.
         ignored = frozenset(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 

@@ -79,6 +79,7 @@ class LocalSGD:
     def __init__(
         self, accelerator: _Trainer, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
+        # bool is an int to isinstance, and True would pass for 1.
         if not isinstance(local_sgd_steps, int) or isinstance(local_sgd_steps, bool) or local_sgd_steps < 1:
             raise ValueError(
                 "local_sgd_steps counts optimizer steps between averages: 1 or more, "
@@ -87,6 +88,7 @@ class LocalSGD:
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
+        # One process has nobody to average with.
         self.enabled = bool(enabled) and accelerator.process.world_size > 1
         self.num_steps = 0
         if self.enabled:
@@ -133,6 +135,7 @@ class LocalSGD:
         # One call for all, so that small tensors travel together.
         means = reduce([tensor.detach() for tensor in averaged], "mean", process=self.accelerator.process)
         for tensor, mean in zip(averaged, means, strict=True):
+            # In place: optimizer and DDP hold these very tensors.
             tensor.copy_(mean)
 
 

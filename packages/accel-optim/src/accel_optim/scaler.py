@@ -69,6 +69,7 @@ def get_grad_scaler(
         ValueError: If `distributed_type` is unknown.
         ImportError: If XLA is asked for and torch_xla is not installed.
     """
+    # Also by its name in any letter case; an unknown one raises.
     kind = DistributedType.NO if distributed_type is None else DistributedType(distributed_type)
     if kind == DistributedType.XLA:
         from accel_state.imports.packages import require
@@ -126,6 +127,7 @@ def _sharing(scaler: GradScaler) -> Iterator[torch.optim.Optimizer | None]:
     """The torch optimizers of a scaler; None for those that are gone."""
     for reference in _SHARING.get(scaler, ()):
         wrapper = reference()
+        # None, and not left out: processes forget wrappers at different times.
         yield None if wrapper is None else wrapper.optimizer
 
 

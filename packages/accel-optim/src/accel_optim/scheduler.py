@@ -64,6 +64,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
         processes = current_process().world_size if num_processes is None else num_processes
+        # Its patience counts measurements, of which there is one on all processes together.
         measured = isinstance(scheduler, ReduceLROnPlateau)
         self._moves = 1 if split_batches or measured else processes
         self._measured = measured
@@ -104,6 +105,7 @@ class AcceleratedScheduler:
             *args: Passed to the scheduler's own print_lr, where it has one (torch dropped it in 2.7).
             **kwargs: Likewise.
         """
+        # torch dropped it in 2.7, and the documented interface has it.
         if hasattr(self.scheduler, "print_lr"):
             self.scheduler.print_lr(*args, **kwargs)
             return

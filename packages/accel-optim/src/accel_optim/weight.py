@@ -112,9 +112,11 @@ def check_weight(weight: Any) -> Weight:
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
         weight = weight.item()
+    # Also the numbers of NumPy, which are registered as such.
     if not isinstance(weight, Real):
         raise TypeError(f"backward got weight={weight!r}; it takes a number, or a tensor of one element.")
     try:
+        # Python's integers have no end, and floats do.
         number = float(weight)
     except OverflowError:
         raise ValueError(

@@ -316,8 +316,10 @@ def _precision(value: str) -> str:
 def _check_precision(precision: str, process: Process) -> None:
     # fp8 is not autocast's: the library that runs it says whether the hardware will do.
     hardware = row(process.device)
+    # "no" needs nothing.
     if precision not in (PrecisionType.BF16, PrecisionType.FP16) or hardware.has_autocast(precision):
         return
+    # What the type has, and this very device too: not every GPU computes in bf16.
     others = [other for other in sorted(hardware.autocast_dtypes) if hardware.has_autocast(other)]
     raise ValueError(
         f"mixed_precision={precision!r} is not available on {process.device}; allowed here: "
@@ -329,6 +331,7 @@ def _check_precision(precision: str, process: Process) -> None:
 def _engine(given: dict[str, Any], process: Process, asks_environment: bool) -> DistributedType | None:
     plugins = [(kind, name) for kind, name, _ in _ENGINES if given[name] is not None]
     asked = plugins
+    # A plugin that was given wins over every switch of the environment.
     if not plugins and asks_environment:
         asked = [(kind, flag) for kind, _, flag in _ENGINES if env.get(flag)]
     if len(asked) > 1:

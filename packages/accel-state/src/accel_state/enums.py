@@ -26,6 +26,7 @@ __all__ = [
 class _ContainsValues(EnumMeta):
     """Lets `"fp16" in PrecisionType` ask for a value (as Python 3.12 does by itself)."""
 
+    # Also for members, as one is made of itself.
     def __contains__(cls, value: object) -> bool:
         try:
             cls(value)
@@ -73,6 +74,7 @@ def _unknown(cls: type[_StringEnum], value: object) -> str:
     # Here and not above, as this module is the first that a launcher imports.
     from difflib import get_close_matches
 
+    # In lower case on both sides, as look-ups are.
     near = get_close_matches(str(value).lower(), [known.lower() for known in cls.list()], n=1)
     hint = "" if not near else f" Did you mean {cls(near[0]).value!r}?"
     return f"{value!r} is not a valid {cls.__name__}; allowed values: {', '.join(cls.list())}.{hint}"

@@ -82,6 +82,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
+        # The backend has a default of its own, which differs between nccl and gloo.
         if self.timeout is None:
             return
         if not isinstance(self.timeout, timedelta):
@@ -260,6 +261,7 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"options={self.options!r}. Leave one out."
             )
         self.mode = _or_environment(self.mode, "MODE")
+        # The table of the environment has the only list of them.
         modes = env.VARIABLES["ACCELERATE_DYNAMO_MODE"].choices
         if self.mode not in modes:
             raise ValueError(
@@ -275,6 +277,7 @@ class TorchDynamoPlugin(KwargsHandler):
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of all fields by name, with the backend's name as torch spells it."""
         fields = super().to_dict()
+        # torch.compile looks backends up by their names in lower case.
         fields["backend"] = str(fields["backend"]).lower()
         return fields
 

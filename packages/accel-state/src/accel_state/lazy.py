@@ -41,6 +41,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
             # From now on the name is found without asking here.
             setattr(sys.modules[package], name, value)
             return value
+        # An import sets it on the package by itself.
         if name in submodules:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

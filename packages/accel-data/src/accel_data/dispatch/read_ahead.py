@@ -86,6 +86,7 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
             if result.last:
                 return
             result = reader.take() if ahead else read()
+            # Asked after each step: evaluation loops are brief, and training loops are not.
             ahead = used_s > _BRIEF_S
     finally:
         reader.close()
@@ -104,6 +105,7 @@ class _Reader(Generic[T]):
     def __init__(self, read: Callable[[], T | None], device: torch.device) -> None:
         self._read = read
         self._device = device
+        # Of the thread that made this: a new thread starts with gradients on.
         self._grad = torch.is_grad_enabled()
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._done: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()

@@ -69,6 +69,7 @@ class Packer:
             tensors.append(_as_bytes(tensor))
             return TensorInformation(tensor.shape, tensor.dtype)
 
+        # Tensors leave the tree, so that what is pickled is small, and the same from step to step.
         tree = recursively_apply(note, batch, test_type=_is_plain)
         try:
             structure = pickle.dumps(tree)

@@ -106,6 +106,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         device, non_blocking = self.device, self._non_blocking
+        # None on the CPU, and on devices whose runtime has no streams.
         side = None if device is None else SideStream.of(device, non_blocking)
         started = self._start_pass()
         # After the pass has started: a loader that could not start is not the active one.
@@ -138,6 +139,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._check_something(started)
         # A worker that died is seen only by what its queues and shared memory raise.
         except (OSError, EOFError) as raised:
+            # A worker that was killed for memory shows only as a broken pipe.
             error = explained(raised, self.num_workers)
             if error is raised:
                 raise
@@ -233,6 +235,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return started
 
     def _skips_all(self) -> bool:
+        # Only where something is skipped, as a length may take long to find.
         count = self._known_batches() if self.skip_batches else None
         return count is not None and self.skip_batches >= count
 

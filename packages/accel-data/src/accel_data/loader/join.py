@@ -70,6 +70,7 @@ class Attendance:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         group = dist.group.WORLD
         self._group: ReferenceType[Any] = ref(group)
+        # Counted where the group is: all processes make their loaders in one order.
         counts = _made.setdefault(group, Counter())
         self._prefix = f"accel/attendance/{counts['loaders']}"
         counts["loaders"] += 1
@@ -136,6 +137,7 @@ class Attendance:
         if come == self._world and self._meetings:  # nobody waits in the one before
             store.delete_key(f"meeting/{self._meetings - 1}")
         pause = _PAUSES_S[0]
+        # As long as a collective would wait.
         give_up_at = time.monotonic() + store.timeout.total_seconds()
         while True:
             if missing := self.missing():  # who has come may be in its next pass

@@ -73,6 +73,7 @@ def draw(sampler: RandomSampler, generator: torch.Generator, same_stream: bool =
     dtype = torch.int32 if length < 2**31 else torch.int64
     if sampler.replacement:
         return torch.randint(length, (wanted,), generator=generator, dtype=dtype, device=device).cpu()
+    # torch draws whole permutations, one after the other, and cuts the last one.
     rounds = wanted // length + (1 if same_stream or wanted % length else 0)
     drawn = [
         torch.randperm(length, generator=generator, dtype=dtype, device=device).cpu() for _ in range(rounds)

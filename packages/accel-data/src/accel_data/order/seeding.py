@@ -51,6 +51,7 @@ class Seeding:
             The batch sampler, or a copy with a seedable sampler inside; and the seed of the generators under
             which it is to be walked, None where it needs none.
         """
+        # A batch sampler with an __iter__ of its own may use its sampler in any way, or not at all.
         flat = type(batch_sampler).__iter__ is BatchSampler.__iter__
         sampler = batch_sampler.sampler if flat else batch_sampler
         if isinstance(sampler, SequentialSampler) and type(sampler).__iter__ is SequentialSampler.__iter__:

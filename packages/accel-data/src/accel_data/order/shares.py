@@ -141,6 +141,7 @@ class Layout:
             return [entries[rank * share : (rank + 1) * share] for rank in ranks]
         sizes = self.tail_sizes(tail)
         source = entries if self.spread else head
+        # Padding follows the real entries of the step, so that they come first on every process.
         entries = entries + [source[i % len(source)] for i in range(sum(sizes) - tail)]
         ends = list(accumulate(sizes))
         return [entries[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks if sizes[rank]]
@@ -240,6 +241,7 @@ def _cut_stream(
     head = list(islice(order, layout.group))  # padding comes from here
     entries = islice(chain(head, order), layout.start, None)
     while group := list(islice(entries, layout.group)):
+        # The last step: only an incomplete one has something to say.
         if len(group) < layout.group:
             share.last = layout.fill(len(group), rank)
             if share.last and count:

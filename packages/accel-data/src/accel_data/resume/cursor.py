@@ -165,6 +165,7 @@ class Progress:
         parts = self.part[1] if self.part else 1
         distance = (consumed - place.consumed) // parts
         stream = place.stream and place.stream.moved(distance, consumed // parts)
+        # The user's generator as it was when this epoch began: its order is drawn again.
         generator, ended = place.generator, place.ended
         begin = Cursor(
             self.epoch, consumed, batches, step_size, generator, stream, self.part, ended, place.order
@@ -321,6 +322,7 @@ def _check_fits(state: Mapping[str, Any], kind: Kind) -> None:
 def _check_place(cursor: Cursor, limit: int | None) -> None:
     for name, low in (("epoch", 0), ("consumed", 0), ("batches", 0), ("step_size", 1)):
         value = getattr(cursor, name)
+        # A state may come from a file that was edited, or from another library.
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ValueError(
                 f"Loader state with an impossible {name}={value!r}: it must be an integer from {low} on."

@@ -60,6 +60,7 @@ class Place(NamedTuple):
             distance: How many samples further on it is; negative for one that lies before.
             position: How many samples lie before it, to find it from the start.
         """
+        # A stream cannot be read backwards: from the start again.
         if distance < 0:
             parts = (Part(),) * len(self.parts)
             return Place(self.chunk, self.chunk, 0, parts, self.num_workers, position)
@@ -168,6 +169,7 @@ class Trail:
             return self._place
 
     def _advance(self, steps: int) -> None:
+        # Only what has been handed out: readers may be some batches ahead.
         while self._marks and self._passed < steps * self.per_step:
             self._place = _after(self._marks.popleft(), self._place)
             self._passed += 1

@@ -69,6 +69,7 @@ class Counted:
 
     def take(self, number: int) -> list[Any]:
         """Return the next samples, fewer only at the end."""
+        # Fewer than asked for is the only way in which an iterator says that it has ended.
         taken = list(islice(self.samples, number))
         self.count += len(taken)
         self.ended = len(taken) < number
@@ -96,6 +97,7 @@ class Source:
             worker: (index, number) of the worker that the dataset is to think it is in, in place of this one;
                 a number of 0 for none.
         """
+        # The state of a dataset at its end may be that of its start.
         if part is not None and part.ended:
             return Stream(iter(()))
         state = part.state if part is not None and self.has_state else None

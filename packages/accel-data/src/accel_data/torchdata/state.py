@@ -71,6 +71,7 @@ def to_torchdata(cursor: Cursor, plain: Plain, worker_seed: int) -> dict[str, An
         states of its own, of which the one at this place is not known.
     """
     read = 0 if cursor.ended else cursor.consumed // plain.parts
+    # Rounded up: the last batch of an epoch may be short.
     number = -(-read // plain.batch_size)
     is_stream = plain.sampler is None
     dataset_state = None
@@ -135,6 +136,7 @@ def from_torchdata(
     consumed = number * plain.batch_size * plain.parts
     if plain.length is not None:
         consumed = min(consumed, plain.length * plain.parts)
+    # A plain loader's step is one batch, on one process.
     step = plain.batch_size * plain.parts
     return Cursor(epoch, consumed, number, step, part=part, ended=ended, order=order)
 

@@ -80,6 +80,7 @@ def _node_cores(index: int) -> frozenset[int]:
         (_SYSFS / "devices" / "system" / "node").glob("node[0-9]*"),
         key=lambda path: int(path.name[4:]),
     )
+    # Nodes of memory alone have no cores.
     with_cores = [cores for cores in (_read_cores(node / "cpulist") for node in nodes) if cores]
     return with_cores[index % len(with_cores)] if with_cores else frozenset()
 
@@ -88,5 +89,6 @@ def _read_cores(path: Path) -> frozenset[int]:
     """Read a list of cores as Linux writes it ("0-3,8,10-11")."""
     if not path.is_file():
         return frozenset()
+    # A single core is a span of one part: its first and last are the same.
     spans = [part.split("-") for part in path.read_text().strip().split(",") if part]
     return frozenset(core for span in spans for core in range(int(span[0]), int(span[-1]) + 1))

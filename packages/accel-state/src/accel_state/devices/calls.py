@@ -54,6 +54,7 @@ def _cuda_pci_address(index: int) -> str | None:
     properties: Any = torch.cuda.get_device_properties(index)
     if not hasattr(properties, "pci_bus_id"):  # added in torch 2.8
         return None
+    # As Linux names it below /sys/bus/pci, where the cores near to it stand.
     domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 

@@ -39,6 +39,7 @@ def get_gpu_info() -> tuple[list[str], int]:
         # It writes some of its errors to one stream and some to the other.
         said = (done.stdout + done.stderr).strip()
         raise RuntimeError(f"nvidia-smi ended with {done.returncode}: {said}. Check the driver.")
+    # One line for each GPU; the last one ends with a line break.
     names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return names, len(names)
 
@@ -64,6 +65,7 @@ def check_os_kernel() -> None:
     if platform.system() != "Linux":
         return
     release = platform.release()
+    # Distributions append to it: 5.4.0-150-generic.
     found = re.match(r"(\d+)\.(\d+)", release)
     if found and (int(found[1]), int(found[2])) < _OLDEST_LINUX:
         warn(

@@ -51,6 +51,7 @@ def is_rocm_available() -> bool:
     """Return whether torch runs on AMD GPUs, which it presents as CUDA devices."""
     import torch
 
+    # ROCm builds answer to torch.cuda.
     return torch.version.hip is not None and is_cuda_available()
 
 
@@ -225,6 +226,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
     import torch
 
     capability = tuple(torch.cuda.get_device_capability())
+    # Compared as pairs of major and minor number.
     return (10, 0) <= capability < (12, 0) and compare_versions("transformer-engine", ">=", "2.1.0")
 
 

@@ -62,6 +62,7 @@ class Variable:
             ValueError: If the text is not of this kind or not among the choices.
         """
         try:
+            # Each raises ValueError, whose text says nothing of the variable.
             value = _PARSERS[self.kind](text)
         except ValueError:
             raise self._error(text) from None
@@ -82,6 +83,7 @@ class Variable:
         # Not through parse: a name with a comma would come back as two.
         if self.kind == "list":
             return self._format_list(value)
+        # A tuple of flags, as parse returns it.
         if self.kind == "flags" and not isinstance(value, str):
             value = ",".join(map(str, value))
         parsed = self.parse(str(value))

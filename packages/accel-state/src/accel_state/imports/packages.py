@@ -57,6 +57,7 @@ def is_package_available(module: str) -> bool:
         spec = find_spec(module)
     except (ImportError, ValueError):
         return False
+    # Without an origin it is a folder that is a namespace, and no package.
     return spec is not None and spec.origin is not None
 
 

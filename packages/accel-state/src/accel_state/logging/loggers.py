@@ -57,6 +57,7 @@ class MultiProcessAdapter(_Adapter):
         """
         process = _process()
         main_only = kwargs.pop("main_process_only", None)
+        # Popped in any case, as logging takes neither of the two.
         in_order = kwargs.pop("in_order", False) and not main_only
         if in_order:
             self._log_in_order(process, level, msg, *args, **kwargs)
@@ -126,6 +127,7 @@ class MultiProcessAdapter(_Adapter):
         key = repr((args, sorted(kwargs.items())))
         if key not in self._warned:
             self.log(logging.WARNING, *args, **kwargs)
+            # After it has been logged: an error of a handler must not silence the next try.
             self._warned.add(key)
 
 

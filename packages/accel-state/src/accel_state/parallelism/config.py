@@ -112,6 +112,7 @@ class ParallelismConfig:
     def _handler(self, axis: str, given: Any, kind: type[Any]) -> Any:
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"{axis}_handler must be a {kind.__name__}, not {given!r}.")
+        # A handler for an axis of one process would be read by nobody.
         if self._size(axis) == 1:
             if given is not None:
                 warn(f"{axis}_handler is ignored, for {axis}_size is 1.")
@@ -212,6 +213,7 @@ class ParallelismConfig:
         Raises:
             ValueError: If the product of the sizes is another number (unless every size is 1).
         """
+        # Every size 1 is the configuration of plain data parallelism, on any number of processes.
         if self.total_size in (1, world_size):
             return
         product = " * ".join(f"{axis}({self._size(axis)})" for axis in self.active_mesh_dims)
@@ -316,6 +318,7 @@ class ParallelismConfig:
         """
         mesh = self.get_device_mesh()
         known = [*self.active_mesh_dims, *self._flattened]
+        # Both kinds of names: a caller need not know which axes are flattened.
         unknown = [name for name in names if name not in known]
         if mesh is None or unknown or not names:
             raise ValueError(f"No mesh has the axes {list(names)}: active and flattened axes are {known}.")

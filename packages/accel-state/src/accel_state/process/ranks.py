@@ -47,6 +47,7 @@ def find_place(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
 
 
 def _on_machine(rank: int, world_size: int) -> CPUInformation:
+    # Here, as torch would wait for a rank that never comes.
     if not 0 <= rank < world_size:
         raise ValueError(
             f"Rank {rank} is not one of {world_size} process(es): ranks count from 0 to the number of "

@@ -120,6 +120,7 @@ def _settings(
     if settings["backend"] == "mpi":  # MPI itself knows ranks and addresses
         return settings
     settings.update(rank=facts.rank, world_size=facts.world_size)
+    # A store that the user gives needs no address.
     if "store" not in settings:
         url = settings.pop("init_method", None) or _init_method(row, settings["backend"])
         if url == row.init_method:  # the backend's own rendezvous
@@ -132,9 +133,11 @@ def _settings(
 
 
 def _init_method(row: DeviceRow, backend: str) -> str:
+    # Workers of debug_launcher meet at a file, which needs no free port.
     file = env.get("ACCELERATE_DEBUG_RDV_FILE")
     if file:
         return f"file://{file}"
+    # Not for another backend that the user chose: that one needs an address.
     if row.init_method is not None and backend == row.backend:
         return row.init_method
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.is_set(name)]

@@ -29,6 +29,7 @@ def share(length: int, rank: int, size: int, padded: bool = False) -> range:
     if padded:
         each += extra > 0
         return range(rank * each, (rank + 1) * each)
+    # The shares before this one: as many of them as there are extra elements have one more.
     start = rank * each + min(rank, extra)
     return range(start, start + each + (rank < extra))
 
@@ -50,6 +51,7 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
         TypeError: If the inputs are of another type.
         ValueError: If the values of a dictionary differ in length, or a tensor has no dimension.
     """
+    # By the place of each value, for the message.
     lengths = dict(_lengths(inputs, "inputs"))
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
@@ -95,6 +97,7 @@ def _select(inputs: Any, positions: Sequence[int]) -> Any:
     if _is_dataset(inputs):
         return inputs.select(positions or [])  # an empty range that begins at the end is out of range there
     if isinstance(positions, range):
+        # A slice keeps the type, and makes a view of a tensor or an array.
         return inputs[positions.start : positions.stop]
     if isinstance(inputs, (list, tuple, range)):
         taken = [inputs[position] for position in positions]

@@ -43,6 +43,7 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta 
         A `torch.distributed.Store`.
     """
     global _open
+    # Also what env:// reads: the same URL may lead elsewhere later.
     address = tuple(env.raw(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     # With the process id: a fork must not talk through the connection of its parent.
     key = (init_method, address, rank, world_size, os.getpid())
@@ -54,4 +55,5 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta 
     if timeout is not None:
         _open.store.set_timeout(timeout)
     _open.groups += 1
+    # Names of their own for each group, as every group counts from 0.
     return dist.PrefixStore(f"accel/{_open.groups}", _open.store)  # type: ignore[attr-defined]
