@@ -229,7 +229,7 @@ def prepare_loader(
     """Shard a loader over the engine's data-parallel processes; twice is once."""
     if isinstance(loader, EngineLoader):
         inner = prepare_loader(run, loader.loader, place, slice_fn_for_dispatch)
-        return loader if inner is loader.loader else loader.around(inner)
+        return loader if inner is loader.loader else loader.with_loader(inner)
     config = run.dataloader_config
     place = run.device_placement if place is None else place
     # Prepared again with other settings, it is another loader.

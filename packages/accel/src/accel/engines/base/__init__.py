@@ -1,4 +1,4 @@
-"""The seam between training and engines: four small classes, whose defaults are right for one process."""
+"""The seam between training and engines: four classes, of which an engine overrides what it changes."""
 
 from accel.engines.base.engine import Engine
 from accel.engines.base.gradients import Gradients

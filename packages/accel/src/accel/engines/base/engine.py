@@ -1,7 +1,7 @@
 """How training is parallelized: the first part of the seam.
 
-Every default is right for one process, so that an engine overrides only what it changes. An engine is made
-once per Accelerator from a frozen context.
+Every default is right for processes that each have the whole model and data of their own, so that an engine
+overrides only what it changes. An engine is made once per Accelerator from a frozen context.
 """
 
 from __future__ import annotations

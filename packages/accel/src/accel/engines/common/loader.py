@@ -29,8 +29,8 @@ class EngineLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def around(self: _Loader, loader: Any) -> _Loader:
-        """Return one like this around another prepared loader."""
+    def with_loader(self: _Loader, loader: Any) -> _Loader:
+        """Return one like this, of another prepared loader."""
         # A copy, so that what subclasses keep (groups, devices) comes along; both handles stay usable.
         other = copy.copy(self)
         other.loader = loader
@@ -42,7 +42,7 @@ class EngineLoader:
         Args:
             num_batches: Number of batches to leave out.
         """
-        return self.around(skip_first_batches(self.loader, num_batches))
+        return self.with_loader(skip_first_batches(self.loader, num_batches))
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while a copy is made

@@ -139,27 +139,15 @@ class DeepSpeedGradients(Gradients):
             scaled = torch.nn.utils.clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
             own: torch.Tensor = scaled / scale
             return own
-        self._check_clipping(parameters, max_norm, norm_type)
-        norm = driver.norm()
-        gradients.set_clipping(driver.engine, float(max_norm))
-        return norm
-
-    def _check_clipping(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> None:
         if norm_type != 2 or max_norm <= 0:
             raise ValueError(
                 f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): {self.engine.name} clips by "
                 "the 2-norm, to a positive one."
             )
-        held = {id(item) for item in parameters}
-        named = self.engine._training.engine.module.named_parameters()
-        own = {name: id(item) for name, item in named if item.requires_grad}
-        missing = [name for name in own if own[name] not in held]
-        if missing:
-            raise ValueError(
-                f"clip_grad_norm_ got {len(own) - len(missing)} of the {len(own)} parameters that are "
-                f"trained (not {missing[0]}): {self.engine.name} clips all gradients by one norm. Pass "
-                "model.parameters()."
-            )
+        gradients.check_all_given(driver.engine, parameters, self.engine.name)
+        norm = driver.norm()
+        gradients.set_clipping(driver.engine, float(max_norm))
+        return norm
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient, at stage 0.

@@ -8,7 +8,7 @@ the engine contract's tests compare every result with plain torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from accel.engines.deepspeed.runtime import part
 
 __all__ = [
+    "check_all_given",
     "count_parts_once",
     "discard",
     "forget_trial_step",
@@ -62,6 +63,27 @@ def norm(engine: Any) -> torch.Tensor:
         scaled_norm = optimizer.scaled_global_norm()
     total: torch.Tensor = scaled_norm / loss_scale(engine)
     return total
+
+
+def check_all_given(engine: Any, parameters: Iterable[torch.Tensor], name: str) -> None:
+    """Check that parameters to clip are all that are trained: DeepSpeed clips them by one norm.
+
+    Args:
+        engine: The engine.
+        parameters: Those to clip.
+        name: What the Accelerator's engine is called.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    held = {id(item) for item in parameters}
+    trained = {key: id(item) for key, item in engine.module.named_parameters() if item.requires_grad}
+    missing = [key for key in trained if trained[key] not in held]
+    if missing:
+        raise ValueError(
+            f"clip_grad_norm_ got {len(trained) - len(missing)} of the {len(trained)} parameters that are "
+            f"trained (not {missing[0]}): {name} clips all gradients by one norm. Pass model.parameters()."
+        )
 
 
 def set_clipping(engine: Any, max_norm: float) -> None:

@@ -108,7 +108,7 @@ class SequenceParallelLoader(EngineLoader):
         """Return one like this without its first batches, which need not be whole rounds of a group."""
         # A round is one batch of each member of a group, which the group works on one after the other.
         rounds, skips = divmod(self.skips + check_skip(num_batches), self._group_size)
-        other = self.around(skip_first_batches(self.loader, rounds))
+        other = self.with_loader(skip_first_batches(self.loader, rounds))
         other.skips = skips
         return other
 
