@@ -194,6 +194,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    # Names are those of the plain model, so that any wrapping loads it.
     inner: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return inner
 

@@ -114,12 +114,12 @@ def model_files(index: int = 0) -> tuple[str, ...]:
 
 
 def is_index(name: str) -> bool:
-    """Tell whether a file only says in which files the weights are."""
+    """Return whether a file only says in which files the weights are."""
     return name in _INDEXES
 
 
 def is_shard(name: str) -> bool:
-    """Tell whether a file is called as those that an index names."""
+    """Return whether a file is called as those that an index names."""
     return re.fullmatch(_SHARD, name) is not None
 
 
@@ -184,7 +184,7 @@ def custom_folder(index: int) -> str:
 
 
 def role_of(name: str) -> str:
-    """Tell what a file of a checkpoint folder is.
+    """Return what a file of a checkpoint folder is.
 
     Args:
         name: The file's path inside the folder.

@@ -82,7 +82,7 @@ def test_what_cannot_be_deleted_is_left_with_a_warning(
             raise PermissionError(13, "refused")
 
         monkeypatch.setattr(os, name, refuse)
-        with pytest.warns(UserWarning, match=r"cannot be deleted.*by hand"):
+        with pytest.warns(UserWarning, match=r"cannot be deleted.*yourself"):
             rotation.prune(tmp_path, 1)
         monkeypatch.undo()
     assert rotation.latest(tmp_path) == tmp_path / "checkpoint_1"

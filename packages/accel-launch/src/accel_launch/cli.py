@@ -104,16 +104,18 @@ def config_main(argv: Sequence[str] | None = None) -> int:
 
 def _run(prog: str, command: Callable[[], int]) -> int:
     """Run a command; what a user can mend is one line, not a traceback."""
+    # For the length of the process: a command is all that it runs.
     warnings.showwarning = _show_warning(prog)
     try:
         return command()
+    # OSError as well: a file that cannot be read is named in its message.
     except (LaunchError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except RuntimeError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # as Python before 3.12 tells one in __set_name__
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python before 3.12 wraps those of __set_name__
             return 130
         raise
 

@@ -32,7 +32,7 @@ __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
 
 
 class PrepareForLaunch:
-    """Makes a function one worker of a run: tells it its rank, then calls it.
+    """Makes a function one worker of a run: sets its rank, then calls it.
 
     Args:
         launcher: The function.
@@ -90,7 +90,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     if num_processes < 1:
         raise LaunchError(f"num_processes={num_processes}; give at least 1.")
-    _refuse_initialized(num_processes)
+    _check_uninitialized(num_processes)
     from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory() as folder, reserve_port(None) as held:
@@ -172,9 +172,10 @@ def notebook_launcher(
     if size == num_nodes == 1:
         with env.patch_environment(**values):
             return function(*args)
-    _refuse_initialized(size)
+    _check_uninitialized(size)
     if not gpus:
         env.put(values, "OMP_NUM_THREADS", 1)
+    # Documented as text.
     port = int(use_port)
     held = reserve_port(port, "use_port") if num_nodes == 1 else None
     try:
@@ -214,8 +215,8 @@ def _check_numbers(size: int, gpus: int, node_rank: int, num_nodes: int) -> None
         raise LaunchError(f"num_processes={size}, but {gpus} GPUs are visible; give at most {gpus}.")
 
 
-def _refuse_initialized(size: int) -> None:
-    """Refuse to fork what cannot be forked or would not take part."""
+def _check_uninitialized(size: int) -> None:
+    """Check that there is nothing here that cannot be forked or would not take part."""
     fix = (
         f"Restart the kernel, and make the Accelerator inside the function that runs in the {size} processes."
     )
@@ -223,6 +224,7 @@ def _refuse_initialized(size: int) -> None:
     if state is not None and state.PartialState._shared_state:
         raise LaunchError(f"An Accelerator or PartialState was made in this process already. {fix}")
     torch = sys.modules.get("torch")
+    # Not imported: then nothing of it can be initialised.
     if torch is None:
         return
     if torch.cuda.is_initialized():
@@ -283,7 +285,7 @@ def _elastic(options: dict[str, Any], worker: Callable[..., Any], args: Sequence
     with tempfile.TemporaryDirectory() as folder:  # torch would leave its own one behind
         config = LaunchConfig(**options, logs_specs=DefaultLogsSpecs(log_dir=folder))
         try:
-            # A failure that is followed by a restart is told by these lines alone.
+            # Nothing but these lines reports a failure that is followed by a restart.
             with contextlib.nullcontext() if options["max_restarts"] else log_lines_dropped():
                 result = elastic_launch(config, worker)(*args).get(0)
         except ChildFailedError as error:

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Memory"]
 
+# 64 MiB: few mappings for large states, and little unused for small ones.
 _SLAB_BYTES = 2**26
+# A cache line; torch aligns its own memory so too.
 _ALIGN_BYTES = 64
 _PIECE_BYTES = 2**22  # that one thread copies
+# Enough for all threads; more would only put the copying off.
 _WAITING_BYTES = 2**28
 
 

@@ -31,7 +31,7 @@ class _Save:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # told by `wait`
+        except BaseException as error:  # raised by `wait`
             self.error = error
         del self._work  # and with it the copies of the state
 
@@ -49,13 +49,14 @@ def start(work: Callable[[], None]) -> None:
     global _current
     _current = _Save(work)
     for register in (atexit.unregister, atexit.register):
-        register(_tell_at_exit)
+        register(_report_at_exit)
+    # The thread speaks in a process group, which must be there until it ends.
     before_destroy(settle)
     _current.thread.start()
 
 
 def in_flight() -> bool:
-    """Tell whether a save goes on in the background."""
+    """Return whether a save goes on in the background."""
     return _current is not None and _current.thread.is_alive()
 
 
@@ -94,11 +95,12 @@ def group_for(process: Process) -> Any:
         return None
     default = dist.group.WORLD
     if _group is None or _group[0]() is not default:
+        # gloo: small objects on the CPU, which must not wait behind the collectives of training.
         _group = (weakref.ref(default), dist.new_group(backend="gloo"))
     return _group[1]
 
 
-def _tell_at_exit() -> None:
+def _report_at_exit() -> None:
     """Nobody has waited: what went wrong must not go unseen."""
     settle()
     if _current is not None and _current.error is not None:

@@ -28,6 +28,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+# Large enough that threads are kept busy, small enough that a large file is shared among them.
 CHUNK_BYTES = 16 * 2**20
 
 THREADS = 4
@@ -84,6 +85,7 @@ def verify(
                 progress.add(chunk_bytes)
 
     found = {entry: _unreadable(folder, entry) for entry in entries}
+    # Sizes first, which cost nothing: what is missing is not waited for.
     sound = [entry for entry, problem in found.items() if problem is None and contents]
     digested = _chunk_by_chunk([folder / entry.path for entry in sound], chunk_bytes, digest)
     found |= {

@@ -50,6 +50,7 @@ def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGO
 
 
 def _add_read(digest: Any, path: Path, start: int, length: int) -> None:
+    # Without Python's own buffer, which would be one more copy.
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         buffer = memoryview(bytearray(min(_READ_BYTES, length)))

@@ -29,11 +29,12 @@ def cached_part(path: Path, start: int, length: int) -> Iterator[memoryview | No
         length: How long it is, in bytes; at least 1.
 
     Yields:
-        The part; None if not all of it is in the cache, or that cannot be told.
+        The part; None if not all of it is in the cache, or the system does not say.
 
     Raises:
         OSError: If the file cannot be opened.
     """
+    # A mapping begins at a page.
     skipped = start % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb", buffering=0) as file:
         try:
@@ -53,8 +54,9 @@ def cached_part(path: Path, start: int, length: int) -> Iterator[memoryview | No
 
 def _are_cached(pages: mmap.mmap, path: Path) -> bool:
     ask = _mincore()
-    if ask is None or not os.access(path, os.W_OK):  # who may not write it is told "all of them"
+    if ask is None or not os.access(path, os.W_OK):  # the kernel says "all of them" to others
         return False
+    # mincore writes a byte per page, whose lowest bit says that it is there.
     answer = ctypes.create_string_buffer(-(-len(pages) // mmap.PAGESIZE))
     first = ctypes.c_char.from_buffer(pages)
     failed = ask(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), answer)
@@ -63,5 +65,5 @@ def _are_cached(pages: mmap.mmap, path: Path) -> bool:
 
 @cache
 def _mincore() -> Any:
-    """Linux's call that tells which pages are in memory (mincore(2)); None elsewhere."""
+    """Linux's call for which pages are in memory (mincore(2)); None elsewhere."""
     return getattr(ctypes.CDLL(None), "mincore", None) if sys.platform == "linux" else None

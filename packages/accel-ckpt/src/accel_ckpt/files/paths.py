@@ -12,7 +12,7 @@ __all__ = ["check_inside", "is_inside", "listed_file"]
 
 
 def is_inside(name: str) -> bool:
-    """Tell whether the name of a file stays inside its folder, on every system.
+    """Return whether the name of a file stays inside its folder, on every system.
 
     Args:
         name: The name, with forward slashes.
@@ -28,7 +28,7 @@ def is_inside(name: str) -> bool:
 
 
 def check_inside(name: str, source: Path) -> None:
-    """Refuse a name that leads out of the folder which it is meant to be in.
+    """Check that a name does not lead out of the folder which it is meant to be in.
 
     Args:
         name: The name, with forward slashes.

@@ -13,6 +13,7 @@ __all__ = ["Progress"]
 AFTER_S = 2.0
 """How long nothing is shown (seconds)."""
 
+# A terminal over a network is slow; chunks come a thousand times a second.
 _EVERY_S = 0.1
 
 

@@ -69,6 +69,7 @@ def save(
     if not isinstance(f, str | os.PathLike):
         write_to(obj, f, safe_serialization)
         return
+    # A link stays a link: its file is replaced.
     path = Path(os.path.realpath(f))
     if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
         write(obj, path, safe_serialization)
@@ -158,6 +159,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         regular_file(f)
         if str(f).endswith(".safetensors"):
             return _load_safetensors(f, map_location)
+    # torch 2.6 made it the default; named here so that it holds for every version and is in the message.
     kwargs.setdefault("weights_only", True)
     try:
         with _arrays_allowed():
@@ -184,7 +186,7 @@ def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, 
 
 
 def is_zip(path: Path) -> bool:
-    """Tell whether a file is a zip file, as `torch.save` writes them: only these can be mapped.
+    """Return whether a file is a zip file, as `torch.save` writes them: only these can be mapped.
 
     Args:
         path: A regular file, damaged or not.
@@ -217,7 +219,7 @@ def _why_unreadable(f: str | os.PathLike[str] | IO[bytes], error: Exception, wei
 def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make a state dict that safetensors can write: contiguous tensors, of which no two share memory.
 
-    Of tensors that are one and the same, the first name is kept; `split_tied` tells the others as well.
+    Of tensors that are one and the same, the first name is kept; `split_tied` returns the others as well.
 
     Args:
         state_dict: Tensors by name.
@@ -234,7 +236,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dic
 def split_tied(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Split a state dict into what safetensors can write, and the names which that leaves out.
 
-    One log record tells the names that are left out.
+    One log record has the names that are left out.
 
     Args:
         state_dict: Tensors by name.
@@ -333,6 +335,7 @@ def _load_safetensors(path: str | os.PathLike[str], map_location: Any) -> dict[s
             f"{path} cannot be read: {error}{_cut_off(Path(path))}. Copy it anew."
         ) from error
     for name, kept in metadata.items():
+        # Metadata is free text: others write theirs there.
         if name not in tensors and kept in tensors:
             tensors[name] = tensors[kept]
     return tensors

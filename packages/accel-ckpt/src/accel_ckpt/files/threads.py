@@ -1,6 +1,6 @@
 """Threads that are all there from the start.
 
-Python refuses new threads once the interpreter is about to exit, and its own executors refuse work then. A
+Python starts no threads once the interpreter is about to exit, and its own executors take no work then. A
 save that goes on in the background may come to its end just there, so its threads are started with it.
 """
 

@@ -21,8 +21,9 @@ from accel_ckpt.files.threads import Crew
 
 __all__ = ["Writer"]
 
+# torch.save writes headers of a few bytes between its tensors.
 _BUFFER_BYTES = 2**20
-_FLUSH_BYTES = 2**26  # how far the disk is behind at most, before it is told to begin
+_FLUSH_BYTES = 2**26  # how far the disk is behind at most, before a flush begins
 
 
 @dataclass

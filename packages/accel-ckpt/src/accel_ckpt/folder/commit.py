@@ -36,7 +36,7 @@ __all__ = ["commit", "new_token", "seal", "staging_path"]
 
 
 def new_token() -> str:
-    """Return a name for one save: it tells which process of which machine works on it."""
+    """Return a name for one save, with the machine and the process that work on it."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -93,7 +93,7 @@ def commit(staging: Path, target: Path) -> None:
         target: The checkpoint folder.
 
     Raises:
-        OSError: If the file system refuses. The old checkpoint is in its place, or the new one stays in the
+        OSError: If the file system does not allow it. The old checkpoint stays, or the new one is in the
             staging folder, where `recovery.find` finds it.
     """
     try:
@@ -109,6 +109,7 @@ def commit(staging: Path, target: Path) -> None:
             f"{error.strerror or error}: the checkpoint is written, and could not be put in its place. It is "
             f"kept in {staging}; load_state({str(target)!r}) and the next save there go on from it",
         ) from error
+    # Only now: what an earlier save has left may have been the only checkpoint.
     sweep(target)
 
 
@@ -134,6 +135,7 @@ def _swap(staging: Path, target: Path) -> None:
         if replaces:
             os.rename(aside, target)
         raise
+    # The names are on the disk before the old checkpoint goes.
     flush(target.parent)
     discard(aside)
 

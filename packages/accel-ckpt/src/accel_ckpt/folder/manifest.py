@@ -86,17 +86,18 @@ def write(folder: Path, manifest: Manifest) -> None:
         folder: The folder.
         manifest: Its manifest.
     """
+    # Its presence says "complete", so it appears whole and last.
     with replacing(folder / MANIFEST) as draft, open(draft, "wb") as file:
         file.write(_encode(manifest))
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a folder has a manifest, and so was written to the end."""
+    """Return whether a folder has a manifest, and so was written to the end."""
     return (folder / MANIFEST).is_file()
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Tell whether a path is a folder that has a manifest, or files of another implementation."""
+    """Return whether a path is a folder that has a manifest, or files of another implementation."""
     if not folder.is_dir():
         return False
     names = (f"{child.name}/file" if child.is_dir() else child.name for child in folder.iterdir())
@@ -151,6 +152,7 @@ def _decode(raw: bytes, path: Path) -> Manifest:
     try:
         document = json.loads(raw)
         body = document["manifest"]
+        # Compared byte by byte as well: JSON says the same in several spellings.
         if document["sha256"] != hashlib.sha256(_dump(body)).hexdigest() or _dump(document) != raw:
             raise ValueError("digest")
         if body["format"] == FORMAT and body["version"] > VERSION:

@@ -31,6 +31,7 @@ __all__ = [
     "sweep_folder",
 ]
 
+# On another machine no process can be asked for: no save takes a day.
 _ABANDONED_S = 24 * 3600
 _TOKEN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 
@@ -69,7 +70,7 @@ def settle(target: Path) -> None:
         target: The checkpoint folder.
 
     Raises:
-        OSError: If the file system refuses.
+        OSError: If the file system does not allow it.
     """
     if target.exists():
         finish(target)
@@ -91,7 +92,7 @@ def finish(target: Path) -> None:
 
 
 def is_needed(staging: Path, target: Path) -> bool:
-    """Tell whether a commit that failed has left a checkpoint that is whole in its staging folder alone.
+    """Return whether a commit that failed has left a checkpoint that is whole in its staging folder alone.
 
     Args:
         staging: The staging folder.
@@ -128,7 +129,7 @@ def discard(folder: Path) -> None:
         pass
     except OSError as error:
         warn(
-            f"{folder} is no longer needed and cannot be deleted ({error}). Delete it by hand.",
+            f"{folder} is no longer needed and cannot be deleted ({error}). Delete it yourself.",
             about="process",
         )
         return
@@ -168,7 +169,7 @@ def _sweep(folder: Path, pattern: str) -> None:
 
 
 def check_room(staging: Path, target: Path) -> None:
-    """Check that the files of a staging folder can be moved into the target around it.
+    """Check that the files of a staging folder can be moved into the target that it lies in.
 
     Args:
         staging: The folder, inside the target.
@@ -190,7 +191,7 @@ def check_room(staging: Path, target: Path) -> None:
 
 
 def move_out(staging: Path, target: Path) -> None:
-    """Move the files of a sealed folder into the target around it, or go on where an earlier move stopped.
+    """Move the files of a sealed folder into the target that it lies in, or continue an earlier move.
 
     Args:
         staging: The sealed folder, inside the target.
@@ -208,6 +209,7 @@ def move_out(staging: Path, target: Path) -> None:
         goal.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # moved before the interruption
             os.replace(source, goal)
+    # Before files of the old checkpoint go and the manifest is moved.
     for folder in folders_of(target, new.paths()):
         flush(folder)
     for path in (old.paths() if old else frozenset()) - new.paths():
@@ -215,6 +217,7 @@ def move_out(staging: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(staging / MANIFEST, target / MANIFEST)
     flush(target)
+    # Empty folders are left there.
     shutil.rmtree(staging, ignore_errors=True)
 
 

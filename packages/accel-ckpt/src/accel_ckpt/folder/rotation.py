@@ -94,7 +94,7 @@ def _delete(path: Path) -> bool:
     try:
         os.rename(path, aside)  # so that a half-deleted folder is never found under the name
     except OSError as error:
-        warn(f"total_limit: {path} cannot be deleted ({error}). Delete it by hand.", about="process")
+        warn(f"total_limit: {path} cannot be deleted ({error}). Delete it yourself.", about="process")
         return False
     recovery.discard(aside)
     return True

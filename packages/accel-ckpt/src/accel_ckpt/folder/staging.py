@@ -146,6 +146,7 @@ def staged(
         return
     thread.wait()
     process = current_process() if process is None else process
+    # Made here, by every process in the same order, and not in the thread.
     group = None if blocking else thread.group_for(process)
     staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking)
     _OPEN[staging.path] = staging
@@ -158,6 +159,7 @@ def staged(
                 staging.memory.finish()
         except Exception as caught:
             error = caught
+        # Every process gets here: one that failed must not leave the others waiting in a collective.
         agree(error, process, "writing the checkpoint")
         if blocking:
             handed_on = True
@@ -252,6 +254,7 @@ def _seal(staging: Staging, process: Process, written: list[tuple[list[FileEntry
         facts["sequence"] = max(sequences)  # above those of all machines' disks
     if staging.path.parent == staging.target:
         facts["in_place"] = True  # other files live in the folder
+        # Before the manifest: once it is written, the move has to succeed.
         recovery.check_room(staging.path, staging.target)
     commit.seal(staging.path, facts, staging.writer, [entry for entries, _ in written for entry in entries])
 

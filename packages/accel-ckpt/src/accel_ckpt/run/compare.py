@@ -139,6 +139,7 @@ def _compare_ranks(
     names: frozenset[str], facts: dict[str, Any], rank: int, world_size: int, findings: Findings
 ) -> None:
     saved = facts.get("world_size")
+    # Without a manifest the number is not known.
     there = world_size if saved is None else saved
     for name in sorted(names):
         role = file_names.role_of(name)

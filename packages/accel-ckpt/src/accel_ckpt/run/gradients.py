@@ -65,6 +65,7 @@ def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any
     for name, parameter in parameters.items():
         if name in gradients:
             saved = gradients[name].to(device=parameter.device, dtype=parameter.dtype)
+            # A copy with memory of its own: the file may be mapped.
             parameter.grad = saved.clone()
         else:
             parameter.grad = None

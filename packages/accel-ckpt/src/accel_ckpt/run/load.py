@@ -59,7 +59,7 @@ def load_accelerator_state(
     Every file is checked against the manifest before anything is changed; the processes of a machine share
     this work. Then the files are compared with the objects that are given, and so are the names and shapes of
     weights, and the groups of optimizers: whatever is missing, not asked for or not known is an error in a
-    strict load, and told in one warning otherwise.
+    strict load, and in one warning otherwise.
 
     Another number of processes than saved is no error where it is clear what that means: models,
     optimizers and schedules are the same on all, the positions of prepared loaders are those of all
@@ -79,7 +79,7 @@ def load_accelerator_state(
         custom_objects: The registered objects; None to load them with `load_custom_state`.
         process: This process; by default the current one.
         verify: Whether to check the digests of the files.
-        strict: True for an error on any difference, False to restore what fits and tell the rest. By default
+        strict: True for an error on any difference, False to restore what fits, with a warning. By default
             strict for folders with a manifest; for others, which another implementation wrote, what is
             missing for models, optimizers and schedulers alone is an error.
         **load_model_func_kwargs: Options of the models' `load_state_dict`.
@@ -117,7 +117,7 @@ class Objects:
     sharded: bool = False  # whether processes have parts of the models, however these are loaded
 
     def expected(self, hooked: Collection[str]) -> Expected:
-        """Tell what files they need."""
+        """Return what files they need."""
         off = self.scaler is not None and not self.scaler.is_enabled()
         return Expected(
             models=len(self.models),
@@ -208,7 +208,7 @@ def restore(
         scaler = objects.scaler
         if scaler is not None and not scaler.is_enabled() and reading.load(file_names.SCALER):
             findings.others.append(f"{file_names.SCALER} is not loaded: the loss scaler here is off")
-        _refuse(reading, findings, strict)
+        _check_findings(reading, findings, strict)
         return findings
 
     def load() -> dict[str, Any]:
@@ -224,12 +224,14 @@ def restore(
                 item.load_state_dict(reading.load(name))
         for index, loader in enumerate(objects.loaders):
             _load_loader(reading, loader, index)
+        # Last: loading modules and optimizers may draw random numbers.
         result = _set_random(reading, generators, process, findings)
         if not _load_gradients(reading, objects.models, process_index, process):
             result = {"step": 0}
-        _tell(reading, findings, process)
+        _warn_differences(reading, findings, process)
         return result
 
+    # Everything is compared before anything is changed; what speaks with others comes between, in one order.
     findings = together(check, process, "comparing the checkpoint with the objects given")
     generators = _random_states(reading, process_index, process)
     if objects.parts is not None:
@@ -245,7 +247,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
         obj: Anything with a `load_state_dict`.
         path: The checkpoint folder.
         index: Its number.
-        weights_only: Whether to refuse all but tensors, arrays and plain containers. False runs code that the
+        weights_only: Whether to reject all but tensors, arrays and plain containers. False runs code that the
             file contains.
 
     Raises:
@@ -342,19 +344,19 @@ def _set_random(
     return result
 
 
-def _refuse(reading: Reading, findings: Findings, strict: bool | None) -> None:
+def _check_findings(reading: Reading, findings: Findings, strict: bool | None) -> None:
     demanding = reading.has_manifest if strict is None else strict
     fatal = [] if strict is False else findings.core
     fatal = fatal + (findings.others if demanding else [])
     if fatal:
         raise CheckpointError(
             f"{reading.folder} and what it is loaded into differ: {'; '.join(fatal)}. Load into the objects "
-            "that were saved, in the same order; or restore what fits, and be told the rest, with "
+            "that were saved, in the same order; or restore what fits, and get a warning of the rest, with "
             "strict=False."
         )
 
 
-def _tell(reading: Reading, findings: Findings, process: Process) -> None:
+def _warn_differences(reading: Reading, findings: Findings, process: Process) -> None:
     """Warn of all differences on the main process; on others, of what is their own."""
     lines = [*findings.core, *findings.others, *findings.notes]
     if not process.is_main:

@@ -47,7 +47,7 @@ def match_groups(
 
 
 def schedules_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[int]:
-    """Tell which schedulers set the learning rates of some optimizers.
+    """Return which schedulers set the learning rates of some optimizers.
 
     Args:
         schedulers: The schedulers, prepared or not.
@@ -59,6 +59,7 @@ def schedules_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[i
 
 
 def _plain(optimizer: Any) -> Any:
+    # Prepared optimizers, and those that wrap one, hold it under this name.
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -124,10 +124,11 @@ def open_checkpoint(
         described = manifest.read(folder)
         if described is None:
             names = frozenset(manifest.files_in(folder))
-            _tell_foreign(folder, names)
+            _check_foreign(folder, names)
             return Reading(folder, names, frozenset(), {}, False, device, options)
         facts = dict(described.facts)
         reading = Reading(folder, described.paths(), frozenset(), facts, True, device, options)
+        # The processes of a machine see one disk, and each checks a part of it.
         share = described.files[process.local_rank :: process.local_world_size]
         total = sum(entry.size for entry in share)
         with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
@@ -151,7 +152,7 @@ def _check_same(reading: Reading, saved: str | None) -> None:
         )
 
 
-def _tell_foreign(folder: Path, names: frozenset[str]) -> None:
+def _check_foreign(folder: Path, names: frozenset[str]) -> None:
     if all(file_names.role_of(name) == "other" for name in names):
         raise FileNotFoundError(
             f"{folder} is no checkpoint: it has neither {file_names.MANIFEST} nor any file of one. Name the "

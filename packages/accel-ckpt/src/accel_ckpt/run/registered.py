@@ -27,9 +27,9 @@ from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.facts import Process
 
 __all__ = [
+    "check_local_parts",
     "digest",
     "load_registered_parts",
-    "refuse_local_parts",
     "save_registered",
     "save_registered_parts",
 ]
@@ -47,14 +47,14 @@ def save_registered(item: Any, index: int, staging: Staging, process: Process) -
         process: This process.
     """
     state = together(item.state_dict, process, f"state_dict of registered object {index}")
-    refuse_local_parts(item, index, state, process)
+    check_local_parts(item, index, state, process)
     state = save_registered_parts(index, state, staging, process)
     if staging.writes_shared:
         staging.write(state, file_names.custom_file(index))
 
 
-def refuse_local_parts(obj: Any, index: int, state: Any, process: Process) -> None:
-    """Refuse floating-point tensors that differ between processes. Every process must call it.
+def check_local_parts(obj: Any, index: int, state: Any, process: Process) -> None:
+    """Reject floating-point tensors that differ between processes. Every process must call it.
 
     They are a process's own parts of something, and a checkpoint keeps those of the first process alone.
     Integers may differ: counts and the states of random generators do.

@@ -48,6 +48,7 @@ def set_rng_state(states: dict[str, Any], process: Process) -> list[str]:
     """
     expected = ["random_state", "torch_manual_seed"]
     if "random_state" in states:
+        # A tuple is a list where another implementation wrote it, and setstate wants a tuple.
         version, internal, gauss = states["random_state"]
         random.setstate((version, tuple(internal), gauss))
     if "torch_manual_seed" in states:

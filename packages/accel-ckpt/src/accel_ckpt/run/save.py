@@ -70,6 +70,7 @@ def save_accelerator_state(
     process = current_process() if process is None else process
     with staged(output_dir, save_on_each_node=save_on_each_node, process=process) as staging:
         staging.facts["step"] = step
+        # Collected before any is written: a state_dict that fails leaves no half checkpoint.
         parts: dict[str, Any] = {}
         if staging.writes_shared:
             names = [file_names.model_file(index, safe_serialization) for index in range(len(model_states))]

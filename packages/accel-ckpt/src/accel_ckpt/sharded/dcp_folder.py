@@ -37,6 +37,7 @@ def write_folder(
         Exception: What went wrong here; a CheckpointError on the other processes.
     """
     writer = FileSystemWriter(folder, sync_files=flush)
+    # no_dist: DCP would look for a process group, which one process need not have.
     alone = process.world_size == 1
     _collective(
         lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
@@ -91,6 +92,7 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
                 )
                 function()
         except CheckpointException as error:  # what went wrong on some processes, raised on all
+            # The lowest rank's, so that every process raises the same.
             rank, (cause, _) = sorted(error.failures.items())[0]
             if isinstance(cause, CheckpointError):
                 raise type(cause)(str(cause)) from error

@@ -116,6 +116,7 @@ def _merge(folder: Path, merged: Path) -> None:
     header, begins = make_header(described, {"format": "pt"})
     with open(merged, "wb", buffering=0) as file:
         file.write(header)
+        # The size at once: pieces are written to their places in any order.
         file.truncate(len(header) + size)
         for name, (kind, pieces) in parts.items():
             _check_whole(name, tuple(kind.size), pieces)

@@ -39,6 +39,7 @@ __all__ = [
     "unchanged_by_failure",
 ]
 
+# A sixteenth of the gradients and values is held at a time, beside the state.
 _SHARES = 16
 
 _FLAT = (
@@ -161,7 +162,7 @@ def load_state_in_parts(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A context that keeps back what torch tells itself, and that the state of one shard is whole."""
+    """A context without what torch warns about its own calls, and the state of one shard."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
         warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")

@@ -76,7 +76,7 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _has_tpu(devices: Path = Path("/dev")) -> bool:
-    """Tell whether this machine has TPUs: their device files, or torch_xla (which is not imported).
+    """Return whether this machine has TPUs: their device files, or torch_xla (which is not imported).
 
     Linux has a folder `accel` there for accelerators of other kinds.
     """

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Tell whether a port of this machine is taken.
+    """Return whether a port of this machine is taken.
 
     Args:
         port: The port; 29500, where torch's rendezvous is by default, if None.

@@ -102,6 +102,7 @@ def _torch() -> dict[str, Any]:
             if torch.distributed.is_available() and torch.distributed.is_backend_available(name)
         ],
     }
+    # torch.cuda.nccl imports on every build, and its version() fails on those without NCCL.
     if "nccl" in found["Backends"]:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if torch.cuda.is_available():

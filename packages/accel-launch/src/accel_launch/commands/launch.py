@@ -125,6 +125,7 @@ def read_config(args: argparse.Namespace) -> LaunchConfig | None:
     named = getattr(args, "config_file", None)
     from accel_launch.config.paths import config_path
 
+    # The import of what reads it is saved where there is none.
     if named is None and not config_path().is_file():
         return None
     # Only now: YAML takes longer to import than everything else here together.
@@ -143,6 +144,7 @@ def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
     from accel_launch.settings.explain import dry_run_text
 
     prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
+    # Nothing will listen on the port that was reserved.
     if prepared.held is not None:
         prepared.held.close()
     return dry_run_text(prepared, environ)
@@ -156,5 +158,6 @@ def _start(plan: Plan, environ: Mapping[str, str]) -> None:
             sys.exit(code)
         return
     prepared: Prepared = starter.load("prepare")(plan, environ)
+    # Last, as it may take minutes: everything else has been checked by then.
     prepared.wait()
     become(prepared)

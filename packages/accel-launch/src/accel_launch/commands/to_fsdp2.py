@@ -47,19 +47,19 @@ def convert(config: LaunchConfig) -> tuple[LaunchConfig, list[str]]:
         )
     if str(section.get("fsdp_version", 1)) == "2":
         raise ConfigError(f"{where} is for FSDP version 2 already.")
-    told = ["fsdp_version: 2"]
+    changes = ["fsdp_version: 2"]
     section["fsdp_version"] = 2
-    told += _sharding(config, values, section)
+    changes += _sharding(config, values, section)
     for key, reason in _DROPPED.items():
         if section.pop(key, None) is not None:
-            told.append(f"{key} is gone: {reason}")
+            changes.append(f"{key} is gone: {reason}")
     if str(config.settings.get("fsdp_state_dict_type")) == "LOCAL_STATE_DICT":
         section["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
-        told.append("fsdp_state_dict_type: SHARDED_STATE_DICT, as version 2 has no LOCAL_STATE_DICT")
+        changes.append("fsdp_state_dict_type: SHARDED_STATE_DICT, as version 2 has no LOCAL_STATE_DICT")
     elif "fsdp_state_dict_type" not in section:
         section["fsdp_state_dict_type"] = "FULL_STATE_DICT"
-        told.append("fsdp_state_dict_type: FULL_STATE_DICT, the default of version 1")
-    return LaunchConfig.from_values(values), told
+        changes.append("fsdp_state_dict_type: FULL_STATE_DICT, the default of version 1")
+    return LaunchConfig.from_values(values), changes
 
 
 def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, Any]) -> list[str]:
@@ -75,14 +75,14 @@ def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, A
             "fsdp_config out and set distributed_type to MULTI_GPU or MULTI_CPU."
         )
     section["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
-    told = [f"fsdp_reshard_after_forward: {str(_RESHARDS[strategy]).lower()}, for {strategy}"]
+    changes = [f"fsdp_reshard_after_forward: {str(_RESHARDS[strategy]).lower()}, for {strategy}"]
     machines, processes = int(config.num_machines or 1), int(config.num_processes or 1)
     if strategy.startswith("HYBRID") and machines > 1:
         axes = {"dp_replicate_size": machines, "dp_shard_size": processes // machines}
         mesh = {f"parallelism_config_{axis}": size for axis, size in axes.items()}
         values["parallelism_config"] = {**(values.get("parallelism_config") or {}), **mesh}
-        told += [f"{key}: {size}" for key, size in mesh.items()]
-    return told
+        changes += [f"{key}: {size}" for key, size in mesh.items()]
+    return changes
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -124,7 +124,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     target = config.path if args.output_file is None else Path(args.output_file).expanduser()
     if target.exists() and not args.overwrite:
         raise ConfigError(f"{target} is there already. Give another --output_file, or --overwrite.")
-    converted, told = convert(config)
+    converted, changes = convert(config)
     converted.write(target)
-    print("\n".join(told))
+    print("\n".join(changes))
     print(f"Written to {target}.")

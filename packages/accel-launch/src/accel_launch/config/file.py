@@ -55,6 +55,7 @@ class LaunchConfig:
             ConfigError: If a key is unknown or a value is not allowed.
         """
         where = str(path or "<values>")
+        # First, so that the checks below know the present forms alone.
         values = upgrade(values, where)
         settings: dict[str, Any] = {}
         _check_kinds(values, where)
@@ -78,6 +79,7 @@ class LaunchConfig:
         return str(self.values.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE)
 
     def __getattr__(self, name: str) -> Any:
+        # pickle and copy look for dunder methods before `settings` is set.
         if not name.startswith("_"):
             setting = config_setting(name)
             if setting is not None:
@@ -160,6 +162,7 @@ def _parse(path: Path) -> Any:
     import yaml
 
     try:
+        # libyaml, where PyYAML was built with it, is ten times as fast; both load plain values alone.
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark

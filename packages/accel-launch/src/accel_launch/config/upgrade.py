@@ -53,6 +53,7 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
             "parallelism_config_tp_size": size,
             **(values.get("parallelism_config") or {}),
         }
+    # Also an empty one, which asks for nothing.
     values.pop("tp_config", None)
     if values.get("gpu_ids") and isinstance(values["gpu_ids"], list):
         _note(where, f"gpu_ids: {values['gpu_ids']}", "use text such as 0,1")

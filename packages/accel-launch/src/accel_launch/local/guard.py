@@ -2,7 +2,7 @@
 
 A launcher that gets SIGKILL cannot clean up. The guard holds the reading end of a pipe whose only writing end
 is the launcher's; when the launcher is gone, however it went, the pipe ends and the guard kills the process
-groups that it was told of. On Linux each worker also asks the kernel to be killed with its parent (see
+groups that were added to it. On Linux each worker also asks the kernel to be killed with its parent (see
 `accel_launch.local.worker`); the guard adds the workers' own children, which that request does not cover.
 """
 
@@ -34,6 +34,7 @@ class Guard:
                 os._exit(0)
             os.close(self._writing)
             _watch(reading)
+        # The first child ends at once, and the second is adopted by init.
         if detached:
             os.waitpid(self._pid, 0)
         os.close(reading)
@@ -44,7 +45,7 @@ class Guard:
         Args:
             group: The group's id.
         """
-        self._tell(f"+{group}\n")
+        self._write(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """Leave a process group alone, as it is gone.
@@ -52,7 +53,7 @@ class Guard:
         Args:
             group: The group's id.
         """
-        self._tell(f"-{group}\n")
+        self._write(f"-{group}\n")
 
     def close(self) -> None:
         """End the guard; groups that were added and not removed are killed."""
@@ -60,14 +61,15 @@ class Guard:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the run goes on without
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the run continues without
             os.write(self._writing, line.encode())
 
 
 def _watch(pipe: int) -> None:
     """Read the groups until the pipe ends, kill those that are left, and exit; never returns."""
     try:
+        # Out of the terminal's group, which gets Ctrl-C, and out of reach of a kill of the launcher's.
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)

@@ -51,6 +51,7 @@ class Machine:
 
 
 def _cores() -> int:
+    # Containers and Slurm bind a process to some of the cores. macOS has no such call.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -60,6 +61,7 @@ def _nvidia(root: Path) -> int:
     """Count NVIDIA GPUs: their device files, which is instant; else nvidia-smi where a driver is (WSL)."""
     names = [path.name for path in (root / "dev").glob("nvidia*")]
     count = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
+    # Without a driver nvidia-smi is not started, which takes a second; dxg is the driver under WSL.
     if count or not (names or (root / "dev/dxg").exists()):
         return count
     import shutil

@@ -60,6 +60,7 @@ def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # Some systems have it on by default, and IPv4 would be free for others.
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.bind(("", port))
     except OSError:

@@ -38,6 +38,7 @@ def run_local(plan: Plan) -> int:
     Raises:
         LaunchError: If the port is in use.
     """
+    # Before the first pipe is opened.
     _open_standard_streams()
     port = plan.settings["main_process_port"]
     with (
@@ -47,6 +48,7 @@ def run_local(plan: Plan) -> int:
         record_folder() as records,
     ):
         run = Run(plan, Output.of(plan))
+        # Before the first worker, which may start something and end at once.
         adopt_orphans(True)
         try:
             _start(run, guard, held.getsockname()[1], records)

@@ -82,12 +82,14 @@ class SignalPipe:
             for number in (signal.SIGCHLD, *ENDING, *_OTHERS)
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN
         }
+        # Handlers run between bytecodes, and not while poll() waits; the byte written here wakes it.
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Before the pipe is closed: a signal between would be written into another file.
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Member", "Run"]
 
+# After a failure the others wait in a collective and have nothing to save; asked to end, they may save.
 _FAILURE_GRACE_S = 5.0
 _REQUEST_GRACE_S = 30.0
+# What a worker started and left behind: loader workers, trackers' processes.
 _LEFTOVER_GRACE_S = 2.0
 _SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
+# How long one in trouble may end by itself, before the SIGTERM that would cut its traceback off.
 _SETTLE_S = 2.0
+# After SIGKILL: a process that waits for a disk or a GPU's driver takes no signal.
 _ABANDON_S = 3.0
 
 
@@ -98,6 +102,7 @@ class Run:
         poll.register(signals.descriptor, select.POLLIN)
         readers = {}
         for stream in self._streams():
+            # A full console is not read for: the pipe fills, and the worker waits as for any slow reader.
             if not stream.closed and not (stream.console and stream.console.full):
                 readers[stream.descriptor] = stream
                 poll.register(stream.descriptor, select.POLLIN)
@@ -161,6 +166,7 @@ class Run:
 
     def _on_end(self, member: Member, now: float) -> None:
         """React to a worker's end: keep its last words, clear its group, stop the others if it failed."""
+        # Before anything is concluded from its words: the last of them may still be in the pipe.
         for stream in member.streams:
             stream.drain(now)
         worker = member.worker

@@ -39,6 +39,7 @@ def _die_with_parent(heed: Sequence[int]) -> Callable[[], None] | None:
     """Return what a child runs before its program, to be killed by the kernel when this process dies."""
     if sys.platform != "linux":
         return None  # the guard process does it alone there
+    # Looked up here: between fork and exec nothing may be imported or take a lock.
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:
@@ -112,6 +113,7 @@ class Worker(Supervised):
         ended = False
         while not self.gone:
             try:
+                # By the group's id: orphans of the worker are children of this process (adopt_orphans).
                 pid, status = os.waitpid(-self.pid, os.WNOHANG)
             except ChildProcessError:
                 self.gone = True
@@ -119,6 +121,7 @@ class Worker(Supervised):
             if pid == 0:
                 break
             if pid == self.pid:
+                # Popen did not see the end itself, and would warn of a running child.
                 self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
                 self.raised = None if self._record is None else read_record(self._record)
                 ended = True

@@ -26,7 +26,7 @@ _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 
 
 def is_needed(settings: Settings) -> bool:
-    """Tell whether a run is to be started by DeepSpeed's launcher.
+    """Return whether a run is to be started by DeepSpeed's launcher.
 
     Args:
         settings: The effective settings.

@@ -50,6 +50,7 @@ def mpirun_port(plan: Plan) -> tuple[int, socket.socket | None]:
     port = plan.settings["main_process_port"]
     if plan.settings.value("mpirun_hostfile") is not None:
         return port.value or DEFAULT_PORT, None
+    # Only where rank 0 is known to be on this machine.
     held = reserve_port(port.value, port.detail if port.given else "")
     return held.getsockname()[1], held
 

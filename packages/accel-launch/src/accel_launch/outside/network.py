@@ -13,12 +13,13 @@ import struct
 
 __all__ = ["interface_of", "is_listening", "is_local", "is_loopback", "local_address"]
 
+# Linux's ioctl for the address of an interface; Python has no name for it.
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # a datagram socket that is connected sends nothing
 
 
 def is_local(host: str) -> bool:
-    """Tell whether a host name or address is one of this machine's.
+    """Return whether a host name or address is one of this machine's.
 
     Args:
         host: The name or address.
@@ -31,7 +32,7 @@ def is_local(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address can only be reached on this machine.
+    """Return whether a host name or address can only be reached on this machine.
 
     Args:
         host: The name or address.
@@ -40,7 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_listening(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Tell whether a server accepts connections.
+    """Return whether a server accepts connections.
 
     Args:
         host: Its name or address.
@@ -87,6 +88,7 @@ def interface_of(address: str) -> str | None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # struct ifreq: the name in 16 bytes, a sockaddr behind it whose address is at 20 to 24.
             request = struct.pack("256s", name.encode())
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == wanted:

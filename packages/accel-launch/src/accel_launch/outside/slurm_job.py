@@ -78,6 +78,7 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
     Raises:
         LaunchError: If a variable of Slurm's is not what Slurm sets.
     """
+    # With LOCAL_RANK this is a worker, whose launcher has followed the job.
     if not environ.get("SLURM_JOB_ID") or "LOCAL_RANK" in environ:
         return None
     if _number(environ, "SLURM_STEP_ID", _PSEUDO_STEPS[0]) in _PSEUDO_STEPS:

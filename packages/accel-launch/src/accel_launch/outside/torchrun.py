@@ -63,12 +63,13 @@ def torchrun_port(plan: Plan) -> tuple[int, socket.socket | None]:
         number = number or DEFAULT_PORT
         if not _listens(plan, number):
             return number, None
+    # Inherited by torchrun, whose store shares the port with it (see `reserve_port`).
     held = reserve_port(number, port.detail if port.given else "")
     return held.getsockname()[1], held
 
 
 def _listens(plan: Plan, port: int) -> bool:
-    """Tell whether this machine is known to be the one that the others connect to."""
+    """Return whether this machine is known to be the one that the others connect to."""
     value = plan.settings.value
     if value("rdzv_backend") == "static":
         return bool(value("machine_rank") == 0)
@@ -179,6 +180,7 @@ def torchrun_command(plan: Plan, port: int, listens: bool) -> list[str]:
         options |= {
             "--rdzv_backend": value("rdzv_backend"),
             "--rdzv_endpoint": f"{address}:{port}",
+            # Equal on all machines, which know nothing else in common.
             "--rdzv_id": f"accel-{port}",
         }
         if high > 1:

@@ -97,6 +97,7 @@ def worker_environment(
         port: The port it listens on.
         machine: The machine's rank and the number of machines.
     """
+    # This launcher may be a worker of torchrun itself.
     environ = {name: text for name, text in common.items() if name not in _TORCHRUN}
     values = {
         "RANK": place.rank,

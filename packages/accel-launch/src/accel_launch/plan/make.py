@@ -24,7 +24,7 @@ def make_plan(
     environ: Mapping[str, str],
     machine: Machine | None = None,
 ) -> Plan:
-    """Decide what to start, and refuse what cannot work before anything is started.
+    """Decide what to start, and check that it can work before anything is started.
 
     Args:
         settings: The effective settings.
@@ -47,6 +47,7 @@ def make_plan(
         mask, processes, machines = None, 0, _machine_range(settings)
     else:
         machine = machine or Machine.detect()
+        # This order: the mask decides how many GPUs are visible, and they how many processes there are.
         settings = _choose_rendezvous(settings)
         machines = _machines(settings)
         mask = _gpu_mask(settings, machine)
@@ -59,6 +60,7 @@ def make_plan(
         settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
     warn_unused(settings, how)
+    # Several workers get the variables of their own run in their place.
     if how == "exec" and _is_a_run_of_its_own(settings, environ):
         environ = outside_any_run(environ)
     environ = common_environment(
@@ -195,7 +197,7 @@ _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 def _check_mesh(settings: Settings) -> None:
-    """Refuse a mesh for another number of processes, as a config for another machine may have."""
+    """Reject a mesh for another number of processes, as a config for another machine may have."""
     if not settings.value("use_parallelism_config"):
         return
     sizes = {axis: settings.value(f"parallelism_config_{axis}_size") for axis in _AXES}
@@ -215,7 +217,7 @@ def _mesh_sources(settings: Settings) -> str:
 
 
 def _is_a_run_of_its_own(settings: Settings, environ: Mapping[str, str]) -> bool:
-    """Tell whether a worker of another run starts one process that is not to take part in that run.
+    """Return whether a worker of another run starts one process that is not to take part in that run.
 
     A number on the command line says so. Without one, `torchrun ... accel launch script.py` means that the
     script is the worker, and the config file of a user is not about that.

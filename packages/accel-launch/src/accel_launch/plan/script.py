@@ -80,6 +80,7 @@ def _check_file(script: str) -> None:
 def _check_module(name: str) -> None:
     # The top-level package alone: looking for a submodule would import its parents.
     top = name.partition(".")[0]
+    # `python -m` looks in the current folder first; this process was started by a script.
     sys.path.insert(0, os.getcwd())
     try:
         found = top.isidentifier() and importlib.util.find_spec(top) is not None

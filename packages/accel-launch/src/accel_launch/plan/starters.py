@@ -67,6 +67,7 @@ def become(prepared: Prepared) -> NoReturn:
     Raises:
         LaunchError: If it is not there.
     """
+    # exec leaves what is in the buffers unwritten.
     sys.stdout.flush()
     sys.stderr.flush()
     for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # an ignored signal would stay so
@@ -140,7 +141,7 @@ def choose_elsewhere(settings: Settings) -> How | None:
     """
     if settings.value("launcher") == "ray":
         wanted = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
-        _refuse(
+        _check_served(
             "Ray, which places the workers itself,",
             [*wanted, *(["tpu"] if settings.value("tpu") else [])],
             settings,
@@ -148,6 +149,7 @@ def choose_elsewhere(settings: Settings) -> How | None:
         return "ray"
     if settings.value("tpu") and settings.value("tpu_cluster"):
         return "pod"
+    # Before Slurm: a hostfile, or a launcher of DeepSpeed's, was asked for.
     if settings.value("use_deepspeed"):
         from accel_launch.outside.deepspeed import is_needed
 
@@ -172,14 +174,14 @@ def choose_here(settings: Settings) -> How:
     reasons = _reasons_for_torchrun(settings)
     if launcher == "mpirun" or (launcher == "auto" and settings.value("mpirun_hostfile") is not None):
         # The hostfile says how many machines there are.
-        _refuse("mpirun", [name for name in reasons if name != "num_machines"], settings)
+        _check_served("mpirun", [name for name in reasons if name != "num_machines"], settings)
         return "mpirun"
     if settings.value("tpu"):  # torch_xla starts this machine's processes
         wanted = [*reasons, *(["launcher"] if launcher != "auto" else [])]
-        _refuse("--tpu", wanted, settings)
+        _check_served("--tpu", wanted, settings)
         return "exec"
     if launcher == "local":
-        _refuse("--launcher local", reasons, settings)
+        _check_served("--launcher local", reasons, settings)
         return "local"
     if launcher == "torchrun" or reasons:
         return "torchrun"
@@ -199,7 +201,7 @@ def _reasons_for_torchrun(settings: Settings) -> list[str]:
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
-def _refuse(what: str, names: list[str], settings: Settings) -> None:
+def _check_served(what: str, names: list[str], settings: Settings) -> None:
     if names:
         given = ", ".join(f"{name}={settings.value(name)}" for name in names)
         remedy = "leave that out" if settings.value("tpu") else "leave that out, or give --launcher torchrun"

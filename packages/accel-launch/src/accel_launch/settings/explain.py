@@ -36,6 +36,7 @@ def explain_text(settings: Settings) -> str:
             note = "" if settings.active(setting) else f" (not in use: needs {group.remedy})"
             rows.append((f"  {setting.name}", value, found.detail + note))
     name_width = max(len(name) for name, _, _ in rows) + 2
+    # 32: a long value, such as a path, moves its own source and not the column.
     value_width = min(max(len(value) for name, value, _ in rows if name), 32) + 2
     return "\n".join(
         f"{name:{name_width}}{value:{value_width}}{source}".rstrip() if name else value

@@ -42,7 +42,7 @@ _IN_ADDRESS = re.compile(r"(?<=\w)://[^\s/]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Tell whether the value of a variable, flag or key is not to be shown.
+    """Return whether the value of a variable, flag or key is not to be shown.
 
     Args:
         name: Such as `HF_TOKEN`, `--api-key` or `aws_secret_access_key`.

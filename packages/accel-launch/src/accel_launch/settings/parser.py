@@ -38,6 +38,7 @@ class LaunchParser(argparse.ArgumentParser):
         Returns:
             The namespace and an empty list: an unknown flag is an error.
         """
+        # argparse itself would take flags of the script for its own, and fail at those it does not know.
         flags, script = self._split(list(sys.argv[1:] if args is None else args))
         parsed, rest = super().parse_known_args(flags, namespace)
         parsed.training_script = script[0] if script else None

@@ -79,7 +79,7 @@ class Settings(Mapping[str, Effective]):
         return self[name].value
 
     def given(self, name: str) -> bool:
-        """Tell whether a user gave the setting.
+        """Return whether a user gave the setting.
 
         Args:
             name: The setting's name.
@@ -87,7 +87,7 @@ class Settings(Mapping[str, Effective]):
         return self[name].given
 
     def active(self, setting: Setting) -> bool:
-        """Tell whether a setting counts: whether its group is switched on.
+        """Return whether a setting counts: whether its group is switched on.
 
         Args:
             setting: The setting.
@@ -126,6 +126,7 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
     settings = Settings(effective, slurm)
     if config is not None:
         settings = _apply_kind(settings, config)
+    # After the kind of the config file, which a flag may exclude.
     settings = _settle_exclusive(settings)
     _warn_ignored(settings)
     return settings
@@ -151,6 +152,7 @@ def _effective(
     cluster: Mapping[str, tuple[Any, str]],
 ) -> Effective:
     flag = getattr(args, setting.name, None)
+    # Switches are None where they were not given: a False was asked for by `=false`.
     if flag is not None:
         return Effective(flag, Source.FLAG, setting.flag)
     variable = setting.spec.name
@@ -162,6 +164,7 @@ def _effective(
                 return Effective(setting.parse(text), Source.ENVIRONMENT, variable)
             except ValueError as error:
                 raise LaunchError(f"Environment variable {variable}: {error}") from None
+    # Behind variables of the setting itself: a job script sets those to override what Slurm says.
     if setting.name in cluster:
         value, source = cluster[setting.name]
         return Effective(value, Source.ENVIRONMENT, source)
@@ -170,6 +173,7 @@ def _effective(
     return Effective(setting.default)
 
 
+# MULTI_CPU and MULTI_GPU are no engines; the others switch on the setting that stands for them.
 _KINDS = {
     "MULTI_CPU": "cpu",
     "MULTI_GPU": "multi_gpu",

@@ -40,6 +40,6 @@ def test_a_full_disk_does_not_end_the_run(start: Start) -> None:
     assert code == 0, error
     assert sorted(path.name for path in run.folder.glob("done*")) == ["done0", "done1"]
     assert [out.count(digit) for digit in "01"] == [9900, 9900]
-    assert error.count("are incomplete from here on: File too large. The run goes on.") == 1
+    assert error.count("are incomplete from here on: File too large. The run continues.") == 1
     sizes = [path.stat().st_size for path in run.folder.glob("logs/*/*/*.log")]
     assert sizes == [1000] * 4  # what there was room for

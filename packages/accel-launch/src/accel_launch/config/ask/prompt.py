@@ -58,6 +58,7 @@ class Prompt(Protocol):
 
 def open_prompt() -> Prompt:
     """Return the prompt that fits standard input and output."""
+    # A dumb terminal, such as that of an editor, shows escape sequences as text.
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and env.raw("TERM") not in (None, "", "dumb")
     return TerminalPrompt() if terminal else LinePrompt()
 
@@ -249,6 +250,7 @@ def _key() -> str:
         # An arrow key sends three bytes at once; Esc alone sends one.
         while len(data) < 3 and _more(descriptor):
             data += _byte(descriptor)
+    # UTF-8: from 0xC0 on a byte begins a character of two to four.
     while data[0] >= 0xC0 and len(data) < 4 and not _decodes(data):
         data += _byte(descriptor)
     return _KEYS.get(data) or data.decode("utf-8", "replace")

@@ -40,6 +40,7 @@ def ask_all(
     index = 0
     while True:
         while index < len(asked) and not asked[index].when(_with_processes(answers, gpus)):
+            # The questions behind it look at the device, whether it was asked or follows from the place.
             if asked[index].name == "device" and "device" not in answers:
                 answers = {**answers, "device": _ELSEWHERE.get(answers["place"], "cpu")}
             index += 1

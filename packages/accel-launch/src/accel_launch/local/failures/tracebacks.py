@@ -44,6 +44,7 @@ def last_exception(text: str) -> str:
     Returns:
         `ValueError: boom`, with further lines where the message has some; "" if there is no traceback.
     """
+    # The last one: those before it are its causes ("During handling of ...").
     start = text.rfind(HEADER)
     if start < 0:
         return ""
@@ -99,6 +100,7 @@ def _fold(frames: list[tuple[str | None, list[str]]], folders: dict[str, str]) -
     def library(frame: tuple[str | None, list[str]]) -> str | None:
         return next((name for folder, name in folders.items() if (frame[0] or "").startswith(folder)), None)
 
+    # The last frame is where it happened, also inside of a library.
     *before, last = frames
     for in_library, run in groupby(before, key=lambda frame: library(frame) is not None):
         found = list(run)

@@ -10,11 +10,12 @@ from accel_state import env
 __all__ = ["Console", "has_colour"]
 
 _ATOMIC = 4096  # what a pipe or terminal takes without blocking once poll calls it writable
+# 1 MiB: more than any burst of tracebacks, and little memory.
 _FULL = 1 << 20
 
 
 def has_colour(descriptor: int) -> bool:
-    """Tell whether to write in colour: to a terminal, unless NO_COLOR is set.
+    """Return whether to write in colour: to a terminal, unless NO_COLOR is set.
 
     Args:
         descriptor: What is written to.

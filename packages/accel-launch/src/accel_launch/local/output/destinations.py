@@ -52,7 +52,7 @@ class Output:
         folder: The log files' folder, new for each run; None for no log files.
         logged: Streams that are copied to log files: 1, 2.
         captured: Whether stdout passes through the launcher.
-        log_errors: Why log files are incomplete; the first one is told at once.
+        log_errors: Why log files are incomplete; the first one is shown at once.
     """
 
     stdout: Console
@@ -124,7 +124,7 @@ class Output:
         if not self.log_errors:
             self.say(
                 f"accel launch: warning: the log files in {self.folder} are incomplete from here on: "
-                f"{error.strerror or error}. The run goes on.\n"
+                f"{error.strerror or error}. The run continues.\n"
             )
         self.log_errors.append(error)
 

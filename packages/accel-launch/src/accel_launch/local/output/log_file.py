@@ -1,4 +1,4 @@
-"""A log file that never ends the run: where it cannot be written, the run goes on without it."""
+"""A log file that never ends the run: where it cannot be written, the run continues without it."""
 
 from __future__ import annotations
 

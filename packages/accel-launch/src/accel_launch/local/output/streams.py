@@ -22,10 +22,12 @@ __all__ = ["TRACEBACK", "Stream", "copy_window_size", "open_capture"]
 TRACEBACK = b"Traceback (most recent call last):"
 """How a traceback begins."""
 
+# Longer than a line takes to be written in two pieces, shorter than a reader notices.
 _PARTIAL_S = 0.05
 _HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
 _HOLD_LAST_S = 20.0  # the same, where the worker has written down that it fails
 _GOING_ON_S = 0.5  # output this long after the traceback says that the worker goes on
+# A deep traceback has some kilobytes.
 _TAIL_BYTES = 32768
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
 

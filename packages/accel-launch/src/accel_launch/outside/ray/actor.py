@@ -30,6 +30,7 @@ from accel_state import env
 __all__ = ["Event", "Place", "RayWorker"]
 
 _CHUNK = 32768
+# Signals reach the main thread alone, and this runs in another: the end is polled for.
 _LOOK_S = 0.05
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
 
@@ -62,7 +63,7 @@ class RayWorker:
         self._worker: Worker | None = None
 
     def place(self) -> Place:
-        """Tell where this is."""
+        """Return where this is."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])

@@ -171,6 +171,7 @@ def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_
         raise LaunchError(
             f"Ray could not start the workers: {error}\nEach machine needs accel-launch in this version."
         ) from None
+    # Rank 0 stays the first actor: the order is that in which machines appear.
     nodes = list(dict.fromkeys(place.node for place in places))
     seats: list[_Seat] = []
     for index, node in enumerate(nodes):

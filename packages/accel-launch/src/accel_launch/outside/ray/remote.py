@@ -1,4 +1,4 @@
-"""A worker on a Ray cluster as its supervisor sees it: what its actor tells comes in a thread."""
+"""A worker on a Ray cluster as its supervisor sees it: what its actor reports comes in a thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RayRemote(Supervised):
             self._thread.join(timeout_s)
 
     def follow(self, events: Any, channel: Channel, wake: Callable[[], None]) -> None:
-        """Pass on what the actor tells.
+        """Pass on what the actor reports.
 
         Args:
             events: The references of its events, as they come.
@@ -86,7 +86,7 @@ class RayRemote(Supervised):
             wake()
 
     def reap(self) -> bool:
-        """Take note of what the actor told; True if the worker ended since the last call."""
+        """Take note of what the actor reported; True if the worker ended since the last call."""
         left = self._left  # first: the other is set before it
         ended = self.returncode is None and self._ended is not None
         if ended:

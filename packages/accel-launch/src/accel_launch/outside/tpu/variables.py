@@ -1,4 +1,4 @@
-"""The variables by which torch_xla is told how to compute."""
+"""The variables that set how torch_xla computes."""
 
 from __future__ import annotations
 
