@@ -1,3 +1,6 @@
+from accel.big_models.quantization import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accel.big_models.quantization import load_and_quantize_model as load_and_quantize_model
+from accel.big_models.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.engines.deepspeed.runtime import GatheredParameters as GatheredParameters
 from accel.engines.deepspeed.runtime import deepspeed_required as deepspeed_required
@@ -53,6 +56,7 @@ from accel.saving.fsdp_functions import load_fsdp_model as load_fsdp_model
 from accel.saving.fsdp_functions import load_fsdp_optimizer as load_fsdp_optimizer
 from accel.saving.fsdp_functions import save_fsdp_model as save_fsdp_model
 from accel.saving.fsdp_functions import save_fsdp_optimizer as save_fsdp_optimizer
+from accel.utils import bnb as bnb
 from accel.utils import constants as constants
 from accel.utils import dataclasses as dataclasses
 from accel.utils import deepspeed as deepspeed

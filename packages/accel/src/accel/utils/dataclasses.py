@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.big_models.quantization_config import BnbQuantizationConfig
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
@@ -35,6 +36,7 @@ from accel_state.parallelism.handlers import (
 
 __all__ = [
     "AutocastKwargs",
+    "BnbQuantizationConfig",
     "ComputeEnvironment",
     "CustomDtype",
     "DDPCommunicationHookType",

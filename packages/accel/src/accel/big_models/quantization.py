@@ -1,0 +1,186 @@
+"""Models whose linear layers bitsandbytes quantizes to 8 or 4 bits while their weights are loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from accel.big_models.quantization_config import BnbQuantizationConfig
+from accel.big_models.quantized_layers import QuantizedLayers, check_weights
+from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.files import find_weight_files
+from accel_ckpt.weights.load import load_state_dict
+from accel_ckpt.weights.placement import DeviceMap, Placing, memory_device
+from accel_state.imports.packages import require
+from accel_state.logging.warning import warn
+from accel_state.process.state import current_process
+
+__all__ = ["has_4bit_bnb_layers", "load_and_quantize_model"]
+
+Folder = str | os.PathLike[str]
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: Folder | None = None,
+    device_map: Any = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Quantize the linear layers of a model, each as soon as its weight is read.
+
+    Args:
+        model: A model on the meta device (`init_empty_weights`), or one that has its weights.
+        bnb_quantization_config: 8 or 4 bits, and what is not quantized.
+        weights_location: Weights to load, as `load_checkpoint_in_model` takes them; weights that
+            `save_model` wrote of a quantized model too. By default the model's own are quantized.
+        device_map: Device by name of a module, the same for all. By default that of this process.
+        no_split_module_classes: Without effect: the model is whole on one device.
+        max_memory: Without effect.
+        offload_folder: Without effect.
+        offload_state_dict: As in `load_checkpoint_in_model`: without effect, files serve for that.
+
+    Returns:
+        The model; its linear layers are replaced.
+
+    Raises:
+        ImportError: If bitsandbytes is not installed; it names the extra.
+        TypeError: If the configuration is no `BnbQuantizationConfig`.
+        ValueError: If weights are missing: a model on the meta device needs them all; or the device map does
+            not cover the model.
+        NotImplementedError: If the device map spreads the model over devices, offloads it, or is to be
+            inferred ("auto").
+        RuntimeError: If a shape differs.
+        CheckpointError: If a file is damaged.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = Net()
+        >>> config = BnbQuantizationConfig(load_in_8bit=True)
+        >>> model = load_and_quantize_model(model, config, weights_location="weights")
+    """
+    config = bnb_quantization_config
+    if not isinstance(config, BnbQuantizationConfig):
+        raise TypeError(
+            f"bnb_quantization_config must be a BnbQuantizationConfig, not {type(config).__name__}."
+        )
+    require("bitsandbytes", extra="bitsandbytes")
+    if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, and has no weights to quantize: say where they "
+            "are with weights_location."
+        )
+    files = [] if weights_location is None else find_weight_files(weights_location)
+    ignored = {
+        "no_split_module_classes": no_split_module_classes,
+        "max_memory": max_memory,
+        "offload_folder": offload_folder,
+    }
+    for name, value in ignored.items():
+        if value is not None:
+            warn(f"{name} is ignored: a quantized model is whole on one device.")
+    names = _layers_to_quantize(model, config)
+    if not names:
+        warn(f"{type(model).__name__} has no linear layer that is quantized; see skip_modules.")
+    device_map = _device(model, device_map)
+    placing = Placing.of(device_map, None, config.torch_dtype, False, config.keep_in_fp32_modules)
+    own = {} if files else dict(model.state_dict())
+    surplus = check_weights(model, names, config, _read(files) if files else own.items())
+    if surplus:
+        warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")
+    layers = QuantizedLayers(model, names, config)
+    _fill(model, layers, placing, device_map, _read(files) if files else _drain(own))
+    return model.to(device=device_map[""])
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Tell whether a layer of a model is one of bitsandbytes' 4-bit layers.
+
+    Args:
+        model: The model.
+    """
+    bnb: Any = sys.modules.get("bitsandbytes")  # a layer can only be of a loaded module
+    return bnb is not None and any(isinstance(module, bnb.nn.Linear4bit) for module in model.modules())
+
+
+def _layers_to_quantize(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:
+    modules = dict(model.named_modules())
+    kept = [*(config.skip_modules or ()), *(config.keep_in_fp32_modules or ())]
+    for name in kept:
+        if not any(_is_in(name, path) for path in modules):
+            warn(f"{name!r} in skip_modules or keep_in_fp32_modules is no module of {type(model).__name__}.")
+    if config.skip_modules is None:
+        kept += _output_layers(model)
+    return [
+        path
+        for path, module in modules.items()
+        # Of this very class: a derived one may compute otherwise, or have its weight read by its parent.
+        if type(module) is nn.Linear and not any(_is_in(name, path) for name in kept)
+    ]
+
+
+def _output_layers(model: nn.Module) -> list[str]:
+    """Return the last layer, and layers that share their weight with another module."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    shared = [path for paths in owners.values() if len(paths) > 1 for path in paths]
+    leaves = [path for path, module in model.named_modules() if path and not any(module.children())]
+    return [*shared, *leaves[-1:]]
+
+
+def _is_in(name: str, path: str) -> bool:
+    """Tell whether a name, or the end of a dotted path, leads to a module or to one that it is inside of."""
+    return f".{name}." in f".{path}."
+
+
+def _device(model: nn.Module, device_map: Any) -> dict[str, Any]:
+    """Return the map of a model that is whole on one device."""
+    if isinstance(device_map, str):
+        raise NotImplementedError(
+            f"device_map={device_map!r}: a quantized model is whole on one device. Name it, as in {{'': 0}}."
+        )
+    if device_map is None:
+        return {"": current_process().device}
+    Placing.of(device_map, "", None, False, None).check(Slots(model))
+    devices = set(map(str, device_map.values()))
+    if len(devices) > 1 or "disk" in devices:
+        raise NotImplementedError(
+            f"device_map puts {type(model).__name__} on {', '.join(sorted(devices))}: a quantized model is "
+            "whole on one device, in memory. Give it one, as in {'': 'cpu'}."
+        )
+    return {"": memory_device(next(iter(device_map.values())))}
+
+
+def _read(files: list[Any]) -> Iterator[tuple[str, Any]]:
+    for file in files:
+        yield from load_state_dict(file).items()
+
+
+def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Give a model's weights one by one, and let go of each."""
+    for name in list(state):
+        yield name, state.pop(name)
+
+
+def _fill(
+    model: nn.Module,
+    layers: QuantizedLayers,
+    placing: Placing,
+    device_map: DeviceMap,
+    weights: Iterator[tuple[str, Any]],
+) -> None:
+    """Quantize the weights of quantized layers, and place the others."""
+    slots = Slots(model)
+    for name, value in weights:
+        if not layers.take(name, value, device_map) and name in slots:
+            placing.place(slots, name, value)
+    layers.finish(device_map)
+    placing.finish()

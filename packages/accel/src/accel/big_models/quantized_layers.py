@@ -1,0 +1,185 @@
+"""The linear layers of a model that bitsandbytes quantizes, and their weights as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.big_models.quantization_config import BnbQuantizationConfig
+from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.placement import DeviceMap, device_for, memory_device
+from accel_state.imports.packages import require
+
+__all__ = ["QuantizedLayers", "check_weights"]
+
+
+class QuantizedLayers:
+    """Layers that wait for their weights.
+
+    Args:
+        model: The model, whose layers are replaced; the new ones have their weights on the meta device.
+        names: Names of linear layers.
+        config: 8 or 4 bits.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str], config: BnbQuantizationConfig) -> None:
+        self._bnb: Any = require("bitsandbytes", extra="bitsandbytes")
+        self._config = config
+        self._layers: dict[str, Any] = {}
+        # What a layer that was saved quantized consists of, until all of it is there.
+        self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            parent = model.get_submodule(path)
+            layer = self._make(getattr(parent, leaf))
+            self._layers[name] = layer
+            setattr(parent, leaf, layer)
+
+    def take(self, name: str, value: Any, device_map: DeviceMap) -> bool:
+        """Take a weight of a checkpoint, if it belongs to one of these layers and is not a bias.
+
+        Args:
+            name: Its name.
+            value: The weight, as `check_weights` passed it; it is copied.
+            device_map: Device by name of a module.
+
+        Returns:
+            Whether it belongs to one of them.
+        """
+        path, leaf = _split(name, self._layers)
+        if not path:
+            return False
+        if leaf == "weight" and value.is_floating_point():
+            device = memory_device(device_for(name, device_map))
+            self._layers[path].weight = self._quantize(value).to(device)
+        else:
+            self._parts.setdefault(path, {})[leaf] = value
+        return True
+
+    def finish(self, device_map: DeviceMap) -> None:
+        """Set the weights of layers that were saved quantized.
+
+        Args:
+            device_map: Device by name of a module.
+        """
+        set_weight = self._saved_8bit if self._config.load_in_8bit else self._saved_4bit
+        for path, parts in self._parts.items():
+            device = memory_device(device_for(f"{path}.weight", device_map))
+            self._layers[path].weight = set_weight(parts, device)
+
+    def _make(self, linear: nn.Linear) -> Any:
+        config, bias = self._config, linear.bias is not None
+        sizes = (linear.in_features, linear.out_features, bias)
+        with torch.device("meta"):
+            if config.load_in_8bit:
+                layer = self._bnb.nn.Linear8bitLt(
+                    *sizes, has_fp16_weights=False, threshold=config.llm_int8_threshold
+                )
+            else:
+                layer = self._bnb.nn.Linear4bit(
+                    *sizes,
+                    compute_dtype=config.bnb_4bit_compute_dtype,
+                    compress_statistics=config.bnb_4bit_use_double_quant,
+                    quant_type=config.bnb_4bit_quant_type,
+                )
+        layer.weight.requires_grad_(False)
+        layer.train(linear.training)
+        if bias:
+            layer.bias = linear.bias
+        return layer
+
+    def _quantize(self, value: torch.Tensor) -> Any:
+        config, kinds = self._config, self._bnb.nn
+        plain = value.detach().to(config.torch_dtype).contiguous()
+        if config.load_in_8bit:
+            return kinds.Int8Params(plain, requires_grad=False, has_fp16_weights=False)
+        return kinds.Params4bit(
+            plain,
+            requires_grad=False,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+        )
+
+    def _saved_8bit(self, parts: dict[str, torch.Tensor], device: str) -> Any:
+        weight, scales = parts["weight"].clone(), parts["SCB"].clone()
+        made = self._bnb.nn.Int8Params(
+            weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales
+        )
+        return made.to(device)
+
+    def _saved_4bit(self, parts: dict[str, torch.Tensor], device: str) -> Any:
+        statistics = {leaf: value.clone() for leaf, value in parts.items() if leaf != "weight"}
+        return self._bnb.nn.Params4bit.from_prequantized(
+            parts["weight"].clone(), statistics, requires_grad=False, device=device
+        )
+
+
+def check_weights(
+    model: nn.Module,
+    names: Collection[str],
+    config: BnbQuantizationConfig,
+    weights: Iterable[tuple[str, Any]],
+) -> list[str]:
+    """Compare weights with a model, before it is changed.
+
+    Args:
+        model: The model, with its plain linear layers.
+        names: Names of layers that will be quantized.
+        config: 8 or 4 bits.
+        weights: Weights by name.
+
+    Returns:
+        The names of weights that the model does not have.
+
+    Raises:
+        RuntimeError: If a shape differs.
+        ValueError: If a layer was saved quantized otherwise, or a weight of the meta device is missing.
+    """
+    slots = Slots(model)
+    found: set[str] = set()
+    parts: dict[str, set[str]] = {}
+    surplus = []
+    for name, value in weights:
+        path, leaf = _split(name, names)
+        if path and (leaf != "weight" or not value.is_floating_point()):
+            parts.setdefault(path, set()).add(leaf)
+            found.add(f"{path}.weight")
+        elif name not in slots or not isinstance(value, torch.Tensor):
+            surplus.append(name)
+        elif value.shape != slots.get(name).shape:
+            raise RuntimeError(
+                f"{name} has the shape {list(value.shape)} in the weights and {list(slots.get(name).shape)} "
+                f"in {type(model).__name__}."
+            )
+        else:
+            found.update(slots.names(name))
+    for path, leaves in parts.items():
+        _check_parts(path, leaves, config)
+    missing = [name for name, value in model.named_parameters() if value.is_meta and name not in found]
+    if missing:
+        raise ValueError(f"weights_location has no weights for: {', '.join(missing)}.")
+    return surplus
+
+
+def _check_parts(path: str, leaves: set[str], config: BnbQuantizationConfig) -> None:
+    four = any(".quant_state." in leaf for leaf in leaves)
+    needed = {"weight"} if four else {"weight", "SCB"}
+    if four == config.load_in_8bit or not needed <= leaves:
+        raise ValueError(
+            f"{path} was saved with {', '.join(sorted(leaves))}, which is no layer quantized to "
+            f"{8 if config.load_in_8bit else 4} bits. Load it with the configuration that it was quantized "
+            "with, or from the weights before that."
+        )
+
+
+def _split(name: str, layers: Collection[str]) -> tuple[str, str]:
+    """Split the name of a weight after its layer; ("", name) if it is the bias or of no layer of these."""
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        path, leaf = ".".join(parts[:length]), ".".join(parts[length:])
+        if path in layers and leaf != "bias":
+            return path, leaf
+    return "", name
