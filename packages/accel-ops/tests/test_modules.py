@@ -8,6 +8,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accel_ops.modules import (
     extract_model_from_parallel,
     get_module_children_bottom_up,
+    get_pretty_name,
     has_compiled_regions,
     is_compiled_module,
     model_has_dtensor,
@@ -149,3 +150,9 @@ def test_a_model_compiled_inside_a_container_is_taken_out_of_both():
 
     assert extract_model_from_parallel(wrapped) is compiled
     assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
+
+
+def test_names_of_functions_classes_and_objects():
+    assert get_pretty_name(Outer) == get_pretty_name(Outer()) == "Outer"
+    assert get_pretty_name(Outer.forward) == "Outer.forward"
+    assert get_pretty_name({}) == "dict"

@@ -31,6 +31,7 @@ from accel_ops.module_tensors import retie_parameters as retie_parameters
 from accel_ops.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_ops.modules import extract_model_from_parallel as extract_model_from_parallel
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_ops.modules import get_pretty_name as get_pretty_name
 from accel_ops.modules import has_compiled_regions as has_compiled_regions
 from accel_ops.modules import is_compiled_module as is_compiled_module
 from accel_ops.modules import model_has_dtensor as model_has_dtensor
@@ -55,4 +56,5 @@ from accel_ops.trees.walk import flatten as flatten
 from accel_ops.trees.walk import honor_type as honor_type
 from accel_ops.trees.walk import is_namedtuple as is_namedtuple
 from accel_ops.trees.walk import is_torch_tensor as is_torch_tensor
+from accel_ops.trees.walk import merge_dicts as merge_dicts
 from accel_ops.trees.walk import recursively_apply as recursively_apply

@@ -16,6 +16,7 @@ __all__ = [
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
     "find_tied_parameters",
+    "moved",
     "named_module_tensors",
     "read_dtype",
     "retie_parameters",
@@ -106,7 +107,7 @@ def set_module_tensor_to_device(
     new = on_devices.get(target) if on_devices else None
     if new is None:
         try:
-            new = _moved(old, value, target, read_dtype(dtype), non_blocking)
+            new = moved(old, value, target, read_dtype(dtype), non_blocking)
         except (RuntimeError, AssertionError):
             existing_device(target)  # one that is not here is named; anything else is as torch says it
             raise
@@ -298,14 +299,28 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 @torch.no_grad()
-def _moved(
+def moved(
     old: torch.Tensor,
     value: torch.Tensor | None,
     device: torch.device,
-    dtype: torch.dtype | None,
-    non_blocking: bool,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
 ) -> torch.Tensor:
-    """Return a tensor of the class of `old` on a device; `old` itself if nothing changes."""
+    """Return a tensor of the class of another, with its attributes, on a device.
+
+    Args:
+        old: A parameter or buffer.
+        value: The values; by default those of `old`.
+        device: Where they go.
+        dtype: What they are cast to; by default the dtype of `old`.
+        non_blocking: Let the copy run beside the host's work, where memory allows.
+
+    Returns:
+        `old` itself if nothing changes.
+
+    Raises:
+        ValueError: If `old` is of a tensor class of its own, and the value is a plain tensor.
+    """
     if value is None and old.device == device and dtype in (None, old.dtype):
         return old
     data = (old if value is None else _fitting(old, value)).detach()

@@ -15,6 +15,7 @@ __all__ = [
     "WeakForward",
     "extract_model_from_parallel",
     "get_module_children_bottom_up",
+    "get_pretty_name",
     "has_compiled_regions",
     "is_compiled_module",
     "model_has_dtensor",
@@ -228,3 +229,13 @@ def _bottom_up(module: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.M
         for pair in _bottom_up(child, f"{name}.{child_name}" if name else child_name)
     ]
     return [*below, (name, module)]
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a function or class, or of the class of any other object.
+
+    Args:
+        obj: The object.
+    """
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from accel.big_models.align import AlignDevicesHook
+from accel.big_models.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
 from accel.big_models.hooks import (
     ModelHook,
     SequentialHook,
@@ -10,12 +16,19 @@ from accel.big_models.hooks import (
     remove_hook_from_submodules,
 )
 from accel.big_models.layerwise_casting import LayerwiseCastingHook
+from accel.big_models.offload import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
     "LayerwiseCastingHook",
     "ModelHook",
     "SequentialHook",
+    "UserCpuOffloadHook",
     "add_hook_to_module",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]

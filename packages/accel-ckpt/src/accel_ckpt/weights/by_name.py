@@ -45,7 +45,7 @@ class Slots:
         return value  # type: ignore[no-any-return]
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Make a tensor the weight, under all its names; a parameter stays a parameter.
+        """Make a tensor the weight, under all its names; a parameter stays one, of its class and attributes.
 
         Args:
             name: One of its names.
@@ -53,7 +53,16 @@ class Slots:
         """
         own = self.get(name)
         if isinstance(own, torch.nn.Parameter):
-            value = torch.nn.Parameter(value, requires_grad=own.requires_grad)
+            value = _as_parameter(value, own)
+        self.restore(name, value)
+
+    def restore(self, name: str, value: torch.Tensor) -> None:
+        """Put a parameter or a buffer itself in its place, under all its names.
+
+        Args:
+            name: One of its names.
+            value: The parameter or buffer.
+        """
         for other in self._names[name]:
             module, leaf = self._find(other)
             held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
@@ -62,3 +71,14 @@ class Slots:
     def _find(self, name: str) -> tuple[torch.nn.Module, str]:
         path, _, leaf = name.rpartition(".")
         return self.model.get_submodule(path), leaf
+
+
+def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Parameter:
+    kind: Any = type(own)
+    if kind is torch.nn.Parameter or not issubclass(
+        kind, torch.nn.Parameter
+    ):  # the latter: of a tensor subclass
+        return torch.nn.Parameter(value, requires_grad=own.requires_grad)
+    made: torch.nn.Parameter = torch.Tensor._make_subclass(kind, value, own.requires_grad)
+    made.__dict__.update(own.__dict__)
+    return made

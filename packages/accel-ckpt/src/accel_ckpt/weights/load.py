@@ -22,7 +22,13 @@ from accel_ops.modules import model_has_dtensor
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
-__all__ = ["device_for", "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"]
+__all__ = [
+    "device_for",
+    "load_checkpoint_in_model",
+    "load_in_place",
+    "load_offloaded_weights",
+    "load_state_dict",
+]
 
 Folder = str | os.PathLike[str]
 
@@ -114,23 +120,75 @@ def load_checkpoint_in_model(
             "the weights before they are quantized, with offload_8bit_bnb=False."
         )
     placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
-    if model_has_dtensor(model) and device_map is not None:
+    _load(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
+
+
+def load_in_place(
+    model: torch.nn.Module,
+    checkpoint: Folder,
+    device_map: DeviceMap | None = None,
+    offload_folder: Folder | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Load weights as `load_checkpoint_in_model`, but leave those of "disk" in their safetensors files.
+
+    Args:
+        model: The model.
+        checkpoint: As there.
+        device_map: As there.
+        offload_folder: Where weights of "disk" are written that are in other files, or of another dtype.
+        dtype: As there; it is the dtype of what is written, too.
+        offload_buffers: As there.
+        keep_in_fp32_modules: As there.
+        strict: As there.
+        full_state_dict: As there.
+        broadcast_from_rank0: As there.
+
+    Returns:
+        Entries of the weights on the disk by name, for `OffloadedWeightsLoader(index=...)`.
+
+    Raises:
+        ValueError: As there; a folder is needed only for what is not read in place.
+        TypeError: As there.
+        RuntimeError: As there.
+        OSError: As there.
+    """
+    placing = Placing.of(
+        device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, in_place=True
+    )
+    _load(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
+    return placing.index
+
+
+def _load(
+    model: torch.nn.Module, checkpoint: Folder, placing: Placing, strict: bool, full: bool, broadcast: bool
+) -> None:
+    if model_has_dtensor(model) and placing.device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
-    if broadcast_from_rank0 and device_map is not None:
+    if broadcast and placing.device_map is not None:
         warn("broadcast_from_rank0 is ignored: with a device_map each process reads for itself.")
-    elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
-        if dtype is not None:
+    elif model_has_dtensor(model) or (broadcast and current_process().world_size > 1):
+        if placing.dtype is not None:
             warn(
                 "dtype is ignored: weights that are sharded or sent take the model's dtype. Convert the "
                 "model instead.",
             )
-        _load_collectively(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+        _load_collectively(model, checkpoint, strict, full, broadcast)
         return
     slots = Slots(model)
     placing.check(slots)
     files = find_weight_files(checkpoint)
     _check_files(slots, files, checkpoint, strict)
-    _place_files(slots, files, placing)
+    try:
+        _place_files(slots, files, placing)
+    except BaseException:
+        placing.undo(slots)
+        raise
 
 
 def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], offload_folder: Folder) -> None:
@@ -204,11 +262,15 @@ def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
 def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:
     extra: dict[str, Any] = {}
     for file in files:
-        for name, value in _map_file(file).items():
+        state = _map_file(file)
+        first: dict[int, str] = {}
+        inside = {name: first.setdefault(id(value), name) for name, value in state.items()}
+        for name, value in state.items():
             if name in slots and name in slots.expected:
-                placing.place(slots, name, value)
+                placing.place(slots, name, value, (file, inside[name]))
             elif name in slots.expected:
                 extra[name] = value  # what a module's get_extra_state gave
+        del state
     placing.finish()
     if extra:
         slots.model.load_state_dict(extra, strict=False)

@@ -3,6 +3,10 @@
     <name>.dat    the elements of one tensor, in row-major order and in the bytes of its own dtype
     index.json    {"<name>": {"dtype": "bfloat16", "shape": [3, 2]}, ...}
 
+An index in memory may also have weights that are read in place from safetensors files, anywhere:
+`{"safetensors_file": "<path>", "weight_name": "<name in the file>", "dtype": "bfloat16"}`. `weight_name` in
+an entry of the folder names the file, for tied weights that have one.
+
 A tensor without elements has one zero byte, since an empty file cannot be mapped into memory.
 """
 
@@ -12,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import torch
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import check_inside, listed_file
+from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
 from accel_ops.collectives.pack_parts import as_bytes
 
 __all__ = [
@@ -55,6 +61,7 @@ def offload_weight(
 
     Raises:
         ValueError: If the name would lead out of the folder.
+        OSError: If the file cannot be written; nothing of it is left.
     """
     if not weight_name or not {"/", os.sep, "\0"}.isdisjoint(weight_name):
         raise ValueError(
@@ -63,7 +70,7 @@ def offload_weight(
         )
     value = weight.detach().cpu()
     content = as_bytes(value) if value.numel() else torch.zeros(1, dtype=torch.uint8)
-    content.numpy().tofile(_file_name(offload_folder, weight_name))
+    _write(Path(offload_folder) / f"{weight_name}.dat", content.numpy())
     if index is not None:
         index[weight_name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     return index
@@ -91,9 +98,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
         raise CorruptCheckpointError(
             f"{weight_file} has {size} bytes; {shape} of {dtype} are {expected}. Offload the weights anew."
         )
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_file(os.fspath(weight_file), shared=False, size=count, dtype=dtype).reshape(shape)
+    return map_tensor(weight_file, 0, shape, dtype)
 
 
 def save_offload_index(index: Index, offload_folder: Folder) -> None:
@@ -137,8 +142,13 @@ def read_offload_index(offload_folder: Folder) -> Index:
         entries = None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise CorruptCheckpointError(f"{path} is no index of offloaded weights. Offload them anew.")
-    for name in entries:
+    for name, entry in entries.items():
         check_inside(f"{name}.dat", path)
+        if "safetensors_file" in entry:
+            raise CorruptCheckpointError(
+                f"{path} says that {name} is in {entry['safetensors_file']}. Files in other "
+                "places are read where offload_index names them, and not because a file says so."
+            )
     return entries
 
 
@@ -192,6 +202,9 @@ class PrefixedDataset(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self.dataset[self.prefix + key]
 
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.dataset if name.startswith(self.prefix))
 
@@ -209,11 +222,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: The weights in memory.
         save_folder: The folder of the others.
         index: Entries of the weights in the folder, each with `dtype` and `shape`; by default all that the
-            folder's index has.
+            folder's index has. Those with `safetensors_file` are read in place, from that file.
         device: Where weights of the folder are put; the CPU by default.
 
     Raises:
-        ValueError: If nothing is given, or an index without its folder.
+        ValueError: If nothing is given, or an index without its folder (which entries in place do not need).
         FileNotFoundError: If the folder has no index and none is given.
         CorruptCheckpointError: If the folder's index is damaged, or a name in it leads out of the folder.
     """
@@ -227,7 +240,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index.")
-        if index and save_folder is None:
+        if save_folder is None and any("safetensors_file" not in entry for entry in (index or {}).values()):
             raise ValueError("index lists weights on the disk: say in which folder with save_folder=.")
         if index is None and save_folder is not None:
             index = read_offload_index(save_folder)
@@ -235,15 +248,24 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: Mapping[str, Mapping[str, Any]] = index or {}
         self.save_folder = save_folder
         self.device = device
+        self._in_place = SafetensorsFiles()
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
-        assert self.save_folder is not None
-        folder = Path(self.save_folder)
-        value = load_offloaded_weight(listed_file(folder, f"{key}.dat", folder / INDEX), entry)
+        if "safetensors_file" in entry:
+            value = self._in_place.load(key, entry)
+        else:
+            assert self.save_folder is not None
+            folder = Path(self.save_folder)
+            value = load_offloaded_weight(
+                listed_file(folder, f"{entry.get('weight_name', key)}.dat", folder / INDEX), entry
+            )
         return value if self.device is None else value.to(self.device)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
 
     def __iter__(self) -> Iterator[str]:
         yield from self.state_dict
@@ -253,8 +275,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.state_dict.keys() | self.index.keys())
 
 
-def _file_name(folder: Folder, name: str) -> Path:
-    return Path(folder) / f"{name}.dat"
+def _write(path: Path, content: Any) -> None:
+    try:
+        # A new file in the place of the old one, which a tensor may be mapped from.
+        path.unlink(missing_ok=True)
+        with open(path, "xb", buffering=0) as file:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[file.write(rest) :]
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        reason = (
+            f"the weight {path.stem} ({len(memoryview(content))} bytes) cannot be offloaded: {error.strerror}"
+        )
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 def _described(file: Folder, entry: Mapping[str, Any]) -> tuple[list[int], torch.dtype]:

@@ -65,7 +65,9 @@ class Placing:
         dtype: What floating-point weights become; None for what they are in the model.
         offload_buffers: Whether buffers go to "disk" too.
         fp32_modules: Modules whose weights are float32 if `dtype` is given.
-        index: Entries of the weights that have been written to the folder.
+        in_place: Leave weights of "disk" in the safetensors files that have them, in their dtype.
+        index: Entries of the weights that are on the disk.
+        before: What was on the meta device before it got a value, by name.
     """
 
     device_map: DeviceMap | None
@@ -73,7 +75,9 @@ class Placing:
     dtype: torch.dtype | None
     offload_buffers: bool
     fp32_modules: tuple[str, ...]
+    in_place: bool = False
     index: dict[str, dict[str, Any]] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,6 +87,7 @@ class Placing:
         dtype: str | torch.dtype | None,
         offload_buffers: bool,
         fp32_modules: list[str] | None,
+        in_place: bool = False,
     ) -> Placing:
         """Check options as a user gives them."""
         if device_map is not None and not isinstance(device_map, Mapping):
@@ -90,10 +95,11 @@ class Placing:
                 f"device_map must be a dict of devices by name of a module, such as {{'': 'cpu'}}, not "
                 f"{device_map!r}."
             )
-        if device_map and offload_folder is None and "disk" in map(str, device_map.values()):
+        needs_folder = device_map and not in_place and "disk" in map(str, device_map.values())
+        if needs_folder and offload_folder is None:
             raise ValueError("device_map puts weights on the disk: say where with offload_folder=.")
         folder = None if offload_folder is None else Path(offload_folder)
-        return cls(device_map, folder, _dtype(dtype), offload_buffers, tuple(fp32_modules or ()))
+        return cls(device_map, folder, _dtype(dtype), offload_buffers, tuple(fp32_modules or ()), in_place)
 
     def check(self, slots: Slots) -> None:
         """Refuse a device map that leaves a weight of the model out."""
@@ -101,15 +107,20 @@ class Placing:
             for name in sorted(slots.expected):
                 device_for(name, self.device_map)
 
-    def place(self, slots: Slots, name: str, value: torch.Tensor) -> None:
+    def place(
+        self, slots: Slots, name: str, value: torch.Tensor, source: tuple[Path, str] | None = None
+    ) -> None:
         """Put one weight where it belongs.
 
         Args:
             slots: The weights of the model.
             name: Name of the weight.
             value: The weight as the checkpoint has it; it is copied.
+            source: The file of the weight and its name there, if it can be read in place.
         """
         own = slots.get(name)
+        if own.is_meta:
+            self.before.setdefault(name, own)
         dtype = self._dtype_of(name, own)
         if self.device_map is None:
             if own.is_meta:
@@ -119,9 +130,7 @@ class Placing:
             return
         device = self._device_of(slots, name)
         if device == "disk":
-            assert self.offload_folder is not None
-            self.offload_folder.mkdir(parents=True, exist_ok=True)
-            offload_weight(value, name, self.offload_folder, self.index)
+            self._offload(name, value, dtype, source)
             slots.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
         else:
             slots.put(name, value.to(device, dtype, copy=True))
@@ -129,7 +138,37 @@ class Placing:
     def finish(self) -> None:
         """Write the index of what went to the disk."""
         if self.offload_folder is not None:
-            save_offload_index(self.index, self.offload_folder)
+            written = {name: entry for name, entry in self.index.items() if "safetensors_file" not in entry}
+            save_offload_index(written, self.offload_folder)
+
+    def undo(self, slots: Slots) -> None:
+        """Take back what a load that failed has placed: weights that had no values have none again."""
+        for name, own in self.before.items():
+            slots.restore(name, own)
+        for name, entry in self.index.items():
+            if "safetensors_file" not in entry and self.offload_folder is not None:
+                (self.offload_folder / f"{name}.dat").unlink(missing_ok=True)
+
+    def _offload(
+        self, name: str, value: torch.Tensor, dtype: torch.dtype, source: tuple[Path, str] | None
+    ) -> None:
+        file, inside = source or (None, name)
+        readable = self.in_place and file is not None and file.name.endswith(".safetensors")
+        # Weights of another dtype would be converted at each use; where there is a folder, they are once.
+        if file is not None and readable and (value.dtype == dtype or self.offload_folder is None):
+            self.index[name] = {
+                "safetensors_file": os.path.abspath(file),
+                "weight_name": inside,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            return
+        if self.offload_folder is None:
+            raise ValueError(
+                f"{file} is no safetensors file, from which {name} could be read in place: say where to "
+                'write weights of "disk" with offload_folder=.'
+            )
+        self.offload_folder.mkdir(parents=True, exist_ok=True)
+        offload_weight(value.to(dtype) if self.in_place else value, name, self.offload_folder, self.index)
 
     def _device_of(self, slots: Slots, name: str) -> str:
         assert self.device_map is not None

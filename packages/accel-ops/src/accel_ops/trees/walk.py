@@ -22,6 +22,7 @@ __all__ = [
     "is_namedtuple",
     "is_torch_tensor",
     "keys",
+    "merge_dicts",
     "rebuild",
     "recursively_apply",
 ]
@@ -248,6 +249,28 @@ def _rebuild_mapping(data: Mapping[Any, Any], values: Sequence[Any]) -> Any:
     for key, value in zip(list(data), values, strict=True):
         new[key] = value
     return new
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Merge one dict into another, and dicts inside of them likewise.
+
+    Args:
+        source: What is merged; where both have a value, this one counts.
+        destination: What it is merged into, in place.
+
+    Returns:
+        The destination.
+
+    Example:
+        >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
+        {'a': {'y': 2, 'x': 1}, 'b': 3}
+    """
+    for key, value in source.items():
+        present = destination.get(key)
+        if isinstance(value, dict):
+            value = merge_dicts(value, present if isinstance(present, dict) else {})
+        destination[key] = value
+    return destination
 
 
 def _unsupported(operation: str, data: Any, test_type: Callable[[Any], bool]) -> str:

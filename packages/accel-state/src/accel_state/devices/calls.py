@@ -15,6 +15,7 @@ import torch
 
 from accel_state import env
 from accel_state.devices import probes
+from accel_state.devices.ram import available_ram
 
 __all__ = ["CPU", "CUDA", "HPU", "MPS", "XLA", "cpu_is_available", "xla_is_available"]
 
@@ -43,6 +44,7 @@ CPU = _calls(
     empty_cache=lambda: None,
     get_rng_state=lambda: torch.get_rng_state(),
     set_rng_state=lambda state: torch.set_rng_state(state),
+    free_memory=available_ram,
     memory_allocated=lambda: 0,
     max_memory_allocated=lambda: 0,
     reset_peak_memory_stats=lambda: None,
@@ -64,6 +66,7 @@ CUDA = _calls(has_bf16=lambda: torch.cuda.is_bf16_supported(), pci_address=_cuda
 
 MPS = _calls(
     has_bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
+    free_memory=lambda: torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(),
     memory_allocated=lambda: torch.mps.current_allocated_memory(),
     max_memory_allocated=lambda: 0,
     reset_peak_memory_stats=lambda: None,
@@ -132,6 +135,7 @@ XLA = _calls(
     empty_cache=lambda: None,
     get_rng_state=lambda: _xla().get_rng_state(),
     set_rng_state=lambda state: _xla().set_rng_state(state),
+    free_memory=lambda: _xla_memory("bytes_limit") - _xla_memory("bytes_used"),
     memory_allocated=lambda: _xla_memory("bytes_used"),
     max_memory_allocated=lambda: _xla_memory("peak_bytes_used"),
     reset_peak_memory_stats=lambda: None,

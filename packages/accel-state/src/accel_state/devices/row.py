@@ -152,6 +152,16 @@ class DeviceRow:
         """Start counting `max_memory_allocated` anew."""
         self._call("reset_peak_memory_stats")
 
+    def free_memory(self, index: int) -> int:
+        """Return the memory of a device that no process has taken, in bytes.
+
+        Args:
+            index: Which of several.
+        """
+        if "free_memory" in self.calls:
+            return int(self.calls["free_memory"]())
+        return int(self._call("mem_get_info", index)[0])
+
     def pci_address(self, index: int) -> str | None:
         """Return where the device sits on the PCI bus ("0000:1b:00.0"), or None where that is not known.
 

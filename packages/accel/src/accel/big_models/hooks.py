@@ -13,6 +13,7 @@ from torch import nn
 from accel_ops.modules import WeakForward, weak_forward
 
 __all__ = [
+    "HookedForward",
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",

@@ -1,3 +1,9 @@
+from accel.big_models.memory import get_balanced_memory as get_balanced_memory
+from accel.big_models.memory import get_max_memory as get_max_memory
+from accel.big_models.module_device import align_module_device as align_module_device
+from accel.big_models.module_device import has_offloaded_params as has_offloaded_params
+from accel.big_models.placement import check_device_map as check_device_map
+from accel.big_models.placement import infer_auto_device_map as infer_auto_device_map
 from accel.big_models.quantization import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel.big_models.quantization import load_and_quantize_model as load_and_quantize_model
 from accel.big_models.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
@@ -124,6 +130,7 @@ from accel_ops.module_tensors import retie_parameters as retie_parameters
 from accel_ops.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_ops.modules import extract_model_from_parallel as extract_model_from_parallel
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_ops.modules import get_pretty_name as get_pretty_name
 from accel_ops.modules import has_compiled_regions as has_compiled_regions
 from accel_ops.modules import is_compiled_module as is_compiled_module
 from accel_ops.modules import model_has_dtensor as model_has_dtensor
@@ -147,6 +154,7 @@ from accel_ops.trees.tensors import slice_tensors as slice_tensors
 from accel_ops.trees.walk import honor_type as honor_type
 from accel_ops.trees.walk import is_namedtuple as is_namedtuple
 from accel_ops.trees.walk import is_torch_tensor as is_torch_tensor
+from accel_ops.trees.walk import merge_dicts as merge_dicts
 from accel_ops.trees.walk import recursively_apply as recursively_apply
 from accel_optim.handlers import AutocastKwargs as AutocastKwargs
 from accel_optim.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs

@@ -96,17 +96,24 @@ def answered(name: str, *values: Any) -> Test:
     return lambda answers: answers.get(name) in values
 
 
-several = answered("place", "several")
-"""Whether there are several machines, each with a launcher."""
+def several(answers: Answers) -> bool:
+    """Whether there are several machines, each with a launcher."""
+    return answers.get("place") == "several"
 
-is_gpu = answered("device", "all", "some")
-"""Whether GPUs are trained on."""
 
-is_tpu = answered("device", "tpu")
-"""Whether TPUs are trained on, those of this machine or of a pod."""
+def is_gpu(answers: Answers) -> bool:
+    """Whether GPUs are trained on."""
+    return answers.get("device") in ("all", "some")
 
-is_sagemaker = answered("place", "sagemaker")
-"""Whether Amazon SageMaker is trained on."""
+
+def is_tpu(answers: Answers) -> bool:
+    """Whether TPUs are trained on, those of this machine or of a pod."""
+    return answers.get("device") == "tpu"
+
+
+def is_sagemaker(answers: Answers) -> bool:
+    """Whether Amazon SageMaker is trained on."""
+    return answers.get("place") == "sagemaker"
 
 
 def asked_if(when: Test, questions: Iterable[Question]) -> list[Question]:

@@ -1,0 +1,124 @@
+"""Tensors that are read where they lie in a file: mapped into memory, and brought in when they are used."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.safetensors_header import read_header
+from accel_ckpt.files.safetensors_writer import DTYPES
+
+__all__ = ["SafetensorsFiles", "map_tensor", "read_pages"]
+
+_DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
+
+# (names of tensors with their place, where these begin)
+_Header = tuple[dict[str, dict[str, Any]], int]
+
+
+def map_tensor(
+    path: str | os.PathLike[str], begin: int, shape: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Map a tensor of a file into memory.
+
+    Args:
+        path: The file, which must not shrink while the tensor is in use.
+        begin: Its first byte in the file.
+        shape: Its shape.
+        dtype: Its dtype.
+
+    Returns:
+        A tensor on the CPU whose pages are read when they are used. What is written to it is its own, and
+        never reaches the file.
+
+    Raises:
+        CorruptCheckpointError: If the file ends before the tensor, or is no regular file.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    found = regular_file(path).stat().st_size
+    if begin + size > found:
+        raise CorruptCheckpointError(
+            f"{path} has {found} bytes and is cut off: a weight of it, {shape} of {dtype}, ends at byte "
+            f"{begin + size}. Copy it anew."
+        )
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    start = begin - begin % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        # Of this tensor alone, so that its memory is free again when the tensor is.
+        pages = mmap.mmap(file.fileno(), begin - start + size, offset=start, access=mmap.ACCESS_COPY)
+    content = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=begin - start)
+    if begin % dtype.itemsize:  # the format allows that, and torch wants elements where they are aligned
+        content = content.clone()
+    return content.view(dtype).reshape(shape)
+
+
+def read_pages(tensor: torch.Tensor) -> None:
+    """Bring the pages of a mapped tensor into memory, by looking at a byte of each.
+
+    Args:
+        tensor: A contiguous tensor on the CPU.
+    """
+    content = tensor.detach().reshape(-1).view(torch.uint8)
+    content[:: mmap.PAGESIZE].sum(dtype=torch.int64)
+
+
+class SafetensorsFiles:
+    """Safetensors files whose weights are read in place; a header is read again only if it changes."""
+
+    def __init__(self) -> None:
+        self._headers: dict[str, tuple[tuple[int, int], _Header]] = {}
+
+    def load(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        """Map a weight into memory.
+
+        Args:
+            name: The weight, for messages, and in the file if the entry has no other name.
+            entry: `safetensors_file`, and if wanted `weight_name` (in the file) and `dtype` (of the result).
+
+        Raises:
+            CorruptCheckpointError: If the file is damaged, or no regular file, or lacks the weight.
+            FileNotFoundError: If it is gone.
+        """
+        path, inside = str(entry["safetensors_file"]), str(entry.get("weight_name", name))
+        entries, begin = self._header(path, name)
+        try:
+            place = entries[inside]
+            dtype, shape, first = (
+                _DTYPE_OF[place["dtype"]],
+                list(place["shape"]),
+                int(place["data_offsets"][0]),
+            )
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise CorruptCheckpointError(
+                f"{path} does not have {inside!r} (weight {name}) as a tensor. Load the model's weights anew."
+            ) from error
+        value = map_tensor(path, begin + first, shape, dtype)
+        wanted = getattr(torch, str(entry.get("dtype", "")).removeprefix("torch."), dtype)
+        return value.to(wanted)
+
+    def _header(self, path: str, name: str) -> _Header:
+        try:
+            status = regular_file(path).stat()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{path}, where the weight {name} is read in place, is gone. Keep the checkpoint while "
+                "the model is in use."
+            ) from error
+        version = (status.st_mtime_ns, status.st_size)
+        known = self._headers.get(path)
+        if known is None or known[0] != version:
+            try:
+                entries, _, begin = read_header(Path(path))
+            except ValueError as error:
+                raise CorruptCheckpointError(f"weight {name}: {error} Copy it anew.") from error
+            self._headers[path] = known = (version, (entries, begin))
+        return known[1]

@@ -1,0 +1,374 @@
+"""The hook that brings a module's weights, inputs and outputs to their devices, and weights back."""
+
+from __future__ import annotations
+
+import threading
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.big_models.hooks import Arguments, ModelHook
+from accel.big_models.offloaded_state import keep_state
+from accel.big_models.parameters import META, move, on_meta
+from accel.big_models.prefetch import Prefetcher, bring_in
+from accel.big_models.untraced import run_untraced
+from accel_ckpt.weights.placement import memory_device
+from accel_ops.trees.send import send_to_device
+from accel_ops.trees.tensors import find_device
+
+__all__ = ["AlignDevicesHook", "Device", "Slot", "TiedParameters", "as_device", "tied_key"]
+
+Device = int | str | torch.device
+
+# By `tied_key` of a tied weight: its copies by device, of which each is made once.
+TiedParameters = dict[int, dict[torch.device, torch.Tensor]]
+
+
+def as_device(device: Device) -> torch.device:
+    """Read a device; a number counts the accelerators."""
+    return device if isinstance(device, torch.device) else torch.device(memory_device(device))
+
+
+def tied_key(tensor: torch.Tensor) -> int:
+    """Identify a weight in a map of tied ones: by its address, or on the meta device by the object's."""
+    try:
+        return tensor.data_ptr() or id(tensor)
+    except RuntimeError:  # of a subclass without memory of its own
+        return id(tensor)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One offloaded weight of a module.
+
+    Args:
+        table: The module's parameters, or its buffers.
+        leaf: The key there.
+        name: The key in the map of weights.
+        placeholder: What is there while the weight is offloaded.
+        tied: Copies by device of a weight that other modules share; None for one that they do not.
+    """
+
+    table: dict[str, Any]
+    leaf: str
+    name: str
+    placeholder: torch.Tensor
+    tied: dict[torch.device, torch.Tensor] | None
+
+
+class AlignDevicesHook(ModelHook):
+    """Bring a module's weights and inputs to one device for its forward.
+
+    Args:
+        execution_device: The device; None to leave inputs, and weights not offloaded, where they are.
+        offload: Whether the weights are elsewhere except while the forward runs. Of calls inside of each
+            other, or in several threads, the last to end takes them away.
+        io_same_device: Bring the output to the device of the first tensor among the inputs.
+        weights_map: The offloaded weights by name, possibly read when they are looked up; by default they are
+            kept on the CPU.
+        offload_buffers: Offload persistent buffers too. Other buffers are on the execution device.
+        place_submodules: Do all this for the weights of modules inside, too.
+        skip_keys: Keyword arguments, keys and fields at any depth that are not moved.
+        tied_params_map: Copies of tied weights by device, by address of the weight, shared between the hooks
+            of a model so that each device has one copy.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedParameters | None = None,
+    ) -> None:
+        self.execution_device = None if execution_device is None else as_device(execution_device)
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self.prefetcher: Prefetcher | None = None
+        self.slots: list[Slot] = []
+        self._handles: tuple[Any, ...] = ()
+        self._recurrent = False
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Bring the module's weights to the execution device, or put placeholders in their places.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: If a weight is on the meta device and nothing has its values; the module is unchanged.
+        """
+        found = list(_tensors(module, self.place_submodules))
+        kept = [entry for entry in found if not self._offloads(entry)]
+        offloaded = [entry for entry in found if self._offloads(entry)]
+        self._check(module, kept, offloaded)
+        for table, leaf, _, _ in kept:
+            if self.execution_device is not None:
+                table[leaf] = self._tied_or_moved(table[leaf])
+        if self.offload:
+            self._offload_weights(offloaded)
+            self._recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+            self._refresh(module)
+            self._handles = keep_state(module, self.slots, self._value)
+        return module
+
+    def _offloads(self, entry: tuple[dict[str, Any], str, str, str]) -> bool:
+        kind = entry[3]
+        return self.offload and (kind == "parameter" or (kind == "buffer" and self.offload_buffers))
+
+    def _check(self, module: nn.Module, kept: list[Any], offloaded: list[Any]) -> None:
+        lost = []
+        if self.execution_device not in (None, META):
+            lost = [
+                name for table, leaf, name, _ in kept if table[leaf].is_meta and not self._copies(table[leaf])
+            ]
+        lost += [
+            name
+            for table, leaf, name, _ in offloaded
+            if (table[leaf].is_meta if self.weights_map is None else name not in self.weights_map)
+        ]
+        if lost:
+            raise ValueError(
+                f"{type(module).__name__} has no values for {', '.join(lost)} (on the meta device). Load its "
+                "weights first, or say where they are with weights_map= (state_dict=, offload_index=)."
+            )
+
+    def _copies(self, tensor: torch.Tensor) -> dict[torch.device, torch.Tensor] | None:
+        return None if self.tied_params_map is None else self.tied_params_map.get(tied_key(tensor))
+
+    def _tied_or_moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self.execution_device
+        assert device is not None
+        copies = self._copies(tensor)
+        if copies is None:
+            return move(tensor, tensor, device)
+        if device not in copies:
+            copies[device] = move(tensor, tensor, device)
+        return copies[device]
+
+    def _offload_weights(self, offloaded: list[tuple[dict[str, Any], str, str, str]]) -> None:
+        own: dict[str, torch.Tensor] = {}
+        slots = []
+        for table, leaf, name, _ in offloaded:
+            tensor = table[leaf]
+            copies = self._copies(tensor)
+            if copies is not None and self.execution_device in copies:  # it stays there for another module
+                table[leaf] = copies[self.execution_device]
+                continue
+            self.original_devices[name] = tensor.device
+            placeholder = on_meta(tensor)
+            if copies is not None:
+                placeholder = copies.setdefault(META, placeholder)
+            if not tensor.is_meta and (self.weights_map is None or self.slots):
+                own[name] = move(tensor, tensor, torch.device("cpu"))
+            table[leaf] = placeholder
+            slots.append(Slot(table, leaf, name, placeholder, copies))
+        if self.weights_map is None:
+            self.weights_map = own
+        elif own:  # the hook has been moved to another module, whose weights count
+            self.weights_map = ChainMap(own, self.weights_map)  # type: ignore[arg-type]
+        self.slots = slots
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Bring weights and inputs to the execution device."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.slots:
+            self.load(module)
+        device = self.execution_device
+        if device is None:
+            return args, kwargs
+        try:
+            if args:
+                args = send_to_device(args, device, skip_keys=self.skip_keys)
+            if kwargs:
+                kwargs = send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        except BaseException:
+            self.forward_failed(module)
+            raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Take offloaded weights away, and bring the output to its device."""
+        if self.slots:
+            self.unload(module)
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Take offloaded weights away."""
+        if self.slots:
+            self.unload(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Bring offloaded weights back to the devices where they were before the hook.
+
+        Args:
+            module: The module. Weights that were on the meta device before are there again.
+
+        Returns:
+            The module.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+        for slot in self.slots:
+            slot.table[slot.leaf] = self._restored(slot)
+        self._refresh(module)
+        return module
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the offloaded weights are in their places now."""
+        return self._users > 0
+
+    def fetch(self) -> dict[str, torch.Tensor]:
+        """Read the offloaded weights, without putting them in their places.
+
+        Returns:
+            Weights by name, on the CPU.
+        """
+        device = self.execution_device
+        there = {slot.name for slot in self.slots if slot.tied is not None and device in slot.tied}
+        return {slot.name: bring_in(self._value(slot)) for slot in self.slots if slot.name not in there}
+
+    def values_of_meta(self) -> dict[str, torch.Tensor]:
+        """Return the weights that `detach_hook` leaves on the meta device, where they were before."""
+        names = [slot for slot in self.slots if self.original_devices[slot.name] == META]
+        return {slot.name: self._value(slot) for slot in names}
+
+    def _refresh(self, module: nn.Module) -> None:
+        """Give recurrent modules, which keep a list of their weights, what is in its place now."""
+        if self._recurrent:
+            for part in module.modules():
+                if isinstance(part, nn.RNNBase):
+                    part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+    def _restored(self, slot: Slot) -> torch.Tensor:
+        device = self.original_devices[slot.name]
+        if device == META:
+            return slot.placeholder
+        if slot.tied is not None and device in slot.tied:
+            return slot.tied[device]
+        stored = self._value(slot)
+        value = move(stored, slot.placeholder, device)
+        if value.data_ptr() == stored.data_ptr() and not isinstance(stored, nn.Parameter):
+            value = move(stored.clone(), slot.placeholder, device)  # it may be mapped from a file
+        if slot.tied is not None:
+            slot.tied[device] = value
+        return value
+
+    def _value(self, slot: Slot) -> torch.Tensor:
+        assert self.weights_map is not None
+        return self.weights_map[slot.name]
+
+    def load(self, module: nn.Module) -> None:
+        """Put the offloaded weights in their places, unless a call that is still running has.
+
+        Args:
+            module: The module, for messages.
+        """
+        run_untraced(AlignDevicesHook._load, self, module)
+
+    def _load(self, module: nn.Module) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            try:
+                ready = self.prefetcher.take(self) if self.prefetcher is not None else {}
+                for slot in self.slots:
+                    slot.table[slot.leaf] = self._loaded(module, slot, ready)
+                self._refresh(module)
+                if self.prefetcher is not None:
+                    self.prefetcher.start_next(self)
+            except BaseException:
+                self._take_away(module)
+                raise
+
+    def _loaded(self, module: nn.Module, slot: Slot, ready: dict[str, torch.Tensor]) -> torch.Tensor:
+        device = self.execution_device
+        if slot.tied is not None and device in slot.tied:
+            return slot.tied[device]  # another module, which is still running, has it there
+        value = ready[slot.name] if slot.name in ready else self._value(slot)
+        if value.shape != slot.placeholder.shape:
+            raise ValueError(
+                f"the offloaded weight {slot.name} has the shape {list(value.shape)}, and in "
+                f"{type(module).__name__} {list(slot.placeholder.shape)}. Dispatch the model anew."
+            )
+        value = move(value, slot.placeholder, device)
+        if slot.tied is not None and device is not None:
+            slot.tied[device] = value
+        return value
+
+    def unload(self, module: nn.Module) -> None:
+        """Put placeholders in the places of offloaded weights, unless another call is still running.
+
+        Args:
+            module: The module.
+        """
+        run_untraced(AlignDevicesHook._unload, self, module)
+
+    def _unload(self, module: nn.Module) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users <= 0:
+                self._take_away(module)
+
+    def _take_away(self, module: nn.Module) -> None:
+        self._users = 0
+        device = self.execution_device
+        for slot in self.slots:
+            held = slot.table[slot.leaf]
+            slot.table[slot.leaf] = slot.placeholder
+            copies = {} if slot.tied is None or device is None else slot.tied
+            if device in copies and copies[device] is held is not slot.placeholder:
+                del copies[device]
+        self._refresh(module)
+
+
+def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[dict[str, Any], str, str, str]]:
+    """List a module's tensors: its table, the key there, the full name and the kind."""
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        prefix = f"{path}." if path else ""
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                yield part._parameters, leaf, prefix + leaf, "parameter"
+        for leaf, buffer in part._buffers.items():
+            if buffer is not None:
+                kind = "own buffer" if leaf in part._non_persistent_buffers_set else "buffer"
+                yield part._buffers, leaf, prefix + leaf, kind

@@ -1,0 +1,371 @@
+"""Running a model whose parts are on several devices, in memory and on the disk, as a device map says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.big_models.align import AlignDevicesHook, Device, TiedParameters, as_device, tied_key
+from accel.big_models.attach import attach_align_device_hook_on_blocks
+from accel.big_models.hooks import add_hook_to_module, remove_hook_from_module
+from accel.big_models.move_guard import MoveGuard
+from accel.big_models.offloaded import (
+    Offloaded,
+    collect,
+    hooks_of,
+    named_tensors,
+    tied_params,
+    use_prefetcher,
+)
+from accel.big_models.parameters import move
+from accel.big_models.prefetch import EndOfForward
+from accel_ckpt.weights.load import device_for, load_in_place
+from accel_ckpt.weights.offload import OffloadedWeightsLoader
+
+__all__ = ["dispatch_model", "load_checkpoint_and_dispatch"]
+
+Folder = str | os.PathLike[str]
+DeviceMap = Mapping[str, Device]
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: DeviceMap,
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: Folder | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Place a model as a device map says, and have it run so.
+
+    What the map puts on "disk", or on "cpu" beside an accelerator, is offloaded: its weights come to the main
+    device while their module runs. Tied weights stay tied; they are not offloaded if one of their modules is
+    not. A model that is dispatched already is dispatched anew.
+
+    Args:
+        model: The model. It gets `hf_device_map`, a copy of the map.
+        device_map: Device by name of a module or weight; of several names that fit the longest counts, and ""
+            is the whole model. "disk" is one.
+        main_device: Where offloaded modules run; by default the first device of the map that is neither "cpu"
+            nor "disk", or else the CPU.
+        state_dict: The weights of what is on "cpu"; by default the model's.
+        offload_dir: The folder for what is on "disk". What the model has is written; for weights on the meta
+            device the folder's are used.
+        offload_index: Where weights of "disk" are, by name, as for `OffloadedWeightsLoader`; by default as
+            the folder's index says.
+        offload_buffers: Offload buffers too.
+        skip_keys: Keyword arguments, keys and fields whose values are not moved between devices.
+        preload_module_classes: Names of classes that use the weights of modules inside of them without
+            calling these. Those of torch are known.
+        force_hooks: Attach hooks also where all is on one device, and the model could simply be moved.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the map does not fit the model, or names a device that is not there; if all is on the
+            disk (use `disk_offload`); if a weight has no values. The model is unchanged.
+        OSError: If the folder cannot be written. The model is unchanged.
+    """
+    # Clients replace this name for a call (transformers, for parameters that the map leaves out).
+    from accel import big_modeling
+
+    big_modeling.check_device_map(model, device_map)
+    _check_devices(device_map, main_device)
+    kinds = {
+        str(device) if str(device) == "disk" else str(as_device(device)) for device in device_map.values()
+    }
+    if kinds == {"disk"} and not force_hooks:
+        raise ValueError(
+            "device_map puts the whole model on the disk. Use disk_offload for that, or force_hooks=True to "
+            "run it from there all the same."
+        )
+    state_dict = {**_take_hooks_away(model), **(state_dict or {})}
+    if len(kinds) > 1 or force_hooks:
+        main = _main_device(device_map) if main_device is None else as_device(main_device)
+        offloaded = ("disk",) if main.type in ("cpu", "mps") else ("disk", "cpu")
+
+        def place(name: str) -> str | None:
+            # Left out only where a client has switched the check of the map off.
+            kind = str(device_for(name, device_map, default=main))
+            return kind if kind in offloaded else None
+
+        wanted = collect(model, place, offload_buffers, state_dict, offload_dir, offload_index)
+        _check_resident(model, device_map, wanted)
+        index = wanted.write()
+        weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, index) if wanted.on_disk else None
+        try:
+            _attach(
+                model, device_map, main, offloaded, wanted.in_memory if weights is None else weights,
+                offload_buffers=offload_buffers,
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+            )  # fmt: skip
+            use_prefetcher(model, wanted.on_disk)
+            add_hook_to_module(model, MoveGuard(bool(wanted.on_disk or wanted.in_memory)), append=True)
+        except BaseException:
+            remove_hook_from_module(model, recurse=True)
+            raise
+    else:
+        _move(model, as_device(next(iter(device_map.values()))))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Folder,
+    device_map: str | DeviceMap | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model, each weight to its place, and dispatch the model.
+
+    Files are mapped into memory, and weights go from there to their device one by one. Those on "disk" are
+    left in safetensors files where these have them in the right dtype: keep the checkpoint while the model is
+    in use.
+
+    Args:
+        model: The model, usually made under `init_empty_weights`.
+        checkpoint: A file of weights, an index, or a folder with one of them.
+        device_map: Device by name of a module, as for `dispatch_model`; or how to make such a map: "auto" or
+            "balanced" (evenly over the accelerators), "balanced_low_0" (with room on the first, for what
+            `generate` needs) or "sequential" (one after the other). None: the model is filled where it is,
+            and not dispatched.
+        max_memory: Bytes (or text such as "1GB") by device, for a map that is made here.
+        no_split_module_classes: Names of classes whose instances stay on one device, likewise.
+        offload_folder: Where weights of "disk" are written that cannot be read in place.
+        offload_buffers: Offload buffers too.
+        dtype: What floating-point weights become; by default what they are in the model.
+        offload_state_dict: Without effect: weights are never all in memory before they are placed.
+        skip_keys: As for `dispatch_model`.
+        preload_module_classes: As for `dispatch_model`.
+        force_hooks: As for `dispatch_model`.
+        strict: Raise if the model or the checkpoint has weights that the other lacks.
+        full_state_dict: As for `load_checkpoint_in_model`.
+        broadcast_from_rank0: As for `load_checkpoint_in_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If `device_map` is unknown text, does not fit the model, or names a device that is not
+            there; if a folder is needed and not given.
+        FileNotFoundError: If there are no weights at `checkpoint`.
+        CheckpointError: If a file is damaged.
+        OSError: If a weight cannot be written to the folder. After an error while weights are placed, those
+            that were on the meta device are there again.
+    """
+    if isinstance(device_map, str):
+        device_map = _made_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    if device_map is not None:
+        from accel import big_modeling
+
+        big_modeling.check_device_map(model, device_map)
+        _check_devices(device_map, None)
+    index = load_in_place(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_index=index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks or {str(device) for device in device_map.values()} == {"disk"},
+    )
+
+
+def _made_map(
+    model: nn.Module,
+    strategy: str,
+    max_memory: Any,
+    no_split_module_classes: list[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> DeviceMap:
+    from accel.utils.modeling import get_balanced_memory, infer_auto_device_map
+
+    if strategy not in _STRATEGIES:
+        raise ValueError(
+            f"device_map must be a dict of devices by name of a module, or one of {', '.join(_STRATEGIES)}, "
+            f"not {strategy!r}."
+        )
+    if strategy != "sequential":
+        max_memory = get_balanced_memory(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            low_zero=strategy == "balanced_low_0",
+        )
+    found: DeviceMap = infer_auto_device_map(
+        model,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+    return found
+
+
+def _check_devices(device_map: DeviceMap, main_device: Device | None) -> None:
+    wanted = {**device_map, "main_device": "cpu" if main_device is None else main_device}
+    for name, device in wanted.items():
+        if str(device) == "disk":
+            continue
+        try:
+            found = as_device(device)
+            if isinstance(device, int) and found.type == "cpu":
+                raise RuntimeError("this process uses no accelerator")
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise ValueError(
+                f"device_map puts {name!r} on {device!r}, which is not there: {reason}. Name a device of "
+                'this machine, "cpu" or "disk".'
+            ) from error
+
+
+def _main_device(device_map: DeviceMap) -> torch.device:
+    others = (device for device in device_map.values() if str(device) not in ("cpu", "disk"))
+    return as_device(next(others, "cpu"))
+
+
+def _take_hooks_away(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Remove the hooks of an earlier dispatch, and return values that come from the disk alone.
+
+    Hooks of other kinds are added again.
+    """
+    values: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        hooks = hooks_of(module)
+        for hook in hooks:
+            if isinstance(hook, AlignDevicesHook):
+                prefix = f"{path}." if path else ""
+                values |= {prefix + name: value for name, value in hook.values_of_meta().items()}
+        others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook | EndOfForward | MoveGuard)]
+        if len(others) < len(hooks):
+            remove_hook_from_module(module)
+            for hook in others:
+                add_hook_to_module(module, hook, append=True)
+    return values
+
+
+def _check_resident(model: nn.Module, device_map: DeviceMap, wanted: Offloaded) -> None:
+    """Check that what is not offloaded has values, before anything moves."""
+    offloaded = wanted.on_disk | wanted.in_memory.keys()
+    lost = [
+        name
+        for name, (tensor, _) in named_tensors(model).items()
+        if tensor.is_meta
+        and name not in offloaded
+        and str(device_for(name, device_map, default="meta")) not in ("meta", "disk")
+    ]
+    if lost:
+        raise ValueError(
+            f"{type(model).__name__} has no values for {', '.join(lost)} (on the meta device). Load its "
+            "weights before it is dispatched, or with load_checkpoint_and_dispatch."
+        )
+
+
+def _attach(
+    model: nn.Module,
+    device_map: DeviceMap,
+    main: torch.device,
+    offloaded: tuple[str, ...],
+    weights: Mapping[str, torch.Tensor],
+    **options: Any,
+) -> None:
+    execution: dict[str, Device] = {
+        name: main if str(device) in ("cpu", "disk") else as_device(device)
+        for name, device in device_map.items()
+    }
+    offload = {name: str(device) in offloaded for name, device in device_map.items()}
+    _raise_weights_to_modules(model, execution, offload, main)
+    execution.setdefault("", main)
+    ties = tied_params(model)
+    _place_tied(model, ties, execution, offload)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=execution,
+        offload=offload,
+        weights_map=weights,
+        tied_params_map=ties,
+        **options,
+    )
+
+
+def _raise_weights_to_modules(
+    model: nn.Module, execution: dict[str, Device], offload: dict[str, bool], main: torch.device
+) -> None:
+    """Have a module offload if the map names a weight of it on its own that is offloaded."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in [name for name in offload if name not in modules]:
+        owner = name.rpartition(".")[0]
+        if not offload.pop(name) or device_for(owner, offload, default=0) is True:
+            continue
+        inherited = device_for(owner, offload, default=0), device_for(owner, execution, default=main)
+        for child, _ in modules[owner].named_children():
+            path = f"{owner}.{child}" if owner else child
+            if inherited[0] is False and path not in offload:
+                offload[path], execution[path] = False, inherited[1]
+        offload[owner], execution[owner] = True, main
+
+
+def _place_tied(
+    model: nn.Module, ties: TiedParameters, execution: Mapping[str, Device], offload: Mapping[str, bool]
+) -> None:
+    """Copy tied weights to the devices where a module keeps them, so that no other offloads them there."""
+    for name, (tensor, _) in named_tensors(model).items():
+        copies = ties.get(tied_key(tensor))
+        if copies is None or tensor.is_meta or device_for(name, offload, default=0) is True:
+            continue
+        device = as_device(device_for(name, execution))
+        if device not in copies:
+            copies[device] = move(tensor, tensor, device)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    tensors = named_tensors(model)
+    lost = [name for name, (tensor, _) in tensors.items() if tensor.is_meta]
+    if lost and device.type != "meta":
+        raise ValueError(
+            f"{type(model).__name__} has no values for {', '.join(lost)} (on the meta device). Load its "
+            "weights before it is dispatched, or with load_checkpoint_and_dispatch."
+        )
+    # Models of quantized weights reject to() even where there is nothing to move.
+    if any(tensor.device != device for tensor, _ in tensors.values()):
+        model.to(device)

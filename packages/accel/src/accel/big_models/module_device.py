@@ -1,0 +1,73 @@
+"""A module's weights on a device for a while, wherever they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from accel.big_models.align import AlignDevicesHook, Device, as_device
+from accel.big_models.offloaded import hooks_of
+from accel.big_models.parameters import META, move
+
+__all__ = ["align_module_device", "has_offloaded_params"]
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Tell whether a module has a hook that offloads its weights.
+
+    Args:
+        module: The module.
+    """
+    return _offloading(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Have a module's own parameters on a device; afterwards they are where they were.
+
+    Args:
+        module: The module. Those of modules inside of it stay where they are, unless its hook offloads them.
+        execution_device: The device. By default offloaded weights come to where they are used, and others
+            stay.
+
+    Yields:
+        Nothing.
+    """
+    device = None if execution_device is None else as_device(execution_device)
+    hook = _offloading(module)
+    if hook is not None:
+        usual = hook.execution_device
+        hook.execution_device = usual if device is None else device
+        try:
+            hook.load(module)
+            try:
+                yield
+            finally:
+                hook.unload(module)
+        finally:
+            hook.execution_device = usual
+        return
+    before: dict[str, torch.Tensor] = {}
+    if device is not None:
+        before = {name: value for name, value in module._parameters.items() if value is not None}
+        for name, value in before.items():
+            module._parameters[name] = move(value, value, device)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            held = module._parameters[name]
+            if held is not None and held is not value and value.device != META:
+                with torch.no_grad():
+                    value.copy_(held)  # what was changed meanwhile
+            module._parameters[name] = value  # type: ignore[assignment]
+
+
+def _offloading(module: nn.Module) -> AlignDevicesHook | None:
+    for hook in hooks_of(module):
+        if isinstance(hook, AlignDevicesHook) and hook.offload:
+            return hook
+    return None

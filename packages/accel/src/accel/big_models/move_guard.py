@@ -1,0 +1,73 @@
+"""Moving a dispatched model: an error, or a warning, where it would undo the placement."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from accel.big_models.hooks import ModelHook
+from accel_state.logging.warning import warn
+
+__all__ = ["MoveGuard"]
+
+_MOVES = ("to", "cpu", "cuda", "hpu", "ipu", "mlu", "musa", "npu", "sdaa", "xpu")
+
+
+class MoveGuard(ModelHook):
+    """Replaces a model's methods that move it, as long as the hook is there.
+
+    Args:
+        offloaded: Whether weights of the model are offloaded: it cannot be moved then.
+    """
+
+    def __init__(self, offloaded: bool) -> None:
+        self.offloaded = offloaded
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Replace the methods."""
+        for name in _MOVES:
+            if hasattr(type(module), name) and name not in vars(module):
+                vars(module)[name] = _GuardedMove(module, name, self.offloaded)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give the methods back."""
+        for name in _MOVES:
+            if isinstance(vars(module).get(name), _GuardedMove):
+                del vars(module)[name]
+        return module
+
+
+class _GuardedMove:
+    """A method that moves a dispatched model. It holds the model weakly, which holds it."""
+
+    def __init__(self, module: nn.Module, name: str, offloaded: bool) -> None:
+        self.__setstate__((module, name, offloaded))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(f"the model of this {self._name}() has been freed.")
+        if self._name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+            if self._offloaded:
+                raise RuntimeError(
+                    f"{type(module).__name__} has weights offloaded to the memory of the CPU or to the disk: "
+                    f"{self._name}() cannot move it. Remove its hooks first: "
+                    "accel.hooks.remove_hook_from_submodules(model)."
+                )
+            warn(
+                f"{type(module).__name__} is dispatched over devices, and {self._name}() moves it away from "
+                "where its hooks expect it. Remove them first: "
+                "accel.hooks.remove_hook_from_submodules(model)."
+            )
+        return getattr(type(module), self._name)(module, *args, **kwargs)
+
+    def __getstate__(self) -> tuple[nn.Module | None, str, bool]:
+        return self._module(), self._name, self._offloaded
+
+    def __setstate__(self, state: tuple[Any, str, bool]) -> None:
+        module, self._name, self._offloaded = state
+        self._module = ref(module)

@@ -1,0 +1,214 @@
+"""Where the offloaded weights of a model are: in memory, in a folder, or in safetensors read in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.big_models.align import AlignDevicesHook, TiedParameters, tied_key
+from accel.big_models.hooks import ModelHook, SequentialHook, add_hook_to_module
+from accel.big_models.prefetch import EndOfForward, Prefetcher
+from accel_ckpt.weights.offload import offload_weight, read_offload_index, save_offload_index
+
+__all__ = ["Offloaded", "collect", "hooks_of", "named_tensors", "tied_params", "use_prefetcher"]
+
+Index = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Offloaded:
+    """The offloaded weights of a model.
+
+    Args:
+        in_memory: Weights that are kept on the CPU, by name.
+        index: Entries of those that are on the disk already, by name.
+        to_write: Those that are to be written, by name; equal tensors are written once.
+        folder: Where to.
+    """
+
+    in_memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    index: Index = field(default_factory=dict)
+    to_write: dict[str, torch.Tensor] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @property
+    def on_disk(self) -> set[str]:
+        """The names of weights that are, or will be, on the disk."""
+        return self.index.keys() | self.to_write.keys()
+
+    def write(self) -> Index:
+        """Write what is to be written.
+
+        Returns:
+            Entries of all weights on the disk, by name.
+
+        Raises:
+            OSError: If a weight cannot be written; what was written before is deleted.
+        """
+        first: dict[int, str] = {}
+        written: Index = {}
+        for name, tensor in self.to_write.items():
+            first.setdefault(id(tensor), name)
+        try:
+            if first:
+                assert self.folder is not None
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for name in first.values():
+                    offload_weight(self.to_write[name], name, self.folder, written)
+                save_offload_index(written, self.folder)
+        except BaseException:
+            for name in written:
+                (self.folder / f"{name}.dat").unlink(missing_ok=True)  # type: ignore[operator]
+            raise
+        aliases = {
+            name: {**written[first[id(tensor)]], "weight_name": first[id(tensor)]}
+            for name, tensor in self.to_write.items()
+        }
+        return self.index | aliases
+
+
+def collect(
+    model: nn.Module,
+    place: Callable[[str], str | None],
+    offload_buffers: bool,
+    state_dict: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str] | None = None,
+    index: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Offloaded:
+    """Find the values of a model's offloaded weights, without changing anything.
+
+    A tied weight is kept once: in memory, if one of its names is there or not offloaded.
+
+    Args:
+        model: The model.
+        place: Returns "cpu" or "disk" for the name of a weight to offload, None for one to leave.
+        offload_buffers: Whether persistent buffers are offloaded.
+        state_dict: Values that are in memory, by name; they count before those of the model.
+        folder: The folder for the disk; it may have weights already, for those that have no values elsewhere.
+        index: Entries of weights on the disk, which count before values in memory.
+
+    Returns:
+        The weights.
+
+    Raises:
+        ValueError: If a weight has no values; or must be written and there is no folder.
+        CorruptCheckpointError: If the folder's index is damaged.
+    """
+    root = None if folder is None else Path(folder)
+    found = Offloaded(folder=root)
+    known: Index | None = None
+    groups: dict[int, list[str]] = {}
+    tensors = named_tensors(model)
+    for name, (tensor, _) in tensors.items():
+        groups.setdefault(id(tensor), []).append(name)
+    lost: list[str] = []
+    for names in groups.values():
+        tensor, kind = tensors[names[0]]
+        places = {name: place(name) for name in names}
+        wanted = [name for name in names if places[name] is not None]
+        if not wanted or kind == "own buffer" or (kind == "buffer" and not offload_buffers):
+            continue
+        given = next((state_dict[name] for name in names if name in state_dict), None)
+        value = tensor if given is None else given
+        on_disk = all(places[name] == "disk" for name in names)
+        listed = index or {}
+        if value.is_meta and known is None and index is None and root is not None:
+            known = read_offload_index(root) if (root / "index.json").exists() else {}
+        entry_name = next((name for name in names if name in listed), None)
+        if entry_name is None and value.is_meta:
+            listed = known or {}
+            entry_name = next((name for name in names if name in listed), None)
+        if entry_name is not None and (on_disk or value.is_meta):
+            entry = {"weight_name": entry_name, **listed[entry_name]}
+            found.index |= dict.fromkeys(wanted, entry)
+        elif value.is_meta:
+            lost += wanted
+        elif on_disk:
+            found.to_write |= dict.fromkeys(wanted, value)
+        else:
+            kept = value if value.device.type == "cpu" else value.to("cpu")
+            found.in_memory |= dict.fromkeys(wanted, kept)
+    _check(model, found, lost)
+    return found
+
+
+def _check(model: nn.Module, found: Offloaded, lost: list[str]) -> None:
+    if lost:
+        where = "" if found.folder is None else f", nor has {found.folder}"
+        raise ValueError(
+            f"{type(model).__name__} has no values for {', '.join(lost)} (on the meta device){where}. Load "
+            "them first, or say where they are with state_dict=, offload_dir= or offload_index=."
+        )
+    if found.to_write and found.folder is None:
+        raise ValueError(
+            f"{', '.join(found.to_write)} of {type(model).__name__} are to be on the disk: say where with "
+            "offload_dir=."
+        )
+
+
+def named_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, str]]:
+    """List a model's tensors under all their names.
+
+    Args:
+        model: The model.
+
+    Returns:
+        (tensor, kind) by name; the kinds are "parameter", "buffer" and "own buffer" for one that is not in
+        the state dict.
+    """
+    found: dict[str, tuple[torch.Tensor, str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own = module._non_persistent_buffers_set
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[prefix + name] = parameter, "parameter"
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found[prefix + name] = buffer, "own buffer" if name in own else "buffer"
+    return found
+
+
+def tied_params(model: nn.Module) -> TiedParameters:
+    """Make the map in which the hooks of a model share the copies of its tied weights."""
+    count: dict[int, int] = {}
+    tensors = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
+                count[id(tensor)] = count.get(id(tensor), 0) + 1
+    return {tied_key(tensor): {} for key, tensor in tensors.items() if count[key] > 1}
+
+
+def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
+    """Have a model's weights on the disk read ahead: each module's while the one before it runs.
+
+    Args:
+        model: The model, with its hooks.
+        on_disk: Full names of the weights on the disk.
+    """
+    prefetcher, used = Prefetcher(), False
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook) and any(
+                prefix + slot.name in on_disk for slot in hook.slots
+            ):
+                hook.prefetcher, used = prefetcher, True
+    if used:
+        add_hook_to_module(model, EndOfForward(prefetcher), append=True)
+
+
+def hooks_of(module: nn.Module) -> tuple[ModelHook, ...]:
+    """Return the hooks of a module, those of a sequence one by one."""
+    hook: ModelHook | None = vars(module).get("_hf_hook")
+    if hook is None:
+        return ()
+    return tuple(hook.hooks) if isinstance(hook, SequentialHook) else (hook,)

@@ -1,0 +1,64 @@
+"""The state dict of a module whose weights are offloaded: it has them all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["keep_state"]
+
+
+class _Slot(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def placeholder(self) -> torch.Tensor: ...
+
+
+def keep_state(
+    module: nn.Module, slots: Sequence[_Slot], value: Callable[[Any], torch.Tensor]
+) -> tuple[Any, ...]:
+    """Put offloaded weights into the state dicts of a module, and reject what would be lost in loading one.
+
+    Args:
+        module: The module.
+        slots: Its offloaded weights.
+        value: Returns one of these, without keeping it in memory.
+
+    Returns:
+        Handles; `remove()` of each leaves the module's state dicts to it again.
+    """
+    state = _OffloadedState(slots, value)
+    untyped: Any = module
+    return (
+        untyped._register_state_dict_hook(state.fill),
+        untyped._register_load_state_dict_pre_hook(state.reject),
+    )
+
+
+class _OffloadedState:
+    """What the module's hooks on state dicts do: methods, as a module with them can be copied and pickled."""
+
+    def __init__(self, slots: Sequence[_Slot], value: Callable[[Any], torch.Tensor]) -> None:
+        self.slots = slots
+        self.value = value
+
+    def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for slot in self.slots:
+            held = state_dict.get(prefix + slot.name)
+            if isinstance(held, torch.Tensor) and held.is_meta:
+                # A mapped weight stays on the disk until it is used.
+                state_dict[prefix + slot.name] = self.value(slot).detach().to(slot.placeholder.dtype)
+
+    def reject(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        lost = [prefix + slot.name for slot in self.slots if prefix + slot.name in state_dict]
+        if lost:
+            raise RuntimeError(
+                f"load_state_dict cannot fill {', '.join(lost)}: offloaded weights are not in the model. "
+                "Remove its hooks first (remove_hook_from_submodules), or load with "
+                "load_checkpoint_and_dispatch."
+            )

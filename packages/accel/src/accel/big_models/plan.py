@@ -1,0 +1,226 @@
+"""Which device each layer of a model goes to: filled in order, with room kept where offloaded layers run.
+
+A layer is what is not split: a module without children, one of a class that the user keeps whole, or the
+parameters and buffers that a module with children has itself. Devices are filled in their order with layers
+in theirs, so that data passes each device once; a layer goes to the next device only when it does not fit.
+
+Layers that share a weight (ties) are placed as one, with the weight counted once, at the place of the first
+of them, if any device of the kind at hand has room for all; otherwise one by one, and each device counts its
+own copy of the weight.
+
+A layer on the CPU or the disk runs on the first accelerator that holds layers, so room for the largest one is
+kept there, and on the CPU for the largest on the disk. How much is needed depends on which layers are
+offloaded, and that on the room: both grow from nothing until they agree, which is reached after few rounds
+and sends the fewest layers away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+__all__ = ["Layer", "Layout", "Plan", "Target", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What goes to one device as a whole.
+
+    Args:
+        names: Its entries in a device map: the module, or the tensors that a module has itself.
+        size: Bytes of all its tensors.
+        buffers: Bytes of its buffers.
+        shared: Bytes of each tensor that other layers have too, by a number of the tensor.
+    """
+
+    names: tuple[str, ...]
+    size: float
+    buffers: float
+    shared: Mapping[int, float]
+
+    @cached_property
+    def alone(self) -> float:
+        """Bytes of the tensors that no other layer has."""
+        return self.size - sum(self.shared.values())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of a model.
+
+    Args:
+        layers: In the order of the model.
+        tied: Per layer the layers that ties connect it to, itself included, in order.
+        spans: First layer and the one after the last of each module, parents first, level by level.
+    """
+
+    layers: Sequence[Layer]
+    tied: Sequence[Sequence[int]]
+    spans: Sequence[tuple[int, int]]
+
+    @cached_property
+    def before(self) -> Sequence[float]:
+        """Bytes of all layers before each, without shared tensors; and of all."""
+        return [0.0, *accumulate(layer.alone for layer in self.layers)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device to fill.
+
+    Args:
+        key: Its key in a device map: a number, "cpu", "disk" ...
+        capacity: Bytes.
+        kind: Its kind: "cpu", "disk" or "accelerator".
+    """
+
+    key: int | str
+    capacity: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where layers go.
+
+    Args:
+        targets: The index of the device of each layer.
+        reserved: Bytes that are kept free on the accelerator that runs offloaded layers.
+        reserved_on_cpu: Bytes that are kept free on the CPU for layers on the disk.
+    """
+
+    targets: Sequence[int]
+    reserved: float
+    reserved_on_cpu: float
+
+
+def make_plan(layout: Layout, targets: Sequence[Target], fallback: bool = False) -> Plan:
+    """Choose a device for each layer.
+
+    Args:
+        layout: The layers of the model.
+        targets: The devices, in the order in which they are filled: accelerators, then the CPU, the disk.
+        fallback: Give a device for which the next layer is too large the first module, level by level, that
+            fits.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If the devices together are too small.
+    """
+    reserved = reserved_on_cpu = 0.0
+    while True:
+        found = _Filling(layout, targets, reserved, reserved_on_cpu, fallback).run()
+        kinds = [targets[index].kind for index in found]
+        away = (layer.size for layer, kind in zip(layout.layers, kinds, strict=True) if kind != "accelerator")
+        on_disk = (layer.size for layer, kind in zip(layout.layers, kinds, strict=True) if kind == "disk")
+        needed = max(away, default=0) if "accelerator" in kinds else 0
+        needed_on_cpu = max(on_disk, default=0)
+        if needed <= reserved and needed_on_cpu <= reserved_on_cpu:
+            return Plan(found, reserved, reserved_on_cpu)
+        reserved, reserved_on_cpu = max(reserved, needed), max(reserved_on_cpu, needed_on_cpu)
+
+
+@dataclass
+class _Filling:
+    """One pass over the layers, and what the device that is being filled holds."""
+
+    layout: Layout
+    targets: Sequence[Target]
+    reserved: float
+    reserved_on_cpu: float
+    fallback: bool
+    placed: list[int | None] = field(default_factory=list)
+    current: int = -1
+    room: float = 0
+    empty: bool = True
+    used_accelerator: bool = False
+    held: set[int] = field(default_factory=set)
+    # The kind of device on which ties are placed one by one, as none of it has room for all; by first layer.
+    separate: dict[int, str] = field(default_factory=dict)
+
+    def run(self) -> list[int]:
+        """Return the device of each layer."""
+        self.placed = [None] * len(self.layout.layers)
+        self.next_device(self.layout.layers[0])
+        for index, layer in enumerate(self.layout.layers):
+            while self.placed[index] is None and layer.size > 0:
+                if self.take(index) or (self.fallback and self.empty and self.take_any()):
+                    continue
+                self.next_device(layer)
+        return self.with_empty_layers()
+
+    def next_device(self, layer: Layer) -> None:
+        """Go on to the next device, for a layer."""
+        self.used_accelerator = self.used_accelerator or not self.empty
+        self.current += 1
+        if self.current == len(self.targets):
+            rooms = ", ".join(f"{target.key}: {target.capacity:.0f}" for target in self.targets)
+            raise ValueError(
+                f"{layer.names[0]} ({layer.size:.0f} bytes) has no room left on any device of max_memory "
+                f'({rooms}). Give more memory, or leave "disk" out of max_memory, which is then not limited.'
+            )
+        self.room, self.empty, self.held = self.room_on(self.targets[self.current]), True, set()
+
+    def room_on(self, target: Target) -> float:
+        """Return the bytes that a device has for layers when it is the next to be filled."""
+        if target.kind == "accelerator" and not self.used_accelerator and self.empty:
+            return target.capacity - self.reserved
+        return target.capacity - (self.reserved_on_cpu if target.kind == "cpu" else 0)
+
+    def take(self, index: int) -> bool:
+        """Put a layer on the current device, with those that are tied to it if it can be; return whether."""
+        kind = self.targets[self.current].kind
+        tied = self.layout.tied[index]
+        if len(tied) > 1 and self.separate.get(tied[0]) != kind:
+            group = [other for other in tied if self.placed[other] is None]
+            if self.put(group):
+                return True
+            whole = self.cost(group, set())
+            later = (target for target in self.targets[self.current + 1 :] if target.kind == kind)
+            if any(whole <= self.room_on(target) for target in later):
+                return False
+            self.separate[tied[0]] = kind
+        return self.put([index])
+
+    def take_any(self) -> bool:
+        """Put the first module that fits on the current device, level by level; return if there is one."""
+        for first, last in self.layout.spans:
+            if not 0 < self.layout.before[last] - self.layout.before[first] <= self.room:
+                continue
+            members = {other for index in range(first, last) for other in self.layout.tied[index]}
+            if all(self.placed[index] is None for index in members) and self.put(sorted(members)):
+                return True
+        return False
+
+    def put(self, group: Sequence[int]) -> bool:
+        """Put layers on the current device if they fit; return whether they do."""
+        only = self.layout.layers[group[0]]
+        cost = only.size if len(group) == 1 and not only.shared else self.cost(group, self.held)
+        if cost > self.room:
+            return False
+        for index in group:
+            self.placed[index] = self.current
+            self.held.update(self.layout.layers[index].shared)
+        self.room -= cost
+        self.empty = False
+        return True
+
+    def cost(self, group: Sequence[int], held: set[int]) -> float:
+        """Return the bytes of layers beside tensors that are held; one that several have counts once."""
+        layers = [self.layout.layers[index] for index in group]
+        shared = {number: size for layer in layers for number, size in layer.shared.items()}
+        apart = sum(size for number, size in shared.items() if number not in held)
+        return apart + sum(layer.alone for layer in layers)
+
+    def with_empty_layers(self) -> list[int]:
+        """Return the devices, with layers without tensors on that of the one before, or of the first."""
+        found = next((device for device in self.placed if device is not None), 0)
+        devices = []
+        for device in self.placed:
+            found = found if device is None else device
+            devices.append(found)
+        return devices
