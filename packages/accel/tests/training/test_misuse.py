@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from accel.accelerator import Accelerator
@@ -514,3 +515,25 @@ def test_an_accelerator_that_is_gone_leaves_nothing():
     del accelerator
     assert len(_global_optimizer_pre_hooks) == before
     optimizer.step()
+
+
+def test_an_accelerator_that_is_collected_within_a_step_does_no_harm():
+    before = len(_global_optimizer_pre_hooks)
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    held = [accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))]
+    del accelerator, model
+
+    def collect(*_: object) -> None:
+        held.clear()
+        gc.collect()  # as it may run at any time
+
+    other = torch.nn.Parameter(torch.ones(1))
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        torch.optim.SGD([other], lr=0.1).step()
+    finally:
+        handle.remove()
+    assert not held
+    test_an_accelerator_that_is_gone_leaves_nothing()
+    assert len(_global_optimizer_pre_hooks) == before

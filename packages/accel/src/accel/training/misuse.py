@@ -7,13 +7,15 @@ all that is prepared has stepped, and after 100 steps or backward passes in any 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
+# Hooks of runs that ended within a step: they do nothing, and are removed when another begins or ends.
+_left_behind: list[Any] = []
 _MOST = 100  # steps or backward passes: past warmup, and small beside any run
 
 
@@ -45,7 +49,11 @@ class Watch:
         return Watch, ()  # the hook and the weak references cannot be copied
 
     def __del__(self) -> None:
-        self._stop()
+        # Garbage may be collected while torch goes through the hooks of a step, which must not change then.
+        if self._handle is not None and _is_in_step():
+            _left_behind.append(self._handle)
+        else:
+            self._stop()
 
     def begin(self, run: Run) -> None:
         """Check the first steps: a loader or scheduler was prepared."""
@@ -163,14 +171,29 @@ class Watch:
             )
 
     def _start(self, run: Run) -> None:
+        _remove_left_behind()
         if self._handle is None:
             # A weak reference: torch keeps the hook for all optimizers, and must not keep the run.
             self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(run)))
 
     def _stop(self) -> None:
+        _remove_left_behind()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+def _is_in_step() -> bool:
+    """Whether a function of torch's optimizers is under way in this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != Optimizer.__module__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _remove_left_behind() -> None:
+    while _left_behind:
+        _left_behind.pop().remove()
 
 
 def _before_step(owner: ReferenceType[Run], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
