@@ -686,7 +686,7 @@ def again_in_another_precision() -> tuple[list[Any], list[str]]:
         found.append(plugin.get_value("bf16.enabled"))
     logger.setLevel(before)
     logger.removeHandler(handler)
-    with pytest.raises(ValueError, match="mixed_precision='fp8' is not there under DeepSpeed"):
+    with pytest.raises(ValueError, match="mixed_precision='fp8' is not supported under DeepSpeed"):
         Accelerator(deepspeed_plugin=plugin, mixed_precision="fp8")
     return found, [record.getMessage().split(";")[0] for record in handler.buffer]
 
