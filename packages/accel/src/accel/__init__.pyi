@@ -20,11 +20,11 @@ from accel.big_models.dispatch import dispatch_model as dispatch_model
 from accel.big_models.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel.big_models.empty import init_empty_weights as init_empty_weights
 from accel.big_models.empty import init_on_device as init_on_device
-from accel.big_models.offload import cpu_offload as cpu_offload
-from accel.big_models.offload import cpu_offload_with_hook as cpu_offload_with_hook
-from accel.big_models.offload import disk_offload as disk_offload
-from accel.big_models.pipeline import prepare_pippy as prepare_pippy
-from accel.big_models.placement import infer_auto_device_map as infer_auto_device_map
+from accel.big_models.offload.models import cpu_offload as cpu_offload
+from accel.big_models.offload.models import cpu_offload_with_hook as cpu_offload_with_hook
+from accel.big_models.offload.models import disk_offload as disk_offload
+from accel.big_models.pipeline.prepare import prepare_pippy as prepare_pippy
+from accel.big_models.placement.device_map import infer_auto_device_map as infer_auto_device_map
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_ckpt.weights.load import load_checkpoint_in_model as load_checkpoint_in_model

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from accel.big_models.align import AlignDevicesHook
-from accel.big_models.attach import (
+from accel.big_models.hooks.align import AlignDevicesHook
+from accel.big_models.hooks.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from accel.big_models.hooks import (
+from accel.big_models.hooks.base import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -16,7 +16,7 @@ from accel.big_models.hooks import (
     remove_hook_from_submodules,
 )
 from accel.big_models.layerwise_casting import LayerwiseCastingHook
-from accel.big_models.offload import CpuOffload, UserCpuOffloadHook
+from accel.big_models.offload.models import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
     "AlignDevicesHook",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from accel.big_models.pipeline import (
+from accel.big_models.pipeline.cut import generate_device_map
+from accel.big_models.pipeline.prepare import (
     build_pipeline,
     find_pippy_batch_size,
     pippy_forward,
     prepare_pippy,
 )
-from accel.big_models.pipeline_cut import generate_device_map
 
 __all__ = [
     "build_pipeline",

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.align import AlignDevicesHook, Device, TiedParameters, as_device, tied_key
-from accel.big_models.attach import attach_align_device_hook_on_blocks
-from accel.big_models.hooks import add_hook_to_module, remove_hook_from_module
-from accel.big_models.move_guard import MoveGuard
-from accel.big_models.offloaded import (
+from accel.big_models.hooks.align import AlignDevicesHook, Device, TiedParameters, as_device, tied_key
+from accel.big_models.hooks.attach import attach_align_device_hook_on_blocks
+from accel.big_models.hooks.base import add_hook_to_module, remove_hook_from_module
+from accel.big_models.hooks.move_guard import MoveGuard
+from accel.big_models.hooks.prefetch import EndOfForward
+from accel.big_models.offload.weights import (
     Offloaded,
     collect,
     hooks_of,
@@ -22,7 +23,6 @@ from accel.big_models.offloaded import (
     use_prefetcher,
 )
 from accel.big_models.parameters import move
-from accel.big_models.prefetch import EndOfForward
 from accel_ckpt.weights.load import device_for, load_in_place
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 

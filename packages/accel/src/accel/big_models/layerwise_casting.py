@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.hooks import Arguments, ModelHook, SequentialHook, add_hook_to_module
+from accel.big_models.hooks.base import Arguments, ModelHook, SequentialHook, add_hook_to_module
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.big_models.quantization import has_4bit_bnb_layers, load_and_quantize_model
+from accel.big_models.quantization.load import has_4bit_bnb_layers, load_and_quantize_model
 
 __all__ = ["has_4bit_bnb_layers", "load_and_quantize_model"]

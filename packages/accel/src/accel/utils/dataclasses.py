@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.big_models.quantization_config import BnbQuantizationConfig
+from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin, get_module_class_from_name

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from accel.big_models.memory import get_balanced_memory, get_max_memory
-from accel.big_models.module_device import align_module_device, has_offloaded_params
-from accel.big_models.placement import check_device_map, clean_device_map, infer_auto_device_map
+from accel.big_models.offload.module_device import align_module_device, has_offloaded_params
+from accel.big_models.placement.device_map import check_device_map, clean_device_map, infer_auto_device_map
+from accel.big_models.placement.memory import get_balanced_memory, get_max_memory
 from accel_ckpt.files.tensors import id_tensor_storage
 from accel_ckpt.weights.files import convert_file_size_to_int
 from accel_ckpt.weights.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict

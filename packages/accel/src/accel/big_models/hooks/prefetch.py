@@ -11,12 +11,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from accel.big_models.hooks import ModelHook
-from accel.big_models.untraced import run_untraced
+from accel.big_models.hooks.base import ModelHook
+from accel.big_models.hooks.untraced import run_untraced
 from accel_ckpt.weights.mapped import read_pages
 
 if TYPE_CHECKING:
-    from accel.big_models.align import AlignDevicesHook
+    from accel.big_models.hooks.align import AlignDevicesHook
 
 __all__ = ["EndOfForward", "Prefetcher", "bring_in"]
 

@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from accel.big_models.hooks import ModelHook
+from accel.big_models.hooks.base import ModelHook
 from accel_state.logging.warning import warn
 
 __all__ = ["MoveGuard"]

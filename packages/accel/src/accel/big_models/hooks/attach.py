@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.align import AlignDevicesHook, Device, TiedParameters
-from accel.big_models.hooks import add_hook_to_module
+from accel.big_models.hooks.align import AlignDevicesHook, Device, TiedParameters
+from accel.big_models.hooks.base import add_hook_to_module
 from accel_ckpt.weights.offload import PrefixedDataset
 
 __all__ = [

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from accel.big_models.layers import make_layout
-from accel.big_models.plan import Layout, Target, make_plan
+from accel.big_models.placement.layers import make_layout
+from accel.big_models.placement.plan import Layout, Target, make_plan
 from accel_ckpt.weights.files import convert_file_size_to_int
 from accel_ops.module_sizes import Dtype
 from accel_state.devices.table import DEVICES, detect

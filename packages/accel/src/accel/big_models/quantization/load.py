@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from accel.big_models.quantization_config import BnbQuantizationConfig
-from accel.big_models.quantized_layers import QuantizedLayers, check_weights
+from accel.big_models.quantization.config import BnbQuantizationConfig
+from accel.big_models.quantization.layers import QuantizedLayers, check_weights
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.load import load_state_dict

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel.big_models.pipeline_cut import first_modules
+from accel.big_models.pipeline.cut import first_modules
 from accel.inference import generate_device_map
 
 

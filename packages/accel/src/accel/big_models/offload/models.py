@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.align import AlignDevicesHook, Device, as_device
-from accel.big_models.attach import attach_align_device_hook
-from accel.big_models.hooks import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
-from accel.big_models.offloaded import collect, tied_params, use_prefetcher
+from accel.big_models.hooks.align import AlignDevicesHook, Device, as_device
+from accel.big_models.hooks.attach import attach_align_device_hook
+from accel.big_models.hooks.base import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
+from accel.big_models.offload.weights import collect, tied_params, use_prefetcher
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ops.memory import clear_device_cache
 from accel_ops.trees.send import send_to_device

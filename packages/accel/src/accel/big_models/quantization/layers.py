@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.quantization_config import BnbQuantizationConfig
+from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.placement import DeviceMap, device_for, memory_device
 from accel_state.imports.packages import require

@@ -14,8 +14,8 @@ from torch import nn
 
 import accel
 from accel.big_modeling import check_device_map
-from accel.big_models import plan as plans
-from accel.big_models.layers import make_layout
+from accel.big_models.placement import plan as plans
+from accel.big_models.placement.layers import make_layout
 from accel.utils.modeling import clean_device_map, infer_auto_device_map
 
 unwarned = pytest.mark.filterwarnings("ignore:Layers are offloaded", "ignore:The buffers of offloaded")

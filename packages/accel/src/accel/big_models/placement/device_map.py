@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from accel.big_models.layers import make_layout
-from accel.big_models.memory import get_max_memory, make_targets
-from accel.big_models.plan import Layout, Plan, Target, make_plan
+from accel.big_models.placement.layers import make_layout
+from accel.big_models.placement.memory import get_max_memory, make_targets
+from accel.big_models.placement.plan import Layout, Plan, Target, make_plan
 from accel_ops.module_sizes import Dtype
 from accel_state.logging.warning import warn
 
@@ -33,7 +33,7 @@ def infer_auto_device_map(
 
     Layers fill the devices in order, and each goes no further than it must. Where layers are offloaded, room
     is left on the first accelerator in use for the largest of them, which runs there; on the CPU for the
-    largest on the disk. `accel.big_models.plan` has the rules.
+    largest on the disk. `accel.big_models.placement.plan` has the rules.
 
     Args:
         model: The model; it may be on the meta device.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.hooks import Arguments, ModelHook
-from accel.big_models.offloaded_state import keep_state
+from accel.big_models.hooks.base import Arguments, ModelHook
+from accel.big_models.hooks.offloaded_state import keep_state
+from accel.big_models.hooks.prefetch import Prefetcher, bring_in
+from accel.big_models.hooks.untraced import run_untraced
 from accel.big_models.parameters import META, move, on_meta
-from accel.big_models.prefetch import Prefetcher, bring_in
-from accel.big_models.untraced import run_untraced
 from accel_ckpt.weights.placement import memory_device
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device

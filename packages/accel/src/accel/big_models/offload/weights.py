@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.align import AlignDevicesHook, TiedParameters, tied_key
-from accel.big_models.hooks import ModelHook, SequentialHook, add_hook_to_module
-from accel.big_models.prefetch import EndOfForward, Prefetcher
+from accel.big_models.hooks.align import AlignDevicesHook, TiedParameters, tied_key
+from accel.big_models.hooks.base import ModelHook, SequentialHook, add_hook_to_module
+from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher
 from accel_ckpt.weights.offload import offload_weight, read_offload_index, save_offload_index
 
 __all__ = ["Offloaded", "collect", "hooks_of", "named_tensors", "tied_params", "use_prefetcher"]

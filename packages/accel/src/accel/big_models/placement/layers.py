@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from accel.big_models.plan import Layer, Layout
+from accel.big_models.placement.plan import Layer, Layout
 from accel_ops.module_sizes import Dtype, tensor_sizes
 
 __all__ = ["make_layout"]

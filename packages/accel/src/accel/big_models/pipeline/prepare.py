@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.pipeline_cut import first_modules, generate_device_map
-from accel.big_models.pipeline_stage import Inputs, trace_stages
+from accel.big_models.pipeline.cut import first_modules, generate_device_map
+from accel.big_models.pipeline.stage import Inputs, trace_stages
 from accel_ops.collectives.objects import broadcast_object_list
 from accel_ops.collectives.operations import broadcast
 from accel_ops.collectives.padding import pad_input_tensors

@@ -1,0 +1,1 @@
+"""Inference with a model whose layers are spread over processes."""
