@@ -24,11 +24,12 @@ place = {name: os.environ[name] for name in names}
 stdin = [sys.stdin.read(), os.readlink("/proc/self/fd/0")]
 print(json.dumps({**place, "argv": sys.argv[1:], "stdin": stdin}))
 """
-WAIT = """
+# Short sleeps: a signal that comes just before one is handled by Python only after it.
+SLEEP = "for _ in range(600): time.sleep(0.1)\n"
+WAIT = f"""
 import os, sys, time
 open("ready" + os.environ["RANK"], "w").close()
-time.sleep(60)
-"""
+{SLEEP}"""
 
 
 def wait_for_workers(run: Any, count: int = 2) -> None:
@@ -78,7 +79,7 @@ def test_a_port_in_use_starts_nothing(start: Start) -> None:
 
 
 def test_the_first_failure_ends_all_with_its_traceback_and_code(start: Start) -> None:
-    script = WAIT.replace("time.sleep(60)", "time.sleep(60 * (os.environ['RANK'] != '1'))") + (
+    script = WAIT.replace("600", "600 * (os.environ['RANK'] != '1')") + (
         "while not os.path.exists('ready0'): time.sleep(0.01)\nraise ValueError('boom')\n"
     )
     begin = time.monotonic()
@@ -139,8 +140,7 @@ def test_a_worker_may_use_the_grace_period_to_save(start: Start) -> None:
         "signal.signal(signal.SIGTERM, save)\n"
         "open('ready' + os.environ['RANK'], 'w').close()\n"
         "while not os.path.exists('ready0'): time.sleep(0.01)\n"
-        "if os.environ['RANK'] == '1': os._exit(3)\n"
-        "time.sleep(60)\n"
+        f"if os.environ['RANK'] == '1': os._exit(3)\n{SLEEP}"
     )
     run = start(*TWO, script=script)
 
@@ -280,8 +280,7 @@ def test_a_worker_that_saves_when_it_is_stopped_is_not_named(start: Start) -> No
         "import os, signal, time\n"
         "if os.environ['RANK'] == '0':\n"
         "    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
-        "    open('ready0', 'w').close()\n"
-        "    time.sleep(60)\n"
+        f"    open('ready0', 'w').close()\n    {SLEEP}"
         "while not os.path.exists('ready0'): time.sleep(0.01)\n"
         "raise RuntimeError('Timed out waiting for rank 0')\n"
     )
@@ -642,7 +641,7 @@ dist.all_reduce(torch.ones(1))
 
 @pytest.mark.parametrize("delay_s", [0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3])
 def test_ctrl_c_at_any_moment_leaves_nothing(start: Start, delay_s: float) -> None:
-    run = start("launch", "--num_processes", "2", script="import time\ntime.sleep(60)\n")
+    run = start("launch", "--num_processes", "2", script=f"import time\n{SLEEP}")
     time.sleep(delay_s)
     run.process.send_signal(signal.SIGINT)
     try:

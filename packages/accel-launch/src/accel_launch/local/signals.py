@@ -77,13 +77,14 @@ class SignalPipe:
         self.descriptor, self._writing = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._writing, False)
+        # Handlers run between bytecodes, and not while poll() waits; the byte written here wakes it. Before
+        # the handlers: a signal between would be lost.
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, _note)
             for number in (signal.SIGCHLD, *ENDING, *_OTHERS)
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN
         }
-        # Handlers run between bytecodes, and not while poll() waits; the byte written here wakes it.
-        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self
 
     def __exit__(
