@@ -1,4 +1,4 @@
-"""Draws the house for architecture.md from what the modules import: packages, folders, three ways through.
+"""Draws the house for architecture.md from what the modules import: packages, folders, four ways through.
 
 mkdocs runs this as a hook. The pictures and the ways exist only in the site that is built; a way whose next
 module is not imported by the one before, and a module that is gone, fail the build.
@@ -55,6 +55,14 @@ WAYS = {
         "accel_ckpt.folder.staging",
         "accel_ckpt.folder.commit",
         "accel_ckpt.folder.manifest",
+    ),
+    "a weight": (
+        "accel.big_modeling",
+        "accel.big_models.dispatch",
+        "accel.big_models.hooks.attach",
+        "accel.big_models.hooks.align",
+        "accel.big_models.hooks.prefetch",
+        "accel_ckpt.weights.mapped",
     ),
 }
 """The modules that these come through, each of which imports the next."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.utils import prune
 
 from accel_ops.module_tensors import moved
 
-__all__ = ["META", "move", "on_meta"]
+__all__ = ["META", "check_no_computed_weights", "move", "on_meta"]
 
 META = torch.device("meta")
+
+# Classes of torch's own hooks that compute a weight before a module's forward, with what takes their place.
+_COMPUTING = {
+    "WeightNorm": "torch.nn.utils.parametrizations.weight_norm",
+    "SpectralNorm": "torch.nn.utils.parametrizations.spectral_norm",
+}
 
 
 def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) -> torch.Tensor:
@@ -46,3 +53,23 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         One of its class on the meta device; itself, if it is there.
     """
     return moved(tensor, None, META)
+
+
+def check_no_computed_weights(module: torch.nn.Module) -> None:
+    """Check that no hook of torch computes a module's weight before its forward, where offloaded ones arrive.
+
+    Args:
+        module: The module.
+
+    Raises:
+        ValueError: If one does: it would compute with memory that has no values.
+    """
+    for hook in module._forward_pre_hooks.values():
+        kind = type(hook)
+        pruned = isinstance(hook, prune.BasePruningMethod)
+        if pruned or (kind.__module__.startswith("torch.nn.utils.") and kind.__name__ in _COMPUTING):
+            instead = "torch.nn.utils.prune.remove(module, name)" if pruned else _COMPUTING[kind.__name__]
+            raise ValueError(
+                f"{type(module).__name__} has torch's {kind.__name__}, which computes its weight before an "
+                f"offloaded one is loaded. Use {instead} before the model is offloaded."
+            )

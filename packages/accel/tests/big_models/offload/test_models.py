@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from accel.big_modeling import cpu_offload, cpu_offload_with_hook, disk_offload
@@ -317,6 +318,33 @@ def test_buffers_too(net: nn.Module) -> None:
     assert model.unsaved.device.type == "cpu"
     assert_equal_outputs(model, net)
     assert torch.equal(model.state_dict()["table"], net.table)
+
+
+OLD_WAYS = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("old", OLD_WAYS.values(), ids=OLD_WAYS)
+def test_weights_that_torch_computes_before_the_forward_are_an_error(old: Any, offload: Offload) -> None:
+    """torch calls such hooks before the one that loads, on placeholders: the output had no meaning."""
+    model = nn.Sequential(nn.Linear(3, 4), old(nn.Linear(4, 3))).eval()
+    expected = model(torch.ones(2, 3))
+
+    with pytest.raises(ValueError, match=r"Linear has torch's \w+, .*before the model is offloaded"):
+        offload(model)
+    assert torch.equal(model(torch.ones(2, 3)), expected)
+    assert not any(weight.is_meta for weight in model.parameters())
+
+
+def test_parametrized_weights_are_offloaded(offload: Offload) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    expected = model(torch.ones(2, 3))
+
+    assert torch.equal(offload(model)(torch.ones(2, 3)), expected)
 
 
 def test_the_state_dict_given_is_used(net: nn.Module) -> None:

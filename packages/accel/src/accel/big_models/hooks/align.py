@@ -15,7 +15,7 @@ from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.offloaded_state import keep_state
 from accel.big_models.hooks.prefetch import Prefetcher, bring_in
 from accel.big_models.hooks.untraced import run_untraced
-from accel.big_models.parameters import META, move, on_meta
+from accel.big_models.parameters import META, check_no_computed_weights, move, on_meta
 from accel_ckpt.weights.placement import memory_device
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device
@@ -129,7 +129,8 @@ class AlignDevicesHook(ModelHook):
             The module.
 
         Raises:
-            ValueError: If a weight is on the meta device and nothing has its values; the module is unchanged.
+            ValueError: If a weight is on the meta device and nothing has its values, or torch's old
+                `weight_norm` or the like computes it; the module is unchanged.
         """
         found = list(_tensors(module, self.place_submodules))
         kept = [entry for entry in found if not self._offloads(entry)]
@@ -150,6 +151,9 @@ class AlignDevicesHook(ModelHook):
         return self.offload and (kind == "parameter" or (kind == "buffer" and self.offload_buffers))
 
     def _check(self, module: nn.Module, kept: list[Any], offloaded: list[Any]) -> None:
+        if offloaded:
+            for part in module.modules() if self.place_submodules else (module,):
+                check_no_computed_weights(part)
         lost = []
         if self.execution_device not in (None, META):
             lost = [
