@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel.accelerator import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.training import misuse
 from accel.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -473,28 +474,40 @@ def test_a_model_that_a_checkpoint_leaves_out_is_told(tmp_path):
 # The cost
 
 
+def is_hooked() -> bool:
+    """Whether torch calls the checks at every step."""
+    return misuse._before_step in _global_optimizer_pre_hooks.values()
+
+
+@pytest.fixture
+def no_other_run():
+    """No run of another test, which trained little, is checked any more."""
+    for run in list(misuse._checked_runs):
+        misuse._stop(run)
+
+
+@pytest.mark.usefixtures("no_other_run")
 def test_nothing_is_left_of_it_after_the_first_steps():
-    before = len(_global_optimizer_pre_hooks)
     accelerator, model = Accelerator(), Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
     train(accelerator, model, optimizer, steps=1)
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert is_hooked()
     train(accelerator, model, optimizer, steps=1)
-    assert len(_global_optimizer_pre_hooks) == before
+    assert not is_hooked()
     assert accelerator.run.is_usual
 
     other = accelerator.prepare(Net())  # which never steps
     train(accelerator, model, optimizer, steps=99)
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert is_hooked()
     train(accelerator, model, optimizer, steps=2)
-    assert len(_global_optimizer_pre_hooks) == before
+    assert not is_hooked()
     assert accelerator.run.is_usual
     assert other is not None
 
 
+@pytest.mark.usefixtures("no_other_run")
 @pytest.mark.parametrize("steps", [1, 100])
 def test_little_is_left_of_it_after_the_first_steps_of_a_plain_loop(steps, tmp_path, monkeypatch):
-    before = len(_global_optimizer_pre_hooks)
     accelerator, model = Accelerator(), Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
     other = accelerator.prepare(Net()) if steps == 100 else None  # which never steps
@@ -503,22 +516,41 @@ def test_little_is_left_of_it_after_the_first_steps_of_a_plain_loop(steps, tmp_p
     train_plainly(model, optimizer, steps=1)
     monkeypatch.undo()
     accelerator.save_state(str(tmp_path / "state"))
-    assert len(_global_optimizer_pre_hooks) == before
+    assert not is_hooked()
     del other
 
 
-def test_an_accelerator_that_is_gone_leaves_nothing():
-    before = len(_global_optimizer_pre_hooks)
+@pytest.mark.usefixtures("no_other_run")
+def test_runs_share_one_hook():
+    first, second = Accelerator(), Accelerator()
+    models = Net(), Net()
+    hooks = len(_global_optimizer_pre_hooks) - is_hooked()
+    prepared = [each.prepare(model, sgd(model)) for each, model in zip((first, second), models, strict=True)]
+    assert len(_global_optimizer_pre_hooks) == hooks + 1
+    train(first, *prepared[0], steps=2)
+    assert is_hooked()
+    train(second, *prepared[1], steps=2)
+    assert not is_hooked()
+
+
+@pytest.mark.usefixtures("no_other_run")
+def test_an_accelerator_that_is_gone_is_not_called(monkeypatch):
     accelerator, model = Accelerator(), Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
     train(accelerator, model, optimizer, steps=1)
     del accelerator
-    assert len(_global_optimizer_pre_hooks) == before
+    assert not misuse._checked_runs
+    monkeypatch.delattr("accel.training.misuse.Watch.before_step")
     optimizer.step()
 
+    other, model = Accelerator(), Net()  # and removes the hook when it is checked
+    monkeypatch.undo()
+    train(other, *other.prepare(model, sgd(model)), steps=2)
+    assert not is_hooked()
 
+
+@pytest.mark.usefixtures("no_other_run")
 def test_an_accelerator_that_is_collected_within_a_step_does_no_harm():
-    before = len(_global_optimizer_pre_hooks)
     accelerator = Accelerator()
     model = torch.nn.Linear(2, 1)
     held = [accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))]
@@ -535,8 +567,7 @@ def test_an_accelerator_that_is_collected_within_a_step_does_no_harm():
     finally:
         handle.remove()
     assert not held
-    assert len(_global_optimizer_pre_hooks) == before + 1
-    model = Net()
-    Accelerator().prepare(model, sgd(model))  # removes what is left behind
-    gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert not misuse._checked_runs
+    accelerator, model = Accelerator(), Net()
+    train(accelerator, *accelerator.prepare(model, sgd(model)), steps=2)  # removes what is left behind
+    assert not is_hooked()

@@ -2,20 +2,19 @@
 
 From the first `prepare` or backward pass on, torch calls back at every optimizer's step. That ends as soon as
 all that is prepared has stepped, and after 100 steps or backward passes in any case: later ones cost nothing.
+All runs of a process share one hook. A run that is collected is no longer called; the hook is removed when the
+next one ends to be checked, as torch may be going through its hooks when garbage is collected.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
-# Hooks of runs that ended within a step: they do nothing, and are removed when another begins or ends.
-_left_behind: list[Any] = []
+# Runs whose steps are checked. Weakly, as torch keeps the hook for all optimizers, and must not keep a run.
+_checked_runs: WeakSet[Run] = WeakSet()
+_hooks: list[Any] = []  # the handle of the hook, while there is one
 _MOST = 100  # steps or backward passes: past warmup, and small beside any run
 
 
@@ -42,29 +42,21 @@ class Watch:
         self._is_over = False
         self._has_warned_of_model = False
         self._is_save_checked = False
-        self._handle: Any = None
         self._unprepared: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, ()  # the hook and the weak references cannot be copied
-
-    def __del__(self) -> None:
-        # Garbage may be collected while torch goes through the hooks of a step, which must not change then.
-        if self._handle is not None and _is_in_step():
-            _left_behind.append(self._handle)
-        else:
-            self._stop()
+        return Watch, ()  # the weak references cannot be copied
 
     def begin(self, run: Run) -> None:
         """Check the first steps: a loader or scheduler was prepared."""
         if not (self._passes or self._steps):
-            self._start(run)
+            _start(run)
 
     def resume(self, run: Run) -> None:
         """Check the next steps too: a model or optimizer was prepared."""
         self._passes = self._steps = 0
         self._is_over = self._is_save_checked = False
-        self._start(run)
+        _start(run)
 
     def before_backward(self, run: Run, is_mean: bool) -> bool:
         """Count a backward pass, and begin or end to check steps.
@@ -78,9 +70,9 @@ class Watch:
         """
         self._passes += 1
         if self._is_over or self._passes > _MOST:
-            self._stop()
+            _stop(run)
             return False
-        self._start(run)
+        _start(run)
         self._outside += is_mean and not run.window.in_micro_batch  # weights make a window of any loop
         return True
 
@@ -109,7 +101,7 @@ class Watch:
     def before_save(self, run: Run) -> None:
         """Warn of what trains and is not in the checkpoint, at the first save."""
         if self._is_over or self._steps > _MOST:
-            self._stop()
+            _stop(run)
         if self._is_save_checked or run.save_hooks:  # which may save anything
             return
         self._is_save_checked = True
@@ -170,36 +162,25 @@ class Watch:
                 "accelerator.prepare(), and use the optimizer that comes back."
             )
 
-    def _start(self, run: Run) -> None:
-        _remove_left_behind()
-        if self._handle is None:
-            # A weak reference: torch keeps the hook for all optimizers, and must not keep the run.
-            self._handle = register_optimizer_step_pre_hook(partial(_before_step, ref(run)))
 
-    def _stop(self) -> None:
-        _remove_left_behind()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+def _start(run: Run) -> None:
+    """Check the steps of a run."""
+    _checked_runs.add(run)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def _is_in_step() -> bool:
-    """Whether a function of torch's optimizers is under way in this thread."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != Optimizer.__module__:
-        frame = frame.f_back
-    return frame is not None
+def _stop(run: Run) -> None:
+    """Check the steps of a run no longer; without any other, torch calls nothing."""
+    _checked_runs.discard(run)
+    if not _checked_runs and _hooks:
+        _hooks.pop().remove()
 
 
-def _remove_left_behind() -> None:
-    while _left_behind:
-        _left_behind.pop().remove()
-
-
-def _before_step(owner: ReferenceType[Run], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    run = owner()
-    if run is not None and not torch.compiler.is_compiling():  # a compiled step would trace the hook
-        run.watch.before_step(run, optimizer)
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():  # a compiled step would trace the hook
+        for run in _checked_runs:
+            run.watch.before_step(run, optimizer)
 
 
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
