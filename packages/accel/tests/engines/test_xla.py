@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from accel.accelerator import Accelerator
 from accel.engines import find_engine
-from accel.engines.context import Prepared
+from accel.engines.base.context import Prepared
 from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.engines.xla import XLAEngine, XLALoader

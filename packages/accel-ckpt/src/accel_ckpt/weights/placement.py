@@ -12,6 +12,7 @@ import torch
 
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.offload import offload_weight, save_offload_index
+from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
 
 __all__ = ["DeviceMap", "Placing", "device_for", "memory_device"]
@@ -99,7 +100,9 @@ class Placing:
         if needs_folder and offload_folder is None:
             raise ValueError("device_map puts weights on the disk: say where with offload_folder=.")
         folder = None if offload_folder is None else Path(offload_folder)
-        return cls(device_map, folder, _dtype(dtype), offload_buffers, tuple(fp32_modules or ()), in_place)
+        return cls(
+            device_map, folder, read_dtype(dtype), offload_buffers, tuple(fp32_modules or ()), in_place
+        )
 
     def check(self, slots: Slots) -> None:
         """Refuse a device map that leaves a weight of the model out."""
@@ -192,12 +195,3 @@ def _fill(own: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
         if own.dtype != dtype:
             own.data = own.data.to(dtype)
         own.copy_(value)
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}.")
-    return found

@@ -23,6 +23,8 @@ from accel.big_models.offload.weights import (
     use_prefetcher,
 )
 from accel.big_models.parameters import move
+from accel.big_models.placement.device_map import infer_auto_device_map
+from accel.big_models.placement.memory import get_balanced_memory
 from accel_ckpt.weights.load import device_for, load_in_place
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 
@@ -77,11 +79,7 @@ def dispatch_model(
             disk (use `disk_offload`); if a weight has no values. The model is unchanged.
         OSError: If the folder cannot be written. The model is unchanged.
     """
-    # Clients replace this name for a call (transformers, for parameters that the map leaves out).
-    from accel import big_modeling
-
-    big_modeling.check_device_map(model, device_map)
-    _check_devices(device_map, main_device)
+    _check_map(model, device_map, main_device)
     kinds = {
         str(device) if str(device) == "disk" else str(as_device(device)) for device in device_map.values()
     }
@@ -179,10 +177,7 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, str):
         device_map = _made_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     if device_map is not None:
-        from accel import big_modeling
-
-        big_modeling.check_device_map(model, device_map)
-        _check_devices(device_map, None)
+        _check_map(model, device_map, None)
     index = load_in_place(
         model,
         checkpoint,
@@ -216,8 +211,6 @@ def _made_map(
     dtype: str | torch.dtype | None,
     offload_buffers: bool,
 ) -> DeviceMap:
-    from accel.utils.modeling import get_balanced_memory, infer_auto_device_map
-
     if strategy not in _STRATEGIES:
         raise ValueError(
             f"device_map must be a dict of devices by name of a module, or one of {', '.join(_STRATEGIES)}, "
@@ -241,7 +234,11 @@ def _made_map(
     return found
 
 
-def _check_devices(device_map: DeviceMap, main_device: Device | None) -> None:
+def _check_map(model: nn.Module, device_map: DeviceMap, main_device: Device | None) -> None:
+    # Clients replace this name for a call (transformers, for parameters that the map leaves out).
+    from accel import big_modeling
+
+    big_modeling.check_device_map(model, device_map)
     wanted = {**device_map, "main_device": "cpu" if main_device is None else main_device}
     for name, device in wanted.items():
         if str(device) == "disk":

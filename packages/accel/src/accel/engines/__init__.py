@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, Prepared
 from accel_state.imports.packages import install_hint, is_package_available
 
 __all__ = [

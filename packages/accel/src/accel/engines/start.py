@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel.engines import Engine, find_engine
-from accel.engines.context import EngineContext
+from accel.engines.base.context import EngineContext
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.precision import Precision
 from accel_state.logging.loggers import get_logger

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 
 from accel.engines.base import Engine, Gradients, Loaders, States
+from accel.engines.base.context import EngineContext
 from accel.engines.common.loader import EngineLoader
 from accel.engines.common.whole_state import WholeOptimizer
-from accel.engines.context import EngineContext
 from accel_ops.trees.send import send_to_device
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scaler import get_grad_scaler

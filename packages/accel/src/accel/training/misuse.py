@@ -2,8 +2,8 @@
 
 From the first `prepare` or backward pass on, torch calls back at every optimizer's step. That ends as soon as
 all that is prepared has stepped, and after 100 steps or backward passes in any case: later ones cost nothing.
-All runs of a process share one hook. A run that is collected is no longer called; the hook is removed when the
-next one ends to be checked, as torch may be going through its hooks when garbage is collected.
+All runs of a process share one hook. It stays where a run is collected, as torch may be going through its
+hooks then, and is removed when no other is checked any more.
 """
 
 from __future__ import annotations

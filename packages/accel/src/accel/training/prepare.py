@@ -12,9 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accel.engines.base.context import Prepared
 from accel.engines.common.loader import EngineLoader
 from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
-from accel.engines.context import Prepared
 from accel.training.uneven import warn_of_missing, warn_of_uneven
 from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import torch
 
     from accel.engines import Engine
-    from accel.saving.preemption import Preemption
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
     from accel_optim.scheduler import AcceleratedScheduler
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.process.facts import Process
 
-__all__ = ["HasRun", "Run", "Watcher"]
+__all__ = ["EndNotice", "HasRun", "Run", "Watcher"]
 
 
 class Watcher(Protocol):
@@ -41,6 +40,15 @@ class Watcher(Protocol):
 
     def before_save(self, run: Run) -> None:
         """Warn of what trains and is not saved."""
+
+
+class EndNotice(Protocol):
+    """Notes signals that announce the end; see `accel.saving.preemption`."""
+
+    received: str | None
+
+    def agreed(self) -> bool:
+        """Whether a process has got a signal; the same on all, which all call it."""
 
 
 # eq=False: a run is the key of weak references, and equal to itself alone.
@@ -91,7 +99,7 @@ class Run:
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     lomo: Any = None
     is_usual: bool = False
-    preemption: Preemption | None = None
+    preemption: EndNotice | None = None
     warned_types: set[type] = field(default_factory=set)
     has_warned_of_folder: bool = False
 

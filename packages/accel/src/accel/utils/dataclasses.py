@@ -5,7 +5,8 @@ from __future__ import annotations
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
-from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
+from accel.engines.sharded.layer_classes import get_module_class_from_name
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_ops.trees.tensors import TensorInformation

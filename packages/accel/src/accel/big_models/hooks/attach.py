@@ -30,11 +30,14 @@ class _Options:
     weights_map: Mapping[str, torch.Tensor] | None
     offload_buffers: bool
     skip_keys: str | list[str] | None
-    preload_module_classes: tuple[str, ...]
+    preload_module_classes: list[str] | None
     tied_params_map: TiedParameters | None
 
+    def is_named(self, module: nn.Module) -> bool:
+        return type(module).__name__ in (self.preload_module_classes or ())
+
     def preloads(self, module: nn.Module) -> bool:
-        return isinstance(module, _PRELOADED) or type(module).__name__ in self.preload_module_classes
+        return isinstance(module, _PRELOADED) or self.is_named(module)
 
     def hook(
         self, device: Device | None, offload: bool = False, name: str = "", **more: Any
@@ -82,9 +85,7 @@ def attach_align_device_hook(
     Raises:
         ValueError: If a weight has no values.
     """
-    options = _Options(
-        weights_map, offload_buffers, skip_keys, _names(preload_module_classes), tied_params_map
-    )
+    options = _Options(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     _attach_where_weights_are(module, execution_device, offload, options, module_name, set())
 
 
@@ -104,7 +105,7 @@ def attach_execution_device_hook(
         preload_module_classes: Names of classes inside of which no module gets a hook.
         tied_params_map: Copies of tied weights, as for `AlignDevicesHook`.
     """
-    options = _Options(None, False, skip_keys, _names(preload_module_classes), tied_params_map)
+    options = _Options(None, False, skip_keys, preload_module_classes, tied_params_map)
     _attach_to_resident(module, execution_device, options, {})
 
 
@@ -136,9 +137,7 @@ def attach_align_device_hook_on_blocks(
     Raises:
         ValueError: If a weight has no values; or the two mappings do not have the same names.
     """
-    options = _Options(
-        weights_map, offload_buffers, skip_keys, _names(preload_module_classes), tied_params_map
-    )
+    options = _Options(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
             _attach_where_weights_are(module, execution_device, True, options, module_name, set())
@@ -204,7 +203,7 @@ def _attach_where_weights_are(
 def _attach_to_resident(module: nn.Module, device: Device, options: _Options, known: dict[int, bool]) -> None:
     if "_hf_hook" not in vars(module) and _has_any(module, known):
         add_hook_to_module(module, options.hook(device))
-    if type(module).__name__ not in options.preload_module_classes:
+    if not options.is_named(module):
         for child in module.children():
             _attach_to_resident(child, device, options, known)
 
@@ -219,10 +218,6 @@ def _has_any(module: nn.Module, known: dict[int, bool]) -> bool:
     if id(module) not in known:
         known[id(module)] = _has_own(module) or any(_has_any(child, known) for child in module.children())
     return known[id(module)]
-
-
-def _names(classes: list[str] | None) -> tuple[str, ...]:
-    return tuple(classes or ())
 
 
 def _by_name(

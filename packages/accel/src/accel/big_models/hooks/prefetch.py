@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -15,12 +15,18 @@ from accel.big_models.hooks.base import ModelHook
 from accel.big_models.hooks.untraced import run_untraced
 from accel_ckpt.weights.mapped import read_pages
 
-if TYPE_CHECKING:
-    from accel.big_models.hooks.align import AlignDevicesHook
-
 __all__ = ["EndOfForward", "Prefetcher", "bring_in"]
 
 _Weights = dict[str, torch.Tensor]
+
+
+class _Loading(Protocol):
+    """A hook that loads the weights of its module, as AlignDevicesHook does."""
+
+    @property
+    def is_loaded(self) -> bool: ...
+
+    def fetch(self) -> _Weights: ...
 
 
 class Prefetcher:
@@ -35,7 +41,7 @@ class Prefetcher:
 
     def _forget(self) -> None:
         self._process = os.getpid()
-        self._next: dict[int, ref[AlignDevicesHook]] = {}  # weak: hooks hold this
+        self._next: dict[int, ref[_Loading]] = {}  # weak: hooks hold this
         self._reads: dict[int, Future[_Weights]] = {}
         self._threads: list[threading.Thread] = []
         self._last = threading.local()
@@ -47,7 +53,7 @@ class Prefetcher:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
 
-    def take(self, hook: AlignDevicesHook) -> _Weights:
+    def take(self, hook: _Loading) -> _Weights:
         """Return the weights of a module that were fetched ahead; wait for them if they are being read.
 
         Args:
@@ -64,7 +70,7 @@ class Prefetcher:
             return {}  # the module reads for itself, and raises what there is to raise
         return read.result()
 
-    def start_next(self, hook: AlignDevicesHook) -> None:
+    def start_next(self, hook: _Loading) -> None:
         """Fetch what ran after a module the last time.
 
         Args:
@@ -123,7 +129,7 @@ class EndOfForward(ModelHook):
         run_untraced(Prefetcher.finish, self.prefetcher)
 
 
-def _read(hook: AlignDevicesHook, read: Future[_Weights]) -> None:
+def _read(hook: _Loading, read: Future[_Weights]) -> None:
     try:
         read.set_result(hook.fetch())
     except BaseException as error:  # whoever takes it sees it

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import Gradients
 from accel.engines.base.loaders import Loaders
 from accel.engines.base.states import States
@@ -23,7 +24,6 @@ from accel.engines.common.checks import (
     mapped_devices,
     named_parameters,
 )
-from accel.engines.context import EngineContext, Prepared
 from accel.models.precision import wrap_forward
 from accel.models.regions import compile_regions
 from accel_ops.modules import extract_model_from_parallel, is_compiled_module

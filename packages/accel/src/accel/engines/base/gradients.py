@@ -12,8 +12,8 @@ from accel_ops.collectives import operations
 from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
 
 if TYPE_CHECKING:
+    from accel.engines.base.context import EngineContext
     from accel.engines.base.loaders import Loaders
-    from accel.engines.context import EngineContext
 
 __all__ = ["Gradients", "gradients_of", "multiply"]
 

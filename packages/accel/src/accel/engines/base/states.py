@@ -12,7 +12,7 @@ from accel.engines.common.checks import check_foreign
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.engines.context import EngineContext
+    from accel.engines.base.context import EngineContext
 
 __all__ = ["States"]
 

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine, Gradients, Joining, Loaders
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.common.loose import parameters_of
 from accel.engines.common.missing_weights import checking_together
-from accel.engines.context import EngineContext, Prepared
 from accel.engines.ddp.owner import ReplicaOwner
 from accel_optim.optimizer import AcceleratedOptimizer
 

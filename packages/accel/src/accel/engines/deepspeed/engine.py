@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.deepspeed import checkpoint, gradients, ulysses
 from accel.engines.deepspeed.auto_values import Facts, complete
 from accel.engines.deepspeed.runtime import load, part, started

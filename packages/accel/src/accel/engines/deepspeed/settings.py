@@ -9,8 +9,7 @@ from accel_state import env
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from accel.engines.context import EngineContext
-    from accel.engines.deepspeed.plugin import DeepSpeedPlugin
+    from accel.engines.base.context import EngineContext
 
 __all__ = ["check_axes", "check_precision", "precision_under", "steps_under", "warn_of_unused"]
 
@@ -31,9 +30,8 @@ def precision_under(plugins: Any, mixed_precision: Any) -> Any:
     return next((kind for kind in ("bf16", "fp16") if first.get_value(f"{kind}.enabled") is True), None)
 
 
-def _first(plugins: Any) -> DeepSpeedPlugin | None:
-    first: DeepSpeedPlugin | None = next(iter(plugins.values())) if isinstance(plugins, dict) else plugins
-    return first
+def _first(plugins: Any) -> Any | None:
+    return next(iter(plugins.values())) if isinstance(plugins, dict) else plugins
 
 
 def check_axes(context: EngineContext, stage: int | None) -> None:
@@ -88,7 +86,7 @@ def check_precision(context: EngineContext, stage: int | None, has_fp16: bool) -
         )
 
 
-def warn_of_unused(plugin: DeepSpeedPlugin) -> None:
+def warn_of_unused(plugin: Any) -> None:
     """Warn of settings that are given and that nothing reads, after the environment has filled them in."""
     reasons = {
         f"offload_{what}_nvme_path": f"offload_{what}_device is not 'nvme'"

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
-from accel.engines.context import EngineContext, Prepared
 from accel.engines.fsdp1 import flat
 from accel.engines.fsdp1.flattened import (
     Flattened,

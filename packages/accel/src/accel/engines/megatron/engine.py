@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from accel.engines.base import Engine, Gradients, Loaders, States
-from accel.engines.context import EngineContext, Prepared
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.megatron import checkpoint, runtime
 from accel.engines.megatron.data import IndexedLoader, MegatronLMDummyDataLoader, with_micro_batches
 from accel.engines.megatron.models.bert import BertTrainStep

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.common.repoint import repoint
 from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_whole
-from accel.engines.context import EngineContext, Prepared
 from accel.engines.mesh import unsharded
 from accel.engines.mesh.context.context_parallel import ContextParallel
 from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from accel.engines.context import EngineContext
+from accel.engines.base.context import EngineContext
 from accel.engines.mesh.shard import Sharding, check_dtypes, check_ignored, shard, upcast
 from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from accel.engines.base import Engine, Gradients, Loaders, States
+from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.common.checks import mapped_devices
 from accel.engines.common.lone_group import ensure_group
 from accel.engines.common.loose import parameters_of
 from accel.engines.common.missing_weights import checking_together
-from accel.engines.context import EngineContext, Prepared
 from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
 from accel.engines.sharded.groups import Groups, choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin

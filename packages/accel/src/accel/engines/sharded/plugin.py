@@ -11,7 +11,9 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
+from accel.engines.sharded.layer_classes import find_classes
 from accel.engines.sharded.unused import warn_of_unused
+from accel.engines.sharded.values import choice, or_env
 from accel_state import env
 from accel_state.logging.warning import warn
 
@@ -19,7 +21,6 @@ __all__ = [
     "FSDP_AUTO_WRAP_POLICY",
     "FSDP_SHARDING_STRATEGY",
     "FullyShardedDataParallelPlugin",
-    "get_module_class_from_name",
 ]
 
 FSDP_SHARDING_STRATEGY = list(env.VARIABLES["FSDP_SHARDING_STRATEGY"].choices)
@@ -27,9 +28,9 @@ FSDP_SHARDING_STRATEGY = list(env.VARIABLES["FSDP_SHARDING_STRATEGY"].choices)
 FSDP_AUTO_WRAP_POLICY = list(env.VARIABLES["FSDP_AUTO_WRAP_POLICY"].choices)
 """Names of the policies that say which modules are sharded by themselves."""
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "no": torch.float32}
-_DTYPES["fp8"] = torch.bfloat16  # what is around layers that compute in fp8
-_DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32, "NO": torch.float32}
+_DTYPES["FP8"] = torch.bfloat16  # what is around layers that compute in fp8
+_DTYPES |= {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16, "FLOAT32": torch.float32}
 _FLAGS = {
     "forward_prefetch": "FSDP_FORWARD_PREFETCH",
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
@@ -112,9 +113,9 @@ class FullyShardedDataParallelPlugin:
         # Remembered before the environment fills the rest in: a launcher's values are ignored in silence, a
         # user's with a warning.
         given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None}
-        self.fsdp_version = _choice("fsdp_version", _or_env(self.fsdp_version, "FSDP_VERSION"), {1: 1, 2: 2})
+        self.fsdp_version = choice("fsdp_version", or_env(self.fsdp_version, "FSDP_VERSION"), {1: 1, 2: 2})
         for name, variable in _FLAGS.items():
-            setattr(self, name, _or_env(getattr(self, name), variable))
+            setattr(self, name, or_env(getattr(self, name), variable))
         if self.transformer_cls_names_to_wrap is None:
             self.transformer_cls_names_to_wrap = list(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")) or None
         if isinstance(self.transformer_cls_names_to_wrap, str):
@@ -137,7 +138,7 @@ class FullyShardedDataParallelPlugin:
             name = "reshard_after_forward of fsdp_version=1"
             both = [item for item in (self.reshard_after_forward, self.sharding_strategy) if item is not None]
             both = both or [env.get("FSDP_SHARDING_STRATEGY")]
-            chosen, *others = (_choice(name, item, strategies) for item in both)
+            chosen, *others = (choice(name, item, strategies) for item in both)
             if others not in ([], [chosen]):
                 raise ValueError(
                     f"reshard_after_forward={chosen.name} and sharding_strategy={others[0].name} say the "
@@ -146,7 +147,7 @@ class FullyShardedDataParallelPlugin:
             self.sharding_strategy = self.reshard_after_forward = chosen
             return
         if "sharding_strategy" in given:
-            strategy = _choice("sharding_strategy", self.sharding_strategy, strategies)
+            strategy = choice("sharding_strategy", self.sharding_strategy, strategies)
             if strategy.name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
                 raise ValueError(
                     f"sharding_strategy={strategy.name} is version 1's. In fsdp_version=2 set "
@@ -157,8 +158,8 @@ class FullyShardedDataParallelPlugin:
                 self.reshard_after_forward = strategy.name == "FULL_SHARD"
         self.sharding_strategy = None
         words = {"TRUE": True, "FALSE": False, "1": True, "0": False}
-        value = _or_env(self.reshard_after_forward, "FSDP_RESHARD_AFTER_FORWARD")
-        self.reshard_after_forward = _choice(
+        value = or_env(self.reshard_after_forward, "FSDP_RESHARD_AFTER_FORWARD")
+        self.reshard_after_forward = choice(
             "reshard_after_forward of fsdp_version=2", True if value is None else value, words
         )
 
@@ -179,11 +180,11 @@ class FullyShardedDataParallelPlugin:
                 self.sync_module_states = True
             return
         prefetches = {item.name: item for item in fsdp.BackwardPrefetch} | {"NO_PREFETCH": None}
-        self.backward_prefetch = _choice(
-            "backward_prefetch", _or_env(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH"), prefetches
+        self.backward_prefetch = choice(
+            "backward_prefetch", or_env(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH"), prefetches
         )
-        self.use_orig_params = _or_env(self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
-        self.sync_module_states = _or_env(self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
+        self.use_orig_params = or_env(self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
+        self.sync_module_states = or_env(self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             if "sync_module_states" in given:
                 warn(
@@ -193,7 +194,7 @@ class FullyShardedDataParallelPlugin:
             self.sync_module_states = True
 
     def _set_policy(self) -> None:
-        policy = _or_env(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY")
+        policy = or_env(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY")
         if callable(policy):
             return
         known = {
@@ -201,7 +202,7 @@ class FullyShardedDataParallelPlugin:
             "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
             "NO_WRAP": None,
         }
-        self.auto_wrap_policy = _choice("auto_wrap_policy", policy, known)
+        self.auto_wrap_policy = choice("auto_wrap_policy", policy, known)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Complete the policy for a model: its classes by name, and the smallest size.
@@ -213,7 +214,7 @@ class FullyShardedDataParallelPlugin:
             ValueError: If the model has no module of a class that is named.
         """
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            classes = _find_classes(model, self.transformer_cls_names_to_wrap)
+            classes = find_classes(model, self.transformer_cls_names_to_wrap)
             if not classes:
                 self.auto_wrap_policy = None
                 return
@@ -259,13 +260,13 @@ class FullyShardedDataParallelPlugin:
             ValueError: If it is not known.
         """
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
-        chosen = _or_env(chosen, "FSDP_STATE_DICT_TYPE")
+        chosen = or_env(chosen, "FSDP_STATE_DICT_TYPE")
         if chosen is None:
             chosen = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         kinds = {item.name: item for item in fsdp.StateDictType}
         if self.fsdp_version == 2:
             del kinds["LOCAL_STATE_DICT"]
-        self.state_dict_type = _choice("state_dict_type", chosen, kinds)
+        self.state_dict_type = choice("state_dict_type", chosen, kinds)
         if self.fsdp_version == 2:
             return
         if self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT:
@@ -300,9 +301,7 @@ class FullyShardedDataParallelPlugin:
         """
         if self.mixed_precision_policy is not None and not override:
             return
-        dtype = _choice(
-            "mixed_precision", mixed_precision, {name.upper(): kind for name, kind in _DTYPES.items()}
-        )
+        dtype = choice("mixed_precision", mixed_precision, _DTYPES)
         if self.fsdp_version == 2:
             is_mixed = dtype is not torch.float32
             self.mixed_precision_policy = fsdp.MixedPrecisionPolicy(
@@ -327,9 +326,8 @@ class FullyShardedDataParallelPlugin:
                     f"mixed_precision_policy has unknown {', '.join(unknown)}; "
                     f"fsdp_version={self.fsdp_version} knows {', '.join(sorted(known))}."
                 )
-            dtypes = {name.upper(): dtype for name, dtype in _DTYPES.items()}
             values = {
-                name: _choice(f"mixed_precision_policy[{name!r}]", value, dtypes)
+                name: choice(f"mixed_precision_policy[{name!r}]", value, _DTYPES)
                 if isinstance(value, str)
                 else value
                 for name, value in policy.items()
@@ -350,60 +348,3 @@ class FullyShardedDataParallelPlugin:
                 f"fsdp_version={self.fsdp_version} takes a {kind.__name__}, a dict of its arguments, or a "
                 "dtype's name such as 'bf16'."
             )
-
-
-def _or_env(value: Any, variable: str) -> Any:
-    return env.get(variable) if value is None else value
-
-
-def _choice(field: str, value: Any, known: dict[Any, Any]) -> Any:
-    """The value of a name, whatever its case; a value that is one of the values already stays."""
-    # By identity: True equals 1, and is no version.
-    if any(value is item for item in known.values()):
-        return value
-    name = value.upper() if isinstance(value, str) else value
-    if isinstance(name, str) and name.isdigit():  # old configurations number the choices from 1
-        number = int(name)
-        name = number if number in known else list(known)[number - 1] if 0 < number <= len(known) else name
-    if isinstance(name, bool) or name not in known:
-        raise ValueError(f"{field} is {value!r}; allowed: {', '.join(str(item) for item in known)}.")
-    return known[name]
-
-
-def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
-    """The class of a module, or of one inside of it, by its name.
-
-    Args:
-        module: The module.
-        name: The class's name, without its module.
-
-    Returns:
-        The class; None if no module is of such a one.
-    """
-    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
-
-
-_CLASSES_KEY = "fsdp_transformer_layer_cls_to_wrap in the config file of accel launch, or its flag"
-
-
-def _find_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
-    """The classes of the layers to wrap; none, with a warning, where nobody names any."""
-    by_name = {type(module).__name__: type(module) for module in model.modules()}
-    wanted = names or getattr(model, "_no_split_modules", None)
-    if not wanted:
-        warn(
-            f"{type(model).__name__} is sharded, and gathered, in one piece: auto_wrap_policy is "
-            "TRANSFORMER_BASED_WRAP, and neither the settings nor the model (_no_split_modules) name its "
-            f"layer classes. Name them in transformer_cls_names_to_wrap=[...] ({_CLASSES_KEY}).",
-        )
-        return set()
-    # A model's own list may name layers that this configuration of it does not have.
-    missing = sorted(set(wanted) - set(by_name)) if names else []
-    found = {by_name[name] for name in wanted if name in by_name}
-    if missing or not found:
-        raise ValueError(
-            f"transformer_cls_names_to_wrap names {', '.join(missing or sorted(wanted))}, and "
-            f"{type(model).__name__} has modules of these classes: {', '.join(sorted(by_name))}. Correct the "
-            f"names ({_CLASSES_KEY})."
-        )
-    return found
