@@ -83,14 +83,13 @@ def together(function: Callable[[], _T], process: Process, task: str, group: Any
     return result
 
 
-def from_main(function: Callable[[], _T], process: Process, task: str, group: Any = None) -> _T:
+def from_main(function: Callable[[], _T], process: Process, task: str) -> _T:
     """Call a function on the first process, and give its result to all.
 
     Args:
         function: What to do there; the result must pickle.
         process: This process.
         task: What it is, for the message.
-        group: As for `agree`.
 
     Returns:
         What the function returned on the first process.
@@ -108,10 +107,7 @@ def from_main(function: Callable[[], _T], process: Process, task: str, group: An
         except Exception as caught:
             error = caught
             box = [(None, f"{type(caught).__name__}: {caught}")]
-    if group is None:
-        broadcast_object_list(box, process=process)
-    else:
-        dist.broadcast_object_list(box, 0, group)
+    broadcast_object_list(box, process=process)
     result: _T
     result, report = box[0]
     if error is not None:

@@ -25,8 +25,8 @@ from accel_state.process.state import current_process
 __all__ = [
     "device_for",
     "load_checkpoint_in_model",
-    "load_in_place",
     "load_offloaded_weights",
+    "load_placed",
     "load_state_dict",
 ]
 
@@ -120,65 +120,41 @@ def load_checkpoint_in_model(
             "the weights before they are quantized, with offload_8bit_bnb=False."
         )
     placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
-    _load(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
+    load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
 
 
-def load_in_place(
+def load_placed(
     model: torch.nn.Module,
     checkpoint: Folder,
-    device_map: DeviceMap | None = None,
-    offload_folder: Folder | None = None,
-    dtype: str | torch.dtype | None = None,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: list[str] | None = None,
-    strict: bool = False,
-    full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Load weights as `load_checkpoint_in_model`, but leave those of "disk" in their safetensors files.
+    placing: Placing,
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+) -> None:
+    """Load weights as `load_checkpoint_in_model`, which has the arguments, placed as is said.
 
     Args:
         model: The model.
-        checkpoint: As there.
-        device_map: As there.
-        offload_folder: Where weights of "disk" are written that are in other files, or of another dtype.
-        dtype: As there; it is the dtype of what is written, too.
-        offload_buffers: As there.
-        keep_in_fp32_modules: As there.
-        strict: As there.
-        full_state_dict: As there.
-        broadcast_from_rank0: As there.
-
-    Returns:
-        Entries of the weights on the disk by name, for `OffloadedWeightsLoader(index=...)`.
+        checkpoint: A file, an index or a folder.
+        placing: Where weights go; has the entries of those on the disk afterwards.
+        strict: Whether names have to agree.
+        full_state_dict: Whether each process's files have whole tensors.
+        broadcast_from_rank0: Whether the main process reads for all.
 
     Raises:
-        ValueError: As there; a folder is needed only for what is not read in place.
-        TypeError: As there.
-        RuntimeError: As there.
-        OSError: As there.
+        ValueError: As there, and likewise TypeError, RuntimeError, OSError and CheckpointError.
     """
-    placing = Placing.of(
-        device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, in_place=True
-    )
-    _load(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
-    return placing.index
-
-
-def _load(
-    model: torch.nn.Module, checkpoint: Folder, placing: Placing, strict: bool, full: bool, broadcast: bool
-) -> None:
     if model_has_dtensor(model) and placing.device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
-    if broadcast and placing.device_map is not None:
+    if broadcast_from_rank0 and placing.device_map is not None:
         warn("broadcast_from_rank0 is ignored: with a device_map each process reads for itself.")
-    elif model_has_dtensor(model) or (broadcast and current_process().world_size > 1):
+    elif model_has_dtensor(model) or (broadcast_from_rank0 and current_process().world_size > 1):
         if placing.dtype is not None:
             warn(
                 "dtype is ignored: weights that are sharded or sent take the model's dtype. Convert the "
                 "model instead.",
             )
-        _load_collectively(model, checkpoint, strict, full, broadcast)
+        _load_collectively(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
     slots = Slots(model)
     placing.check(slots)

@@ -87,7 +87,7 @@ class Placing:
         offload_folder: Folder | None,
         dtype: str | torch.dtype | None,
         offload_buffers: bool,
-        fp32_modules: list[str] | None,
+        fp32_modules: list[str] | None = None,
         in_place: bool = False,
     ) -> Placing:
         """Check options as a user gives them."""

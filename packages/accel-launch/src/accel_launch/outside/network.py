@@ -40,16 +40,15 @@ def is_loopback(host: str) -> bool:
     return any(ipaddress.ip_address(address).is_loopback for _, address in _addresses(host))
 
 
-def is_listening(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Return whether a server accepts connections.
+def is_listening(host: str, port: int) -> bool:
+    """Return whether a server accepts a connection within a second.
 
     Args:
         host: Its name or address.
         port: Its port.
-        timeout_s: How long to wait for it.
     """
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        socket.create_connection((host, port), timeout=1.0).close()
     except OSError:
         return False
     return True

@@ -25,8 +25,9 @@ from accel.big_models.offload.weights import (
 from accel.big_models.parameters import move
 from accel.big_models.placement.device_map import infer_auto_device_map
 from accel.big_models.placement.memory import get_balanced_memory
-from accel_ckpt.weights.load import device_for, load_in_place
+from accel_ckpt.weights.load import device_for, load_placed
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
+from accel_ckpt.weights.placement import Placing
 
 __all__ = ["dispatch_model", "load_checkpoint_and_dispatch"]
 
@@ -178,24 +179,16 @@ def load_checkpoint_and_dispatch(
         device_map = _made_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     if device_map is not None:
         _check_map(model, device_map, None)
-    index = load_in_place(
-        model,
-        checkpoint,
-        device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-    )
+    # Weights of "disk" stay in the safetensors files that have them.
+    placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, in_place=True)
+    load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
     if device_map is None:
         return model
     return dispatch_model(
         model,
         device_map,
         offload_dir=offload_folder,
-        offload_index=index,
+        offload_index=placing.index,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
