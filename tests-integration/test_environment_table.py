@@ -28,10 +28,10 @@ from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
 from accel_launch.outside.sagemaker.estimator import prepare_sagemager_args_inputs
-from accel_launch.outside.slurm_job import find_step
 from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
 from accel_launch.plan.environment import outside_any_run
 from accel_launch.settings.resolve import resolve
+from accel_launch.settings.slurm_job import find_step
 from accel_state import env
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.devices.affinity import set_numa_affinity

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.local.machine import Machine
 from accel_launch.local.ports import reserve_port
 from accel_launch.outside.elastic import (
     HANDLED,
@@ -24,6 +23,7 @@ from accel_launch.outside.elastic import (
     set_handlers,
     signal_handlers_kept,
 )
+from accel_launch.plan.machine import Machine
 from accel_state import env
 from accel_state.logging.warning import warn
 from accel_state.process import hooks

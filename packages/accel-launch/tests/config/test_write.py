@@ -7,7 +7,7 @@ import pytest
 from accel_launch.config import load_config_from_file, write_basic_config
 from accel_launch.config.write import basic_values
 from accel_launch.errors import ConfigError
-from accel_launch.local.machine import Machine
+from accel_launch.plan.machine import Machine
 
 
 def test_it_writes_what_loads(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
-from accel_launch.local.machine import Machine
 from accel_launch.outside.torchrun import (
     reach_machine_0,
     torchrun_command,
     torchrun_environment,
     torchrun_port,
 )
+from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import Plan
 from accel_launch.settings.resolve import resolve

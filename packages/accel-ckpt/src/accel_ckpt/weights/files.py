@@ -21,7 +21,7 @@ import torch
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import regular_file
-from accel_ckpt.files.disk import flush
+from accel_ckpt.files.disk import flush, replacing
 from accel_ckpt.files.paths import listed_file
 from accel_state.logging.warning import warn
 
@@ -130,10 +130,8 @@ def save_weights(
     if len(parts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         files.append(f"{stem}.{suffix}.index.json")
-        draft = root / f".{files[-1]}.{mark}"
-        draft.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        flush(draft)
-        os.replace(draft, root / files[-1])
+        with replacing(root / files[-1]) as draft:
+            draft.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     flush(root)
     return files
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.checks import check_divides
 from accel_data.dispatch.channel import ABSENT, Message, Receiver, Sender
-from accel_data.dispatch.read_ahead import read_ahead
 from accel_data.dispatch.sender import Link, Parts, hand_out
 from accel_data.dispatch.steps import Read, Round, Rounds, real_in
 from accel_data.loader.base import Unbatched, settings
 from accel_data.loader.iteration import Item, PreparedLoader, look_ahead, noted
+from accel_data.loader.read_ahead import read_ahead
 from accel_data.order.mesh import find_data_ranks
 from accel_data.order.samplers import AllShards, BatchSamplerShard
 from accel_data.order.shares import Fill, Layout, Share

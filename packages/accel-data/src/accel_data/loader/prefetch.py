@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_data.dispatch.read_ahead import RandomUse
+from accel_data.loader.read_ahead import RandomUse
 from accel_data.order.shares import Fill, Share
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.walk import children, find_path, flatten, recursively_apply

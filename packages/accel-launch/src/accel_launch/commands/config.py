@@ -11,7 +11,7 @@ from accel_launch.config.file import LaunchConfig, load_config_from_file
 from accel_launch.config.paths import config_path
 from accel_launch.config.write import write_basic_config
 from accel_launch.errors import LaunchError
-from accel_launch.local.machine import Machine
+from accel_launch.plan.machine import Machine
 from accel_launch.settings.parser import command_parser
 from accel_state import env
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_launch.config import config_path, load_config_from_file
 from accel_launch.errors import LaunchError
-from accel_launch.local.machine import Machine
+from accel_launch.plan.machine import Machine
 from accel_launch.settings.masking import mask_values
 from accel_launch.settings.parser import command_parser
 from accel_state import env

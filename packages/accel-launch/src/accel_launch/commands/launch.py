@@ -135,13 +135,13 @@ def read_config(args: argparse.Namespace) -> LaunchConfig | None:
 
 
 def _explained(settings: Settings) -> str:
-    from accel_launch.settings.explain import explain_text
+    from accel_launch.plan.explain import explain_text
 
     return explain_text(settings)
 
 
 def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
-    from accel_launch.settings.explain import dry_run_text
+    from accel_launch.plan.explain import dry_run_text
 
     prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
     # Nothing will listen on the port that was reserved.

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
-from accel_launch.local.machine import Machine
+from accel_launch.plan.machine import Machine
 from accel_state import env
 
 __all__ = ["basic_values", "write_basic_config"]

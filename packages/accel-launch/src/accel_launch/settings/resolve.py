@@ -14,7 +14,7 @@ from accel_launch.settings.schema import GROUPS, SETTINGS, Setting
 
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
-    from accel_launch.outside.slurm_job import Step
+    from accel_launch.settings.slurm_job import Step
 
 __all__ = ["Effective", "Settings", "Source", "resolve"]
 
@@ -139,7 +139,7 @@ _WORLD = ("ACCELERATE_NUM_PROCESSES", "MASTER_ADDR", "MASTER_PORT")
 def _slurm_step(args: argparse.Namespace, environ: Mapping[str, str]) -> Step | None:
     if "SLURM_JOB_ID" not in environ:
         return None
-    from accel_launch.outside.slurm_job import step_to_follow
+    from accel_launch.settings.slurm_job import step_to_follow
 
     return step_to_follow(environ, lambda name: getattr(args, name, None))
 

@@ -10,7 +10,7 @@ from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config import LaunchConfig
 from accel_launch.config.ask.prompt import Back
 from accel_launch.config.ask.questionnaire import answers_of, ask_all
-from accel_launch.local.machine import Machine
+from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
 from accel_launch.settings.resolve import resolve
 

@@ -10,12 +10,12 @@ import pytest
 
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
-from accel_launch.local.machine import Machine
-from accel_launch.outside.slurm_job import find_step, first_host
+from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import Plan, Prepared
 from accel_launch.plan.starters import STARTERS
 from accel_launch.settings.resolve import resolve
+from accel_launch.settings.slurm_job import find_step, first_host
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[03-04]"}
 # The second of three tasks on the second of two machines.

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from accel_data.dispatch.read_ahead import RandomUse, read_ahead
+from accel_data.loader.read_ahead import RandomUse, read_ahead
 from accel_data.order.global_order import IsolatedRNG
 
 CPU = torch.device("cpu")

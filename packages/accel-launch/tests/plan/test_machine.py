@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch.local.machine import Machine
+from accel_launch.plan.machine import Machine
 
 
 def touch(root: Path, *names: str) -> None:
