@@ -204,3 +204,25 @@ def average_of_shards(folder: str) -> tuple[list[float], list[float]]:
 def test_parts_of_other_objects_are_those_of_each_process(world, tmp_path):
     for before, after in world.run(average_of_shards, str(tmp_path / "run")):
         assert after == before
+
+
+class FailingLoader:
+    """A loader whose position cannot be saved; the main process alone asks for it."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise OSError("the position is unknown")
+
+
+def save_beside_failing_loader(folder: str) -> tuple[str, str, list[str]]:
+    training = Training("sharded", seed=0)
+    objects = {**training.objects(), "loader": FailingLoader()}
+    with pytest.raises((OSError, CheckpointError)) as raised:
+        accel_ckpt.save(folder, **objects)
+    return type(raised.value).__name__, str(raised.value), os.listdir(Path(folder).parent)
+
+
+def test_all_processes_raise_if_one_fails_before_the_shards_are_written(world, tmp_path):
+    main, other = world.run(save_beside_failing_loader, str(tmp_path / "runs/checkpoint_1"))
+    assert main == ("OSError", "the position is unknown", [])
+    assert other[0] == "CheckpointError"
+    assert "process 0: OSError: the position is unknown" in other[1]

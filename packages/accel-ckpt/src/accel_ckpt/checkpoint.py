@@ -16,6 +16,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files import digests
 from accel_ckpt.folder import manifest, recovery
+from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.staging import staged
 from accel_ckpt.run.load import Objects, restore
 from accel_ckpt.run.reader import open_checkpoint
@@ -73,21 +74,27 @@ def save(
     """
     process = current_process()
     models, optimizers = _listed(model), _listed(optimizer)
+    # One sharded model puts all models and optimizers into parts: a load finds either kind of file, not both.
     in_parts = any(map(_is_sharded, models))
     owners = _owners(models, optimizers) if in_parts else []
     with staged(folder, save_on_each_node=save_on_each_node, blocking=blocking, process=process) as staging:
         staging.facts[_STEP] = step
-        save_accelerator_state(
-            staging.path,
-            [] if in_parts else [_plain(item).state_dict() for item in models],
-            [] if in_parts else optimizers,
-            _listed(scheduler),
-            _listed(loader),
-            process.rank,
-            step=0,
-            scaler=scaler,
-            process=process,
-        )
+
+        def write_shared() -> None:
+            save_accelerator_state(
+                staging.path,
+                [] if in_parts else [_plain(item).state_dict() for item in models],
+                [] if in_parts else optimizers,
+                _listed(scheduler),
+                _listed(loader),
+                process.rank,
+                step=0,  # micro-batches of an open window; the caller's own count is in the facts
+                scaler=scaler,
+                process=process,
+            )
+
+        # Agreed on before the parts, whose collectives a process that has failed would not join.
+        together(write_shared, process, "writing the checkpoint")
         if in_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
@@ -140,6 +147,7 @@ def load(
         CheckpointError: If the folder and the objects differ, or another process has failed.
     """
     process = current_process()
+    # A save in the background may be writing the very folder that is to be read.
     thread.wait()
     reading = open_checkpoint(Path(folder), process, None, {}, verify)
     models, optimizers = _listed(model), _listed(optimizer)
@@ -213,6 +221,7 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 def _owners(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[int]:
     """For each optimizer, which model has its parameters."""
+    # By identity: tensors compare by value, and sharded ones would be gathered for it.
     held = [{id(item) for item in model.parameters()} for model in models]
     owners = []
     for index, optimizer in enumerate(optimizers):

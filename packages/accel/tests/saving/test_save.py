@@ -374,6 +374,32 @@ def test_save_model_fails_on_all_or_on_none(world, tmp_path):
     )
 
 
+def fail_in_a_hook_before_the_parts(folder):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    accelerator.prepare(torch.nn.Linear(4, 4))
+
+    def fail_on_main(models, weights, path):
+        if accelerator.is_main_process:
+            raise OSError("the hook has failed")
+
+    accelerator.register_save_state_pre_hook(fail_on_main)
+    try:
+        accelerator.save_state(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_save_state_in_parts_fails_on_all_if_a_hook_fails_on_one(world, tmp_path):
+    first, second = world.run(fail_in_a_hook_before_the_parts, str(tmp_path / "m"), size=2, timeout_s=100)
+
+    assert first == "OSError: the hook has failed"
+    assert second.startswith(
+        "CheckpointError: writing the checkpoint failed on another process. process 0: OSE"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 # Damage, and what differs
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "save_registered_parts",
 ]
 
+# The key of a dict that stands for a tensor in parts; unlikely as the only key of a user's dict.
 _NAME = "accel_ckpt.part"
 
 
@@ -49,8 +50,13 @@ def save_registered(item: Any, index: int, staging: Staging, process: Process) -
     state = together(item.state_dict, process, f"state_dict of registered object {index}")
     check_local_parts(item, index, state, process)
     state = save_registered_parts(index, state, staging, process)
-    if staging.writes_shared:
-        staging.write(state, file_names.custom_file(index))
+
+    def write() -> None:
+        if staging.writes_shared:
+            staging.write(state, file_names.custom_file(index))
+
+    # Together, as the next object begins with a collective, which a full disk here must not leave waiting.
+    together(write, process, f"writing {file_names.custom_file(index)}")
 
 
 def check_local_parts(obj: Any, index: int, state: Any, process: Process) -> None:
@@ -68,6 +74,7 @@ def check_local_parts(obj: Any, index: int, state: Any, process: Process) -> Non
     Raises:
         ValueError: If there are some.
     """
+    # DTensors are meant to differ, and are written in parts.
     own = {
         path: digest(tensor)
         for path, tensor in _tensors(state).items()
@@ -104,6 +111,7 @@ def save_registered_parts(index: int, state: Any, staging: Staging, process: Pro
     def take(path: str, tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
+        # Numbered, not named by their place: the place has dots and quotes, and DCP joins names with dots.
         name = str(len(parts))
         parts[name] = cast("DTensor", tensor.detach())
         return {_NAME: name}
@@ -146,6 +154,7 @@ def load_registered_parts(
     present = _tensors(together(obj.state_dict, process, f"state_dict of registered object {index}"))
     place = folder / file_names.custom_folder(index)
     parts: dict[str, torch.Tensor] = {}
+    # A folder that is not there: nothing was in parts when it was saved.
     if any(name.startswith(f"{place.name}/") for name in names):
         index_read = read_index(place, process)
         entries: dict[str, Any] = {
@@ -177,6 +186,7 @@ def _map(function: Callable[[str, Any], Any], node: Any, path: str = "state") ->
     if inside is None:
         return node
     places = [f"{path}[{key!r}]" for key in keys(node)]
+    # Rebuilt in the node's own type: namedtuples and OrderedDicts come out as they were.
     return rebuild(node, [_map(function, *pair) for pair in zip(inside, places, strict=True)])
 
 
@@ -197,6 +207,7 @@ def _laid_out(value: torch.Tensor, present: Any) -> torch.Tensor:
     if not isinstance(present, DTensor) or present.shape != value.shape:
         return value
     whole = value.to(present.device_mesh.device_type)
+    # src_data_rank=None: every process has the whole tensor, so each cuts out its part without communication.
     return distribute_tensor(whole, present.device_mesh, present.placements, src_data_rank=None)
 
 
@@ -213,9 +224,10 @@ def _empty(present: Any, entry: Any) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    """Tell a tensor from others: its shape, and a digest of its bits."""
+    """Return what identifies a tensor's value: its shape, and a digest of its bits."""
     shape = tuple(tensor.shape)
     if tensor.is_meta or not tensor.numel():
         return shape, ""
+    # resolve_conj and resolve_neg: lazily conjugated or negated tensors cannot be viewed as bytes.
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
     return shape, xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -105,24 +105,29 @@ def save_state(
     each_node = config.save_on_each_node
     with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
         weights, optimizers = _whole_states(run)
-        # Hooks may take weights out of the list and write them themselves.
-        for hook in run.save_hooks.values():
-            hook(run.models, weights, str(staging.path))
-        save_accelerator_state(
-            staging.path,
-            weights,
-            optimizers,
-            run.schedulers,
-            run.loaders,
-            process.rank,
-            run.window.step,
-            run.scaler,
-            each_node,
-            safe_serialization,
-            gradients=get_gradients(run.models) if run.window.step else None,
-            window=run.window.state_dict(),
-            process=process,
-        )
+
+        def write_shared() -> None:
+            # Hooks may take weights out of the list and write them themselves.
+            for hook in run.save_hooks.values():
+                hook(run.models, weights, str(staging.path))
+            save_accelerator_state(
+                staging.path,
+                weights,
+                optimizers,
+                run.schedulers,
+                run.loaders,
+                process.rank,
+                run.window.step,
+                run.scaler,
+                each_node,
+                safe_serialization,
+                gradients=get_gradients(run.models) if run.window.step else None,
+                window=run.window.state_dict(),
+                process=process,
+            )
+
+        # Agreed on before the parts, whose collectives a process that has failed would not join.
+        together(write_shared, process, "writing the checkpoint")
         if run.engine.states.saves_parts:
             from accel_ckpt.sharded.save_load import save_sharded_state  # takes most of a second to import
 
