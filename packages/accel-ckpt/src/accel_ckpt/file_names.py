@@ -66,6 +66,7 @@ _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _SHARD = r"model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _ROLES = {
+    # Whole weights: one file a model, or the first model's in several files with an index.
     "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin|"
     rf"{_SHARD}|{'|'.join(map(re.escape, _INDEXES))}",
     "optimizer": r"optimizer(_\d+)?\.bin",
@@ -76,6 +77,7 @@ _ROLES = {
     "sharded": r"(pytorch_model_fsdp|optimizer)_\d+/.+",
     "registered": r"custom_checkpoint_\d+/.+",
     "buffers": r"buffers_\d+\.safetensors",
+    # DeepSpeed writes these beside the folder of its tag, which is pytorch_model.
     "deepspeed": r"latest|zero_to_(fp32|torch)\.py|pytorch_model/.+",
     "megatron": r"megatron_lm/.+",
     "local": r"local_state_\d+\.bin",
@@ -86,6 +88,7 @@ _ROLES = {
 
 
 def _numbered(stem: str, index: int, suffix: str) -> str:
+    # The first has no number: checkpoints of one model look like those of other tools.
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
 
 
@@ -194,6 +197,7 @@ def role_of(name: str) -> str:
         "registered", "buffers", "deepspeed", "megatron", "local" or "custom";
         "other" for a file that something else has put there.
     """
+    # Patterns do not overlap, so the order of the table does not matter.
     return next((role for role, pattern in _ROLES.items() if re.fullmatch(pattern, name)), "other")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_ckpt.files.threads import Crew
+from accel_ckpt.files.threads import Threads
 
 
 def test_threads_that_have_started_end_when_another_cannot_start(monkeypatch: Any) -> None:
@@ -21,7 +21,7 @@ def test_threads_that_have_started_end_when_another_cannot_start(monkeypatch: An
 
     monkeypatch.setattr(threading.Thread, "start", start_two)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        Crew(4, "waiting")
+        Threads(4, "waiting")
     left = [thread.is_alive() for thread in started]
     for _ in range(2):  # that a failure of this test ends
         for thread in started:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from accel_ckpt.files.digests import THREADS
-from accel_ckpt.files.threads import Crew
+from accel_ckpt.files.threads import Threads
 from accel_ops.collectives.pack_parts import as_bytes
 from accel_state.devices.table import row
 
@@ -40,6 +40,7 @@ class Memory:
         self.device = process.device
         self._sources: set[torch.device] = set()  # that copy by themselves
         self._pinned = process.device.type != "cpu"
+        # Sources and targets of copies on the CPU, gathered so that one team of threads does many at once.
         self._slabs: list[memoryview] = []
         self._waiting: list[tuple[Any, Any]] = []
         self._waiting_bytes = 0
@@ -85,9 +86,11 @@ class Memory:
         """Wait until tensors on the CPU are copied; several threads take half the time of one."""
         if not self._waiting:
             return
-        with Crew(THREADS, "accel-copy") as crew:
+        with Threads(THREADS, "accel-copy") as threads:
             pending = [
-                crew.submit(np.copyto, copy[start : start + _PIECE_BYTES], data[start : start + _PIECE_BYTES])
+                threads.submit(
+                    np.copyto, copy[start : start + _PIECE_BYTES], data[start : start + _PIECE_BYTES]
+                )
                 for copy, data in self._waiting
                 for start in range(0, copy.size, _PIECE_BYTES)
             ]
@@ -101,6 +104,8 @@ class Memory:
         for device in self._sources:
             row(device).synchronize(device)
 
+    # The slabs are filled front to back and never freed singly: `begin` rewinds
+    # to the first for the next save.
     def _take(self, size: int) -> torch.Tensor:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -122,6 +127,7 @@ class Memory:
                 return memoryview(pinned)
             except (RuntimeError, NotImplementedError):  # devices that share the CPU's memory pin none
                 self._pinned = False
+        # Anonymous memory straight from the system: untouched pages cost nothing until they are written.
         pages: Any = mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)  # small pages take longer to get than to fill

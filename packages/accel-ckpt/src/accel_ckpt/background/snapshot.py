@@ -22,9 +22,12 @@ class _Records:
         self._memory = memory
         self.records: list[tuple[str, Any, int]] = []
 
+    # The signature of PyTorchFileWriter.write_record, the one method of it that torch.serialization._save
+    # calls here; `write_record_metadata` is only called under torch.serialization.skip_data.
     def write_record(self, name: str, data: Any, size: int) -> None:
         if isinstance(data, torch.UntypedStorage):
             data = self._memory.copy_storage(data).untyped_storage()
+        # Anything else is bytes or text already: the pickle, the format version, the byte order.
         self.records.append((name, data, size))
 
 
@@ -44,6 +47,7 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
     """
     if safe_serialization:
         tensors, tied = split_tied(obj)
+        # The header depends on names, dtypes and shapes alone, so it can be made when the file is written.
         copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
         memory.settle()
 
@@ -52,8 +56,10 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
                 write_safe(copies, tied, file)
 
         return write_copies
+    # The pickle is made now, so that plain values are those of this moment; only writing it is put off.
     frozen = _Records(memory)
     # torch.save is these two steps, so that what is written later is what it would write now.
+    # 2 is torch's DEFAULT_PROTOCOL, and False writes the byte order, as torch.save does by default.
     torch.serialization._save(obj, frozen, pickle, 2, False)  # type: ignore[no-untyped-call]
     memory.settle()
 

@@ -26,6 +26,7 @@ class _Save:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self.error: BaseException | None = None
+        # Not a daemon: the interpreter would kill one at exit, in the middle of a file.
         self.thread = threading.Thread(target=self._run, name="accel-save", daemon=False)
 
     def _run(self) -> None:
@@ -48,6 +49,8 @@ def start(work: Callable[[], None]) -> None:
     """
     global _current
     _current = _Save(work)
+    # Registered anew: atexit calls the latest first, so this runs before handlers
+    # that came since the last save.
     for register in (atexit.unregister, atexit.register):
         register(_report_at_exit)
     # The thread speaks in a process group, which must be there until it ends.
@@ -62,6 +65,7 @@ def in_flight() -> bool:
 
 def settle() -> None:
     """Wait until no save goes on in the background; an error is kept for `wait`."""
+    # A thread cannot join itself, and code that the save runs may get here.
     if _current is not None and _current.thread is not threading.current_thread():
         _current.thread.join()
 
@@ -74,6 +78,7 @@ def wait() -> None:
     """
     global _current
     settle()
+    # Forgotten before it is raised, so that the next `wait` does not raise the same error again.
     save, _current = _current, None
     if save is not None and save.error is not None:
         raise save.error
@@ -94,6 +99,7 @@ def group_for(process: Process) -> Any:
     if process.world_size == 1:
         return None
     default = dist.group.WORLD
+    # A weak reference: after destroy_process_group and a new init, the group of the old one is of no use.
     if _group is None or _group[0]() is not default:
         # gloo: small objects on the CPU, which must not wait behind the collectives of training.
         _group = (weakref.ref(default), dist.new_group(backend="gloo"))

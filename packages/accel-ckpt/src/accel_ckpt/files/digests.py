@@ -14,7 +14,7 @@ from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files.hashing import ALGORITHM, digest_chunk
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.safetensors_header import shortened, tensors_between
-from accel_ckpt.files.threads import Crew
+from accel_ckpt.files.threads import Threads
 
 __all__ = [
     "CHUNK_BYTES",
@@ -42,7 +42,7 @@ class FileEntry:
     Args:
         path: Where it is inside the folder, with forward slashes.
         size: Its size, in bytes.
-        role: What it is; see `layout.role_of`.
+        role: What it is; see `file_names.role_of`.
         chunks: Digest of each chunk, in hexadecimal; none for an empty file.
     """
 
@@ -88,6 +88,7 @@ def verify(
     # Sizes first, which cost nothing: what is missing is not waited for.
     sound = [entry for entry, problem in found.items() if problem is None and contents]
     digested = _chunk_by_chunk([folder / entry.path for entry in sound], chunk_bytes, digest)
+    # Replaces the None of each sound file by what its digests say.
     found |= {
         entry: _difference(folder, entry, chunks, chunk_bytes)
         for entry, chunks in zip(sound, digested, strict=True)
@@ -158,7 +159,8 @@ def _chunk_by_chunk(
     paths: Sequence[Path], chunk_bytes: int, function: Callable[[Path, int], _T]
 ) -> list[tuple[_T, ...]]:
     """Call a function with every file and start of a chunk in it, by several threads also within a file."""
-    with Crew(THREADS, "accel-digest") as pool:  # digesting frees the interpreter's lock
+    # Submitted for all files before the first result is awaited, so that small files overlap too.
+    with Threads(THREADS, "accel-digest") as pool:  # digesting frees the interpreter's lock
         pending = [
             [pool.submit(function, path, start) for start in range(0, path.stat().st_size, chunk_bytes)]
             for path in paths
@@ -179,6 +181,7 @@ def _unreadable(folder: Path, entry: FileEntry) -> str | None:
 def _difference(
     folder: Path, entry: FileEntry, chunks: Sequence[str | OSError], chunk_bytes: int
 ) -> str | None:
+    # zip_longest: a file may have grown or lost a whole chunk since its size was compared.
     for index, (found, expected) in enumerate(zip_longest(chunks, entry.chunks)):
         if found != expected:
             first = index * chunk_bytes
@@ -194,6 +197,7 @@ def _contents(path: Path, first: int, last: int) -> str:
     """Name the weights in a part of a safetensors file, as far as its header can be read."""
     try:
         names = tensors_between(path, first, last)
+    # The header itself may be what is damaged; the message is then shorter.
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return ""
     return f", in {shortened(names)}" if names else ""

@@ -38,6 +38,7 @@ def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGO
         OSError: If the file cannot be read.
     """
     digest = ALGORITHMS[algorithm]()
+    # Negative where the file has become shorter than the chunk's start: the digest of nothing differs then.
     length = min(chunk_bytes, path.stat().st_size - start)
     if length > 0:
         with cached_part(path, start, length) as part:

@@ -35,6 +35,7 @@ def cached_part(path: Path, start: int, length: int) -> Iterator[memoryview | No
         OSError: If the file cannot be opened.
     """
     # A mapping begins at a page.
+    # An offset into the file must be a multiple of this (a page on Linux, 64 KiB on Windows).
     skipped = start % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb", buffering=0) as file:
         try:
@@ -48,6 +49,7 @@ def cached_part(path: Path, start: int, length: int) -> Iterator[memoryview | No
         if not _are_cached(pages, path):
             yield None
             return
+        # Both views must be released before the mapping: mmap.close raises BufferError while one is exported.
         with memoryview(pages) as view, view[skipped:] as part:
             yield part
 
@@ -58,6 +60,7 @@ def _are_cached(pages: mmap.mmap, path: Path) -> bool:
         return False
     # mincore writes a byte per page, whose lowest bit says that it is there.
     answer = ctypes.create_string_buffer(-(-len(pages) // mmap.PAGESIZE))
+    # ctypes takes an address from writable buffers only, hence ACCESS_COPY above, though nothing is written.
     first = ctypes.c_char.from_buffer(pages)
     failed = ask(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), answer)
     return not failed and answer.raw.count(1) == len(answer)

@@ -20,10 +20,12 @@ def is_inside(name: str) -> bool:
     Returns:
         False if it is absolute, has "..", a backslash or a drive letter, or is not spelled plainly.
     """
+    # Compared with its normal form, so that "a//b", "./a" and "a/" have no second spelling.
     parts = PurePosixPath(str(name)).parts
     plain = bool(parts) and PurePosixPath(*parts).as_posix() == name
     if not plain or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         return False
+    # "C:x" is one part for POSIX and a drive for Windows, where checkpoints may be read too.
     return not any(PureWindowsPath(part).drive for part in parts)
 
 
@@ -62,6 +64,7 @@ def listed_file(folder: Path, name: str, source: Path) -> Path:
     """
     check_inside(name, source)
     path = folder / name
+    # Before plain_file, which takes no link at all.
     if path.is_symlink() and _is_blob(folder, path.resolve()):
         return path
     try:

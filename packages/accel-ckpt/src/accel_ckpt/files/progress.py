@@ -32,6 +32,7 @@ class Progress:
         self.label, self.total, self.done = label, total, 0
         self._shown = shown
         self._start = time.monotonic()
+        # Next time (monotonic seconds) at which the bar is drawn; the first is when it appears.
         self._next = self._start + AFTER_S
         self._bar: Any = None
         self._lock = threading.Lock()
@@ -45,6 +46,7 @@ class Progress:
         with self._lock:
             self.done += count
             now = time.monotonic()
+            # Counting goes on while nothing is shown, so that the bar starts with what is done already.
             if not self._shown or now < self._next:
                 return
             self._next = now + _EVERY_S

@@ -40,8 +40,10 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], 
     """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
+        # 2 is the length of "{}"; without the limit, eight random bytes would have gigabytes read.
         if not 2 <= size <= MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file: its header would have {size} bytes.")
+        # It may be shorter than `size`; cut JSON does not parse, so this needs no check.
         raw = file.read(size)
     try:
         entries = json.loads(raw)
@@ -70,4 +72,5 @@ def tensors_between(path: Path, first: int, last: int) -> list[str]:
     spans = sorted(
         (begin + e["data_offsets"][0], begin + e["data_offsets"][1], name) for name, e in entries.items()
     )
+    # `end` is one past the tensor's last byte, `last` is in the part.
     return [name for start, end, name in spans if start <= last and end > first]

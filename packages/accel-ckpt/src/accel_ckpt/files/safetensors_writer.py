@@ -56,6 +56,7 @@ def dump(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], file:
     file.write(header)
     for name in begins:
         if tensors[name].numel():
+            # One tensor at a time goes to the CPU: a model on a device is never there whole.
             content: Any = as_bytes(tensors[name].detach().cpu()).numpy()
             file.write(content)
 
@@ -82,6 +83,7 @@ def make_header(
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": DTYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # Padded to 8 bytes, so that the tensors behind it begin aligned for every dtype.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + entries[name]["data_offsets"][0] for name in names}

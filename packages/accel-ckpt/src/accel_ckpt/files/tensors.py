@@ -39,6 +39,7 @@ __all__ = [
     "write_to",
 ]
 
+# The framework of the tensors: transformers writes the same, and its earlier versions reject other files.
 _FORMAT = {"format": "pt"}
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save an object to a file, on one process. Use it in the place of `torch.save`.
+    """Save an object to a file, on one process. Use it in place of `torch.save`.
 
     A file that is there is replaced as a whole, when the new one is on the disk.
 
@@ -164,6 +165,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     try:
         with _arrays_allowed():
             return torch_load(f, map_location, **kwargs)
+    # Warnings are raised where the user's filters turn them into errors: the file is not to blame.
     except (torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:  # a damaged file raises anything
@@ -171,9 +173,9 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
 
 def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Call `torch.load`, without its announcement that it checks sparse tensors.
+    """Call `torch.load` without its warning that it validates sparse tensors.
 
-    torch 2.15 makes that one also of tensors that were unpickled elsewhere before.
+    torch 2.15 also gives it for tensors that were unpickled elsewhere before.
 
     Args:
         f: As there.
@@ -329,6 +331,7 @@ def _load_safetensors(path: str | os.PathLike[str], map_location: Any) -> dict[s
     try:
         with safe_open(path, framework="pt", device=device) as file:
             tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
+            # Names that split_tied left out are there as {left-out name: kept name}, beside "format".
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise CorruptCheckpointError(
@@ -373,5 +376,6 @@ def _array_types() -> tuple[Any, ...]:
         for function in functions
         for module in ("numpy._core", "numpy.core")
     ]
+    # Not O (objects) and V (records, which may have objects in them): their elements are pickles of anything.
     dtypes = [type(np.dtype(kind)) for kind in np.typecodes["All"] if kind not in "OV"]
     return (np.ndarray, np.dtype, *named, *dict.fromkeys(dtypes))

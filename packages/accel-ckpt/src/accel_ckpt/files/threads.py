@@ -13,13 +13,13 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Crew"]
+__all__ = ["Threads"]
 
 _T = TypeVar("_T")
 _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
-class Crew:
+class Threads:
     """A few threads that do what they are given, in its order.
 
     Args:
@@ -32,6 +32,7 @@ class Crew:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(size):
+                # No daemons: one that is cut off at exit would leave a file half written.
                 thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
                 thread.start()
                 self._threads.append(thread)
@@ -55,13 +56,14 @@ class Crew:
 
     def close(self) -> None:
         """Wait until everything is done, and end the threads."""
+        # One None for each thread; jobs before them in the queue are done first.
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
         self._threads = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Threads:
         return self
 
     def __exit__(
@@ -76,4 +78,5 @@ class Crew:
                 future.set_result(function(*args))
             except BaseException as error:  # whoever waits for the result gets it
                 future.set_exception(error)
+            # Otherwise these locals would keep the last job's tensors alive until the next job comes.
             del job, future, function, args  # nothing is held while waiting

@@ -17,7 +17,7 @@ from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry
 from accel_ckpt.files.disk import flush
 from accel_ckpt.files.hashing import digest_chunk
 from accel_ckpt.files.progress import Progress
-from accel_ckpt.files.threads import Crew
+from accel_ckpt.files.threads import Threads
 
 __all__ = ["Writer"]
 
@@ -45,8 +45,8 @@ class Writer:
         self._progress = Progress("") if progress is None else progress
         self._chunk_bytes = chunk_bytes
         self._files: dict[Path, _Written] = {}
-        self._digest = Crew(digests.THREADS, "accel-digest")
-        self._disk = Crew(1, "accel-flush")
+        self._digest = Threads(digests.THREADS, "accel-digest")
+        self._disk = Threads(1, "accel-flush")
 
     @contextmanager
     def open(self, path: Path) -> Iterator[IO[bytes]]:
@@ -74,7 +74,7 @@ class Writer:
         self._complete(path, written)
 
     def follow(self, path: Path) -> None:
-        """Take up a file that something else has written to its end.
+        """Add a file that something else has written to its end.
 
         Args:
             path: Where it is.
@@ -94,12 +94,14 @@ class Writer:
             OSError: If a file cannot be read back, or the disk does not take it.
         """
         for written in self._files.values():
+            # An error of the disk often shows in fsync alone, so that every flush's result is asked for.
             for flushed in written.flushed:
                 flushed.result()
         described = []
         for path, written in self._files.items():
             chunks = tuple(chunk.result() for chunk in written.chunks)
             name = path.relative_to(folder).as_posix()
+            # A hook may have rewritten the file since: `seal` then digests it anew.
             if path.exists() and written.identity == _identity(path):
                 described.append(FileEntry(name, path.stat().st_size, role_of(name), chunks))
         return described
@@ -111,6 +113,7 @@ class Writer:
 
     def _advance(self, path: Path, written: _Written, size: int) -> None:
         """Digest the chunks that are full, now that the file has `size` bytes."""
+        # Only full chunks: bytes that are still to come would change the digest of the last one.
         while (len(written.chunks) + 1) * self._chunk_bytes <= size:
             self._digest_next(path, written)
         if (len(written.flushed) + 1) * _FLUSH_BYTES <= size:
@@ -144,6 +147,7 @@ class _Raw(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         try:
+            # May be less than was given; BufferedWriter calls again with the rest.
             count = os.write(self._handle, data)
         except OSError as error:
             self.error = error

@@ -31,6 +31,7 @@ def agree(error: Exception | None, process: Process, task: str, group: Any = Non
         Exception: `error`, on the processes that have one.
         CheckpointError: On all others, if some process failed; it names each of these and its error.
     """
+    # Texts, not the exceptions: an exception may hold what does not pickle, or a type that others lack.
     reports: list[str | None] = [None]
     if process.world_size > 1:
         reports = collect(None if error is None else f"{type(error).__name__}: {error}", process, group)
@@ -106,6 +107,7 @@ def from_main(function: Callable[[], _T], process: Process, task: str) -> _T:
             box = [(function(), None)]
         except Exception as caught:
             error = caught
+            # Sent also after an error: the others wait in the broadcast.
             box = [(None, f"{type(caught).__name__}: {caught}")]
     broadcast_object_list(box, process=process)
     result: _T

@@ -74,13 +74,17 @@ def seal(
     names = manifest.files_in(staging)
     _check_names(names)
     # A machine with a disk of its own has other files under these names, or none.
+    # Sizes are enough here: each process digests what it has written, and a load compares the digests.
     elsewhere = {entry.path: entry for entry in known if _is_here(staging, entry)}
     entries = elsewhere | {entry.path: entry for entry in writer.entries(staging)}
     for name in names:
         if name not in entries:  # a hook has written it, or another process with a writer of its own
             writer.follow(staging / name)
+    # Asked for again, as the writer has taken up more files since.
     entries |= {entry.path: entry for entry in writer.entries(staging)}
     manifest.write(staging, manifest.Manifest(tuple(entries[name] for name in names), dict(facts)))
+    # After the manifest: a folder's entry for it must be on the disk too,
+    # before the rename that counts on it.
     for folder in folders_of(staging, names):
         flush(folder)
 
@@ -97,6 +101,7 @@ def commit(staging: Path, target: Path) -> None:
             staging folder, where `recovery.find` finds it.
     """
     try:
+        # Where staging lies says how it is committed; staging_path has decided that when the save began.
         if staging.parent == target:
             move_out(staging, target)
         else:
@@ -125,6 +130,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _swap(staging: Path, target: Path) -> None:
     token = staging.name.rpartition(".staging-")[2]
+    # The same token, so that recovery sees which process may still be at work on it.
     aside = target.parent / f".{target.name}.replaced-{token}"
     replaces = target.exists()
     if replaces:
@@ -147,6 +153,7 @@ def _is_replaceable(target: Path) -> bool:
         raise CheckpointError(f"{target} is a file. Save into a folder, or delete the file.")
     here = Path.cwd().resolve()
     if (
+        # The current folder and those above it: after a rename the process would stand in the old checkpoint.
         target == here
         or target in here.parents
         or os.path.ismount(target)
@@ -163,6 +170,7 @@ def _strangers(target: Path) -> bool:
     except CheckpointError:
         known = None
     for base, folders, names in os.walk(target):
+        # In place, so that os.walk does not go into staging folders of interrupted saves.
         folders[:] = [name for name in folders if not name.startswith(".staging-")]
         for name in names:
             path = Path(base, name).relative_to(target).as_posix()

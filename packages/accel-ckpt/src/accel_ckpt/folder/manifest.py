@@ -26,6 +26,7 @@ from accel_ckpt.files.paths import check_inside
 __all__ = ["Manifest", "files_in", "is_checkpoint", "is_complete", "read", "write"]
 
 FORMAT = "accel-checkpoint"
+# Goes up when an older reader would misread a manifest; facts may gain keys without that.
 VERSION = 2
 
 
@@ -68,6 +69,7 @@ def files_in(folder: Path) -> list[str]:
     for base, names, files in os.walk(folder):
         for name in (*names, *files):
             path = Path(base, name)
+            # lstat: a link is reported as one, wherever it leads.
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(
@@ -118,6 +120,7 @@ def read(folder: Path) -> Manifest | None:
         CheckpointError: If a later version wrote it.
     """
     path = folder / MANIFEST
+    # A dangling link does not "exist", and is an error in plain_file rather than a folder without a manifest.
     if not path.exists() and not path.is_symlink():
         return None
     with open(plain_file(folder, MANIFEST), "rb") as file:
@@ -140,10 +143,12 @@ def _encode(manifest: Manifest) -> bytes:
             for entry in manifest.files
         ],
     }
+    # The digest is of the body alone, as a text cannot hold its own digest.
     return _dump({"manifest": body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
 
 
 def _dump(value: Any) -> bytes:
+    # Fixed spacing and ASCII: `_decode` compares the file with this spelling of it byte by byte.
     return json.dumps(value, indent=1).encode("ascii") + b"\n"
 
 

@@ -72,6 +72,7 @@ def settle(target: Path) -> None:
     Raises:
         OSError: If the file system does not allow it.
     """
+    # Beside a target that is there, what was left is the older checkpoint, or one that was never committed.
     if target.exists():
         finish(target)
         return
@@ -86,6 +87,7 @@ def finish(target: Path) -> None:
     Args:
         target: A folder; nothing happens if there is none, or nothing to finish.
     """
+    # The oldest first, so that the newest files are those that stay.
     for staging in sorted(target.glob(".staging-*"), key=_age):
         if manifest.is_complete(staging):
             move_out(staging, target)
@@ -124,6 +126,7 @@ def discard(folder: Path) -> None:
         folder: The folder; nothing happens if it is not there.
     """
     try:
+        # The manifest first: without it the rest is not a checkpoint, however far the deletion gets.
         os.unlink(folder / MANIFEST)
     except FileNotFoundError:
         pass
@@ -240,17 +243,21 @@ def _is_abandoned(left: Path) -> bool:
     found = _TOKEN.fullmatch(re.split(r"\.(?:staging|replaced)-", left.name)[-1])
     if found is None:
         return False
+    # The folder's time, which changes when a file is made directly in it.
     if time.time() - _age(left) > _ABANDONED_S:
         return True
     if found["host"] != socket.gethostname():
         return False
     pid = int(found["pid"])
+    # Saves of one process come one after another, so that this one's are over when another is swept.
     if pid == os.getpid():
         return True
     try:
+        # Signal 0 only asks whether there is such a process.
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
+    # The process is there, and belongs to another user.
     except PermissionError:
         pass
     return False
@@ -263,6 +270,7 @@ def _age(path: Path) -> float:
 
 
 def _escape(name: str) -> str:
+    # A pattern for glob in which these characters stand for themselves.
     return re.sub(r"([*?[])", r"[\1]", name)
 
 

@@ -35,6 +35,7 @@ def next_number(folder: str | Path) -> int:
     Args:
         folder: The folder of the checkpoints; it need not be there.
     """
+    # Above the highest, not their count: some in between may have been deleted.
     return max((number for number, _ in _numbered(Path(folder))), default=-1) + 1
 
 

@@ -105,6 +105,7 @@ class Staging:
         self._after.append(function)
 
 
+# Staging folders that are open in this process; keyed by their own path, which save_custom_state is given.
 _OPEN: dict[Path, Staging] = {}
 
 
@@ -196,9 +197,11 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> St
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         recovery.settle(target)
+        # Made on the main process alone: one name for the save, also on machines with disks of their own.
         token = commit.new_token()
         path = commit.staging_path(target, token)
         path.mkdir(parents=True)
+        # Relative, as another machine may mount the same folder elsewhere.
         return path.relative_to(target.parent).as_posix(), token
 
     name, token = from_main(prepare, process, "opening the checkpoint folder")
@@ -213,6 +216,7 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> St
 
     owner = together(join, process, "opening the checkpoint folder")
     memory = None if blocking else _memory_for(process)
+    # No bar for a save in the background: it would be drawn across the output of training.
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
     writes_shared = process.is_main or (each_node and owner)
     return Staging(
@@ -224,8 +228,11 @@ def _finish(staging: Staging, process: Process, group: Any) -> None:
     """Write what is left, seal and commit."""
     sealed = False
     try:
+        # The first, as these speak with the other processes, and all have to come to them in the same state.
         for function in staging._together:
             function(group)
+        # Every step is agreed on before the next begins: none seals before all have written, none
+        # commits before all have sealed.
         own = together(lambda: _write_later(staging), process, "writing the checkpoint", group)
         written = collect(own, process, group)
         together(lambda: _seal(staging, process, written), process, "writing the checkpoint", group)
@@ -240,6 +247,8 @@ def _write_later(staging: Staging) -> tuple[list[FileEntry], int | None]:
     """Write what was kept in memory; return what this process wrote, and the next sequence number here."""
     for function in staging._later:
         function()
+    # Read before the commit by each machine, and the largest taken: their disks
+    # may hold different checkpoints.
     numbered = staging.owner and file_names.iteration_of(staging.target.name) is not None
     sequence = rotation.next_sequence(staging.target.parent) if numbered else None
     return staging.writer.entries(staging.path), sequence
@@ -288,6 +297,7 @@ def _close(staging: Staging, sealed: bool) -> None:
     """
     staging.writer.close()
     staging.progress.close()
+    # Sealed and not committed: the staging folder may be all that there is, and `abandon` looks first.
     if staging.owner and sealed:
         recovery.abandon(staging.path, staging.target)
     elif staging.owner:

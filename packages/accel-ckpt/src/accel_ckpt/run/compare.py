@@ -47,7 +47,7 @@ class Findings:
         core: Without what these name, training would go on from something else than was saved: models,
             optimizers and schedulers that are missing, and an accumulation window that cannot be resumed.
         others: What else is missing, not asked for, or not known.
-        notes: What is as it should be, and worth telling.
+        notes: What is as it should be, and worth a line in the warning.
     """
 
     core: list[str] = field(default_factory=list)
@@ -73,10 +73,13 @@ def audit(
         expected: What is to be restored.
         rank: Rank of this process.
         world_size: How many processes there are.
-        listed: Tells the files that an index names.
+        listed: Returns the files that an index names.
     """
     findings = Findings()
+    # `spare` are alternatives that are there beside the file that is loaded,
+    # such as .bin beside .safetensors.
     asked, spare = _compare_shared(frozenset(names), expected, findings)
+    # A model in several files: those that its index names are asked for with it.
     index = next(filter(file_names.is_index, asked), None)
     if index is not None:
         asked.update(listed(index))
@@ -127,6 +130,7 @@ def _compare_shared(
         *([("the loss scaler", [file_names.SCALER])] if expected.scaler else []),
         *((f"registered object {i}", [file_names.custom_file(i)]) for i in range(expected.custom)),
     ]
+    # Any of the alternative names will do; the first that is there is the one that is loaded.
     for needed, missing in ((core, findings.core), (others, findings.others)):
         for what, files in needed:
             if names.isdisjoint(files):

@@ -30,6 +30,7 @@ def get_gradients(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         gradient = parameter.grad
         if gradient is None:
             continue
+        # Exact type: a DTensor is a subclass, and has this process's part alone.
         if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
             raise ValueError(
                 f"The gradient of {name} is a {type(gradient).__name__} of layout {gradient.layout}, which "
@@ -67,6 +68,7 @@ def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any
             saved = gradients[name].to(device=parameter.device, dtype=parameter.dtype)
             # A copy with memory of its own: the file may be mapped.
             parameter.grad = saved.clone()
+        # Gradients of the window that was open here before the load would otherwise be added to.
         else:
             parameter.grad = None
 

@@ -118,6 +118,7 @@ class Objects:
 
     def expected(self, hooked: Collection[str]) -> Expected:
         """Return what files they need."""
+        # A scaler that is off has an empty state, which torch does not load: load_state_dict returns at once.
         off = self.scaler is not None and not self.scaler.is_enabled()
         return Expected(
             models=len(self.models),
@@ -173,6 +174,7 @@ def restore(
     Raises:
         CheckpointError: As there.
     """
+    # Filled before `check`: comparing parts is collective, and `check` runs inside an agreement.
     different: list[str] = []
     states: dict[str, Any] = {}  # of the optimizers that fit, by file
     left: list[Any] = []  # optimizers that do not
@@ -215,6 +217,7 @@ def restore(
         options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
         # Options may say that the model's tensors are replaced.
         load_models(reading, objects.models, options, fill=not load_model_func_kwargs)
+        # By file name, like those of optimizers: `stateful` gives the object for each name.
         states.update(registered)
         idle = _schedules_left(reading, objects.schedulers, left, findings)
         for item, name in objects.stateful():
@@ -310,6 +313,7 @@ def _load_gradients(
     name = file_names.gradients_file(process_index)
     if not models or not reading.facts.get("open_window"):
         return True
+    # What was gathered on other data shards does not fit; training begins a new window.
     if name not in reading.names or reading.facts.get("world_size") != process.world_size:
         return False
     set_gradients(models, reading.load(name))
@@ -319,6 +323,7 @@ def _load_gradients(
 def _random_states(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:
     """Read the generators of this process, or derive them. Every process calls it, and opens one file."""
     saved = reading.facts.get("world_size", process.world_size)
+    # Beyond the number that saved, a rank starts from the file of its rank modulo that number.
     name = file_names.random_states_file(process_index % saved)
 
     def read() -> dict[str, Any]:
@@ -326,9 +331,11 @@ def _random_states(reading: Reading, process_index: int, process: Process) -> di
 
     states: dict[str, Any] = together(read, process, "reading the random generators")
     if process.world_size > saved:
+        # Collective, so every process of the larger run calls it, also those that keep their own state.
         known = collect(fingerprints(states), process)[:saved]
         if all(known):
             return random_states_for(process_index, states, known, process)
+    # Without fingerprints of all, new ranks keep the generators that they have.
     return states if process_index < saved else {}
 
 
@@ -359,6 +366,7 @@ def _check_findings(reading: Reading, findings: Findings, strict: bool | None) -
 def _warn_differences(reading: Reading, findings: Findings, process: Process) -> None:
     """Warn of all differences on the main process; on others, of what is their own."""
     lines = [*findings.core, *findings.others, *findings.notes]
+    # The main process has reported what is the same for all; the random generators are each process's own.
     if not process.is_main:
         lines = [line for line in lines if file_names.random_states_file(process.rank) in line]
     if lines:

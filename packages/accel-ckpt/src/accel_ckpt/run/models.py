@@ -17,7 +17,7 @@ __all__ = ["compare_models", "load_models"]
 
 
 def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
-    """Return a line for each weight that a file and its model do not share, or have in another shape.
+    """Return a line for each weight that is missing on one side, or has another shape.
 
     Args:
         reading: The checkpoint.
@@ -66,6 +66,8 @@ def load_models(
                 for name, value in state.items()
                 if name in expected and _shape(value) == _shape(expected[name])
             }
+        # Through torch's method, also for what `fill` has read: it copies a tensor onto itself at no cost,
+        # checks names and runs the model's hooks.
         inner.load_state_dict(state, **options)
         del state, filled  # and what they hold of the file, before the next is opened
 
@@ -75,6 +77,7 @@ def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Mo
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     expected = inner.state_dict()
     state = without_wrapper_names(state, expected)
+    # Another tool may have written a tied weight under any one of its names.
     for names in tensors.tied_groups(expected):
         kept = next((name for name in names if name in state), None)
         for name in names:

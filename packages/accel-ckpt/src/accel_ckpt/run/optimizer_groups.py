@@ -40,6 +40,7 @@ def match_groups(
         return state, [
             f"{file} has parameter groups of {sizes[0]} parameters, and optimizer {index} has {sizes[1]}"
         ]
+    # torch numbers parameters by default; then the order of the groups is all there is to compare.
     if not all(isinstance(name, str) for group in saved for name in group["params"]):
         return state, []
     named = _names(models) if flat is None else {name: name for group in flat for name in group}
@@ -87,6 +88,7 @@ def _numbered(
     groups, lines = [], []
     for place, (group, parameters) in enumerate(zip(state["param_groups"], own, strict=True)):
         left = {short[original] for original in group["params"]}
+        # Numbers run through all groups, as in torch's own state_dict.
         start = len(numbers)
         for parameter in parameters:
             called = names.get(id(parameter), [])
@@ -99,6 +101,7 @@ def _numbered(
                 numbers[spelled[found]] = len(numbers)
         lines += [f"{file} has {name} in group {place}, optimizer {index} has not" for name in sorted(left)]
         groups.append({**group, "params": list(range(start, len(numbers)))})
+    # State that is of no parameter keeps its key.
     values = {numbers.get(name, name): value for name, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}, lines
 
@@ -111,6 +114,7 @@ def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> d
         expected: The names without.
     """
     for prefix in ("module.", "_orig_mod."):
+        # Only if all names have it: a model may have a submodule that is called "module".
         if state and all(name.startswith(prefix) for name in state) and state.keys().isdisjoint(expected):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state

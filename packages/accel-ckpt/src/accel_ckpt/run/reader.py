@@ -62,7 +62,7 @@ class Reading:
             name: The name of its safetensors file; nothing is read if there is none.
 
         Returns:
-            The model's tensors that were read, by name; see `filling.fill`.
+            The model's tensors that were read, by name; see `accel_ckpt.weights.fill.fill`.
 
         Raises:
             CheckpointError: As there.
@@ -119,6 +119,7 @@ def open_checkpoint(
         lambda: recovery.find(input_dir) if process.is_local_main else None, process, "opening the checkpoint"
     )
 
+    # Runs on each process by itself; `together` makes one process's error the error of all.
     def check() -> Reading:
         folder = recovery.find(input_dir)
         described = manifest.read(folder)
@@ -133,11 +134,13 @@ def open_checkpoint(
         total = sum(entry.size for entry in share)
         with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
             digests.verify(folder, share, described.chunk_bytes, verify, progress, described.algorithm)
+        # In place, other files live in the folder by right.
         beside = [] if facts.get("in_place") else manifest.files_in(folder)
         strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
         return replace(reading, strangers=strangers)
 
     reading = together(check, process, "checking the checkpoint")
+    # "save" is the token of one save; None for folders of another implementation, on all machines alike.
     saved = from_main(lambda: reading.facts.get("save"), process, "checking the checkpoint")
     together(lambda: _check_same(reading, saved), process, "checking the checkpoint")
     return reading

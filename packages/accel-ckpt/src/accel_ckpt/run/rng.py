@@ -27,6 +27,7 @@ def get_rng_state(process: Process) -> dict[str, Any]:
         runs no code. numpy's is there if numpy is in use.
     """
     states: dict[str, Any] = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    # Not imported for this: a program without numpy has no generator of it to save.
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -73,5 +74,6 @@ def _own(state: Any, process: Process) -> Any:
     """Pick this process's state; others write one per device that they see."""
     if not isinstance(state, list | tuple):
         return state
+    # One of several devices' states: by this device's number, or the first where there are fewer.
     index = process.device.index or 0
     return state[index if index < len(state) else 0]

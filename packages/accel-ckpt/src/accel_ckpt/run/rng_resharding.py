@@ -69,6 +69,7 @@ def _of_python(seed: int) -> Any:
 def _of_numpy(seed: int) -> Any:
     import numpy as np
 
+    # RandomState takes 32-bit words.
     words = [seed & 0xFFFFFFFF, seed >> 32]
     return np.random.RandomState(np.array(words, dtype=np.uint32)).get_state()
 
@@ -86,10 +87,12 @@ _SEEDED: dict[str, Callable[[int], Any]] = {
 
 def _to_bytes(state: Any) -> bytes:
     if isinstance(state, torch.Tensor):
+        # Not numpy(), which needs numpy installed; the state of torch's CPU generator has 5056 bytes.
         return bytes(state.cpu().flatten().view(torch.uint8).tolist())
     if hasattr(state, "tobytes"):
         raw: bytes = state.tobytes()
         return raw
     if isinstance(state, list | tuple):
         return b"(" + b",".join(map(_to_bytes, state)) + b")"
+    # Texts, ints, floats and None, whose repr is the same in every version of Python 3.
     return repr(state).encode()

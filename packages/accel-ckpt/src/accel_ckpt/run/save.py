@@ -79,9 +79,11 @@ def save_accelerator_state(
             staging.facts["loaders"] = [_order(part) for name, part in parts.items() if _is_loader(name)]
         own = {"step": step} if window is None else {"step": step, "window": window}
         parts[file_names.random_states_file(process_index)] = {**own, **get_rng_state(process)}
+        # In facts on every process; `_seal` writes those of the process that owns the folder.
         if gradients is not None:
             staging.facts["open_window"] = True
             parts[file_names.gradients_file(process_index)] = gradients
+        # Tensors only, as the rest is small: a bar needs no exact total.
         staging.progress.total = sum(map(_tensor_bytes, parts.values()))
         for name, part in parts.items():
             role = file_names.role_of(name)
@@ -121,6 +123,7 @@ def _shared_parts(
         sampler = getattr(loader, "sampler", None)
         if hasattr(loader, "state_dict"):
             parts[file_names.loader_file(index)] = loader.state_dict()
+        # The order of `_load_loader`: the loader's own state comes before its sampler's.
         elif sampler is not None and hasattr(sampler, "state_dict"):
             parts[file_names.sampler_file(index)] = sampler.state_dict()
     if scaler is not None:

@@ -63,6 +63,7 @@ def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Me
 
     def read() -> None:
         alone = process.world_size == 1
+        # No process_group: only the group of the run reads, in the foreground.
         load(state, storage_reader=SafeReader(folder, index), planner=SafePlanner(), no_dist=alone)
 
     _collective(read, process, f"reading {folder.name}")
@@ -87,6 +88,7 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
     def call() -> None:
         try:
             with warnings.catch_warnings():
+                # torch 2.13 warns so of no_dist=True, which is what is meant here.
                 warnings.filterwarnings(
                     "ignore", message="torch.distributed is disabled", category=UserWarning
                 )
@@ -95,6 +97,7 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
             # The lowest rank's, so that every process raises the same.
             rank, (cause, _) = sorted(error.failures.items())[0]
             if isinstance(cause, CheckpointError):
+                # CheckpointException is a BaseException and has every rank's traceback as its text.
                 raise type(cause)(str(cause)) from error
             raise CheckpointError(f"process {rank}: {type(cause).__name__}: {cause}") from error
 

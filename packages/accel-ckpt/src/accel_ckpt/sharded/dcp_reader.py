@@ -52,6 +52,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _INDEX_TYPES.get(module, ()):
             return super().find_class(module, name)
+        # A dtype pickles as its name in torch.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "PurePosixPath"):
@@ -100,6 +101,7 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _IndexUnpickler(io.BytesIO(raw)).load()
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
+            # Before the isinstance: what lacks these attributes raises too, and both are "damaged".
             place = str(info.relative_path)
             ends[place] = max(ends.get(place, 0), info.offset + info.length)
         if not isinstance(metadata, Metadata):
@@ -136,6 +138,7 @@ def pieces_of(folder: Path, metadata: Metadata) -> Iterator[tuple[str, TensorSto
             pieces = []
             for chunk in kind.chunks:
                 info = stored[name, tuple(chunk.offsets)]
+                # `read_metadata` has checked that this stays in the folder.
                 place = folder / info.relative_path
                 pieces.append(
                     Piece(place, info.offset, info.length, tuple(chunk.offsets), tuple(chunk.sizes))
@@ -189,6 +192,8 @@ class SafeReader(FileSystemReader):
         """Read what a plan asks for, file by file, so that an error names the file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
+            # FileSystemReader sets storage_data from the index in
+            # set_up_storage_reader, before read_data is called.
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             self._read_file(name, replace(plan, items=items), planner)
@@ -230,6 +235,7 @@ class _Slice(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        # `_at` counts from the beginning of the part.
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:

@@ -60,6 +60,7 @@ def merge_fsdp_weights(
     target.mkdir(parents=True, exist_ok=True)
     final = target / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     with replacing(final) as draft:
+        # torch.save needs the tensors whole, and reads them out of a merged safetensors file here.
         merged = draft if safe_serialization else draft.with_suffix(".safetensors")
         try:
             _merge(folder, merged)
@@ -105,6 +106,7 @@ def _merge(folder: Path, merged: Path) -> None:
     others = sorted(metadata.state_dict_metadata.keys() - parts.keys())
     if others:
         warn(f"{folder} holds more than tensors; left out: {', '.join(others)}.")
+    # DCP has joined the key of write_parts' {"model": ...} and the name with a dot.
     prefix = "model." if all(name.startswith("model.") for name in parts) else ""
     described = {}
     for name, (kind, _) in parts.items():
@@ -114,6 +116,7 @@ def _merge(folder: Path, merged: Path) -> None:
         described[name.removeprefix(prefix)] = dtype, kind.size
     size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in described.values())
     header, begins = make_header(described, {"format": "pt"})
+    # Unbuffered, as pieces go to their places by pwrite, past any buffer.
     with open(merged, "wb", buffering=0) as file:
         file.write(header)
         # The size at once: pieces are written to their places in any order.
@@ -134,6 +137,7 @@ def _check_whole(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None
         for piece in pieces
         for start, length, size in zip(piece.begin, piece.shape, shape, strict=True)
     )
+    # Bounds and the number of elements, not overlaps: this finds damage, not forgery.
     if not inside or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         raise CorruptCheckpointError(f"the pieces of {name} do not make up its shape {[*shape]}.")
 
@@ -148,6 +152,7 @@ def _put(handle: int, base: int, value: torch.Tensor, begin: tuple[int, ...], sh
     whole = len(shape)  # from here on, the piece has the whole dimensions
     while whole and value.shape[whole - 1] == shape[whole - 1]:
         whole -= 1
+    # The innermost dimension in which the piece is cut, and all behind it, are one run of bytes.
     outer = max(whole - 1, 0)
     run = math.prod(value.shape[outer:]) * item
     strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
@@ -159,5 +164,6 @@ def _put(handle: int, base: int, value: torch.Tensor, begin: tuple[int, ...], sh
 
 def _write_all(handle: int, data: memoryview, at: int) -> None:
     while data:
+        # It may write less than it is given: Linux takes at most 2 GiB less a page at once.
         count = os.pwrite(handle, data, at)
         data, at = data[count:], at + count

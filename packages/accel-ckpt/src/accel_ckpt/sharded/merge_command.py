@@ -63,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
             args.remove_checkpoint_dir,
         )
     except (CheckpointError, OSError) as error:
+        # As argparse prints its own errors, and with its exit code.
         print(f"{_PROG}: error: {error}", file=sys.stderr)
         return 2
     print(f"Wrote {written} ({written.stat().st_size:,} bytes).")

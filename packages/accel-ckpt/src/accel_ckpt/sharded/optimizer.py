@@ -116,6 +116,7 @@ def different_state(state: dict[str, Any], saved: Collection[str]) -> tuple[list
     Returns:
         What the folder does not have, and what it has too much; sorted.
     """
+    # A private of torch.distributed.checkpoint: how DCP makes the names of an index, joined with dots.
     wanted = flatten_state_dict(state)[0].keys()
     return sorted(wanted - set(saved)), sorted(set(saved) - wanted)
 
@@ -164,6 +165,8 @@ def load_state_in_parts(
 def quiet() -> Iterator[None]:
     """A context without what torch warns about its own calls, and the state of one shard."""
     with warnings.catch_warnings():
+        # torch's state_dict functions themselves cause these (torch 2.13): a user
+        # can change nothing about them.
         warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
         warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")
         warnings.filterwarnings("ignore", ".*NO_SHARD.*full_state_dict will be returned")
@@ -191,6 +194,7 @@ def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     put_groups_back = _remember_groups(optimizer)
 
     def put_back() -> None:
+        # Attributes as well, as a step may change them.
         vars(optimizer).update(others)
         # In place: what wraps another optimizer lets nobody set these two.
         optimizer.state.clear()
@@ -233,6 +237,8 @@ def _without_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if held is None or any(item.grad is not None for item in parameters):
         yield
         return
+    # get_ and set_optimizer_state_dict call torch's `_init_optim_state`, which steps an optimizer without
+    # state unless some parameter has a gradient (torch 2.13); the smallest one costs least.
     held.grad = torch.zeros_like(held)
     try:
         yield
@@ -272,6 +278,7 @@ def state_to_read(
     """
     saved = index.state_dict_metadata
     begin, end = "optimizer.param_groups.", ".params"
+    # An empty text as the value: DCP reads what is no tensor into the place of any value.
     named = {key: "" for key in saved if key.startswith(begin) and key.endswith(end)}
     read_folder(named, folder, process, index)
     known = {name for names in named.values() for name in names}
@@ -283,6 +290,8 @@ def state_to_read(
         if name not in known or f"optimizer.state.{name}" in there
     }
     # Steps and schedulers add to groups, which torch replaces. Copied, as tensors are the optimizer's own.
+    # `defaults` has what the optimizer was made with; other keys of a group came
+    # later, from schedulers or steps.
     needed = {"params", *getattr(optimizer, "defaults", ())}
     groups = [
         {
@@ -302,6 +311,7 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
     """
     _reshard(model)
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    # Put back at the end: the save may lie in the middle of an accumulation window.
     gradients = [item.grad for item in parameters]
     trained = [item for item in parameters if item.requires_grad]
     put_back = _remember(optimizer)

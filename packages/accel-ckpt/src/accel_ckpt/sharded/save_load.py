@@ -274,6 +274,7 @@ def _has(names: Collection[str], folder: str) -> bool:
 
 
 def _fits(saved: Mapping[str, Any], key: str, value: Any) -> bool:
+    # Values that are no tensors have no size in the index.
     shape = getattr(saved.get(key), "size", None)
     return key in saved and (shape is None or shape == value.size())
 
@@ -306,6 +307,7 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
     def write(group: Any) -> None:
         # What is flushed and renamed as a whole needs no flush of each file.
         write_folder(state, folder, process, group, flush=False)
+        # DCP names its files __<rank>_<number>.distcp; its index is written by rank 0 and taken up in `seal`.
         for path in sorted(folder.glob(f"__{process.rank}_*")):
             staging.writer.follow(path)  # each process digests its own
 

@@ -28,6 +28,7 @@ class Slots:
         self._names: dict[str, list[str]] = {}
         for entries in (model.named_parameters, model.named_buffers):
             for name, value in entries(remove_duplicate=False):
+                # One list object shared by all names of a weight, so that each of them finds the others.
                 self._names[name] = groups.setdefault(id(value), [])
                 self._names[name].append(name)
 
@@ -65,6 +66,7 @@ class Slots:
         """
         for other in self._names[name]:
             module, leaf = self._find(other)
+            # Past nn.Module.__setattr__, which rejects a plain tensor where a parameter is registered.
             held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
             held[leaf] = value
 
@@ -79,6 +81,8 @@ def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Para
         kind, torch.nn.Parameter
     ):  # the latter: of a tensor subclass
         return torch.nn.Parameter(value, requires_grad=own.requires_grad)
+    # torch.nn.Parameter makes itself by this private of torch; a subclass may have a constructor
+    # whose arguments are not known here.
     made: torch.nn.Parameter = torch.Tensor._make_subclass(kind, value, own.requires_grad)
     made.__dict__.update(own.__dict__)
     return made

@@ -116,12 +116,14 @@ def save_weights(
         f"{stem}.{suffix}" if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}"
         for number in range(1, len(parts) + 1)
     ]
+    # Drafts of two saves at the same time do not meet.
     mark = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
     weight_map: dict[str, str] = {}
     try:
         for name, part in zip(files, parts, strict=True):
             others = {other: first for other, first in tied.items() if first in part}
             _write_part(kept, others, part, root / f".{name}.{mark}", safe_serialization)
+            # An index of safetensors has no tied names, as the files' metadata has them.
             weight_map |= dict.fromkeys([*part, *([] if safe_serialization else others)], name)
         _replace(root, files, mark, stem, suffix)
     finally:
@@ -148,7 +150,7 @@ def find_weight_files(checkpoint: Folder) -> list[Path]:
 
     Raises:
         FileNotFoundError: If there are none; or the index names files that are not there.
-        ValueError: If it cannot be told which files of a folder are meant.
+        ValueError: If a folder has several indexes, so that it is not clear which is meant.
         CorruptCheckpointError: If an index is damaged, or names what is not a plain file in its folder; if a
             file is a pipe, a device or a folder.
     """
@@ -159,6 +161,7 @@ def find_weight_files(checkpoint: Folder) -> list[Path]:
         )
     if not path.is_dir():
         return _listed(path) if _is_index(regular_file(path)) else [path]
+    # A single file before an index: save_weights deletes the other, another tool may leave both.
     for name in (SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"):
         if (path / name).exists():
             return _listed(path / name) if name.endswith(".json") else [regular_file(path / name)]
@@ -204,6 +207,7 @@ def _is_index(path: Path) -> bool:
     if path.name.endswith((".json", ".safetensors")):
         return path.name.endswith(".json")
     with open(path, "rb") as file:
+        # torch files begin with "PK" (zip) or a pickle's 0x80.
         return file.read(64).lstrip().startswith(b"{")
 
 
@@ -241,6 +245,7 @@ def _write_part(
 
 def _replace(root: Path, files: list[str], mark: str, stem: str, suffix: str) -> None:
     """Put finished files in their places, after what they replace has lost its index."""
+    # The old index goes first: a reader finds no weights rather than an index over files of two saves.
     (root / f"{stem}.{suffix}.index.json").unlink(missing_ok=True)
     pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}")
     for child in root.iterdir():

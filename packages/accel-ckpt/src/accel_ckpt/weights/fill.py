@@ -15,7 +15,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.digests import THREADS
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.files.safetensors_writer import DTYPES
-from accel_ckpt.files.threads import Crew
+from accel_ckpt.files.threads import Threads
 from accel_ops.collectives.pack_parts import as_bytes
 
 __all__ = ["fill"]
@@ -49,14 +49,15 @@ def fill(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
     same = {name: value for name, value in own.items() if name in entries and _fits(value, entries[name])}
     # Of two names of one weight the later counts, as in load_state_dict.
     last = {id(value): name for name, value in same.items()}
-    with Crew(THREADS, "accel-fill") as crew:  # reading frees the interpreter's lock
+    with Threads(THREADS, "accel-fill") as threads:  # reading frees the interpreter's lock
         pieces = [
-            crew.submit(_read_piece, path, begin + entries[name]["data_offsets"][0] + start, piece)
+            threads.submit(_read_piece, path, begin + entries[name]["data_offsets"][0] + start, piece)
             for name in last.values()
             for start, piece in _pieces(same[name])
         ]
     for piece in pieces:
         piece.result()
+    # Also under the other names of a tied weight: load_state_dict copies a tensor onto itself there.
     return {name: value for name, value in own.items() if id(value) in last}
 
 
@@ -64,6 +65,8 @@ def _loads_as_torch_does(model: nn.Module) -> bool:
     if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
         return False
     return all(
+        # Privates of torch.nn.Module (torch 2.13); without them this raises
+        # AttributeError, and nothing is changed.
         not module._load_state_dict_pre_hooks
         and "_load_from_state_dict" not in vars(module)
         and type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")

@@ -158,10 +158,12 @@ def load_placed(
         return
     slots = Slots(model)
     placing.check(slots)
+    # Twice through the files, the first time for names and shapes: mapped, so that no weight is read for it.
     files = find_weight_files(checkpoint)
     _check_files(slots, files, checkpoint, strict)
     try:
         _place_files(slots, files, placing)
+    # Also on Ctrl-C: a model that is half loaded looks like one that is loaded.
     except BaseException:
         placing.undo(slots)
         raise
@@ -192,6 +194,7 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
                 f"{name} has the shape {list(value.shape)} in {folder} and {list(own.shape)} in "
                 f"{type(model).__name__}."
             )
+        # copy=True: a mapped tensor would keep the file in use after the folder is deleted.
         slots.put(name, value.to(own.dtype, copy=True))
 
 
@@ -221,7 +224,9 @@ def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bo
                 _check_shape(slots, name, value, file)
     known = found & slots.expected
     tied = {other for name in known if name in slots for other in slots.names(name)}
-    _tell_differences(slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict)
+    _report_differences(
+        slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict
+    )
 
 
 def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
@@ -239,12 +244,14 @@ def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:
     extra: dict[str, Any] = {}
     for file in files:
         state = _map_file(file)
+        # By object: tied names of one file are one tensor after loading, and are offloaded once.
         first: dict[int, str] = {}
         inside = {name: first.setdefault(id(value), name) for name, value in state.items()}
         for name, value in state.items():
             if name in slots and name in slots.expected:
                 placing.place(slots, name, value, (file, inside[name]))
             elif name in slots.expected:
+                # In expected and not in slots: neither a parameter nor a buffer.
                 extra[name] = value  # what a module's get_extra_state gave
         del state
     placing.finish()
@@ -262,16 +269,17 @@ def _load_collectively(
     if current_process().is_main or not broadcast:
         for file in find_weight_files(checkpoint):
             state.update(load_state_dict(file))
-    told = set_model_state_dict(
+    reported = set_model_state_dict(
         model,
         state,
         options=StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict),
     )
-    if state and told is not None:
-        _tell_differences(told.missing_keys, told.unexpected_keys, model, checkpoint, strict)
+    # A process that has read nothing (broadcast_from_rank0) has nothing to compare.
+    if state and reported is not None:
+        _report_differences(reported.missing_keys, reported.unexpected_keys, model, checkpoint, strict)
 
 
-def _tell_differences(
+def _report_differences(
     missing: Collection[str],
     unexpected: Collection[str],
     model: torch.nn.Module,
@@ -283,8 +291,8 @@ def _tell_differences(
     surplus = f"in the files and not in the model: {', '.join(sorted(unexpected))}"
     subject = f"{checkpoint} and {type(model).__name__} have different weights"
     if strict and (missing or unexpected):
-        told = "; ".join([lacking] * bool(missing) + [surplus] * bool(unexpected))
-        raise RuntimeError(f"{subject}; {told}. Load what fits with strict=False.")
+        reported = "; ".join([lacking] * bool(missing) + [surplus] * bool(unexpected))
+        raise RuntimeError(f"{subject}; {reported}. Load what fits with strict=False.")
     if missing:
         warn(f"{subject}; {lacking}.")
     if unexpected:

@@ -68,6 +68,7 @@ def read_pages(tensor: torch.Tensor) -> None:
         tensor: A contiguous tensor on the CPU.
     """
     content = tensor.detach().reshape(-1).view(torch.uint8)
+    # One byte a page makes the system read all of it; the sum itself is thrown away.
     content[:: mmap.PAGESIZE].sum(dtype=torch.int64)
 
 
@@ -102,6 +103,7 @@ class SafetensorsFiles:
                 f"{path} does not have {inside!r} (weight {name}) as a tensor. Load the model's weights anew."
             ) from error
         value = map_tensor(path, begin + first, shape, dtype)
+        # An unknown or missing dtype means the file's own.
         wanted = getattr(torch, str(entry.get("dtype", "")).removeprefix("torch."), dtype)
         return value.to(wanted)
 
@@ -113,6 +115,7 @@ class SafetensorsFiles:
                 f"{path}, where the weight {name} is read in place, is gone. Keep the checkpoint while "
                 "the model is in use."
             ) from error
+        # A file that was replaced has another time or size.
         version = (status.st_mtime_ns, status.st_size)
         known = self._headers.get(path)
         if known is None or known[0] != version:

@@ -92,8 +92,10 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     """
     shape, dtype = _described(weight_file, weight_info)
     count = math.prod(shape)
+    # At least one byte, also for a tensor without elements: mmap rejects empty files.
     expected = max(count * dtype.itemsize, 1)
     size = regular_file(weight_file).stat().st_size
+    # An empty file is taken for a tensor without elements as well.
     if size != expected and (count or size):
         raise CorruptCheckpointError(
             f"{weight_file} has {size} bytes; {shape} of {dtype} are {expected}. Offload the weights anew."

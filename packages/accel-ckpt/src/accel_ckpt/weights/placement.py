@@ -36,6 +36,7 @@ def device_for(name: str, device_map: DeviceMap, default: Any = None) -> Any:
         ValueError: If the map leaves the weight out.
     """
     parts = name.split(".")
+    # From the full name down to "", so that the most exact entry decides.
     for length in range(len(parts), -1, -1):
         prefix = ".".join(parts[:length])
         if prefix in device_map:
@@ -105,7 +106,7 @@ class Placing:
         )
 
     def check(self, slots: Slots) -> None:
-        """Refuse a device map that leaves a weight of the model out."""
+        """Raise ValueError if the device map has no entry for a weight of the model."""
         if self.device_map is not None:
             for name in sorted(slots.expected):
                 device_for(name, self.device_map)
@@ -123,6 +124,7 @@ class Placing:
         """
         own = slots.get(name)
         if own.is_meta:
+            # Only what was without values can be put back; weights that were filled in place are overwritten.
             self.before.setdefault(name, own)
         dtype = self._dtype_of(name, own)
         if self.device_map is None:
@@ -176,6 +178,7 @@ class Placing:
     def _device_of(self, slots: Slots, name: str) -> str:
         assert self.device_map is not None
         wanted = [device_for(other, self.device_map) for other in slots.names(name)]
+        # Tied weights are one tensor: it cannot be in memory under one name and on the disk under another.
         in_memory = [memory_device(device) for device in wanted if str(device) != "disk"]
         if in_memory:
             return in_memory[0]
@@ -193,5 +196,6 @@ def _fill(own: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
     """Overwrite a tensor of the model; it stays the same object, which an optimizer may hold."""
     with torch.no_grad():
         if own.dtype != dtype:
+            # Through .data, so that the parameter stays the same object with another dtype.
             own.data = own.data.to(dtype)
         own.copy_(value)
