@@ -213,6 +213,7 @@ def _stream(
     dataset: IterableDataset[Any], dataloader: DataLoader[Any], plan: Plan, split: Split | None
 ) -> IterableDatasetShard:
     """Return what gives this process its samples of an iterable dataset."""
+    # The user's own shard: it has its process and its padding already.
     if isinstance(dataset, IterableDatasetShard):
         return dataset
     batch_size, drop_last = dataloader.batch_size, dataloader.drop_last
@@ -241,6 +242,7 @@ def _dispatcher(
 ) -> DataLoaderDispatcher:
     """Make the loader that gets its batches from process 0."""
     common |= {"split_batches": plan.split_batches, "even_batches": plan.even_batches, "slice_fn": slice_fn}
+    # The number of data-parallel processes, which with a mesh is not that of the run.
     common["num_processes"] = plan.place.size
     dataset = dataloader.dataset
     if isinstance(dataset, IterableDataset):

@@ -25,6 +25,7 @@ __all__ = ["WithKey", "keyed", "pass_key", "sample_generator", "sample_rng", "sa
 class _Reading(threading.local):
     """The key of the pass whose samples this thread fetches; a tensor of shape (1,) in a worker."""
 
+    # A class attribute is the value that every new thread starts with.
     key: int | torch.Tensor | None = None
 
 

@@ -67,6 +67,7 @@ class _StringEnum(str, Enum, metaclass=_ContainsValues):
                 new = cls._old_spellings()[wanted]
                 warn(f"{cls.__name__} {value!r} is an old spelling; use {new!r}.", FutureWarning)
                 return cls(new)
+        # Raised here: returning None would have Enum raise an error that does not list what is allowed.
         raise ValueError(_unknown(cls, value))
 
 

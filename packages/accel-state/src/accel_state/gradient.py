@@ -22,6 +22,7 @@ class _Loaders(list["weakref.ref[Any]"]):
     """The loaders that are being iterated, outermost first; a copy reads none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Weak references cannot be pickled, and an iteration does not go on in a copy.
         return _Loaders, ()
 
 
@@ -79,6 +80,7 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Number of micro-batches that are accumulated before a step."""
+        # None is left to the Accelerator; a handle that was made without a plugin has no key at all.
         return self.plugin_kwargs.get("num_steps") or 1
 
     @property

@@ -33,6 +33,7 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a deep copy of all fields by name."""
+        # Not dataclasses.asdict, which would turn nested dataclasses into dictionaries.
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:

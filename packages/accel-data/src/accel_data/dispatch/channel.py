@@ -32,6 +32,7 @@ __all__ = ["ABSENT", "Line", "Message", "Receiver", "Sender", "open_line"]
 ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
 
+# Kinds of messages. Numbers rather than an Enum: they are packed into the header of every message.
 _BATCH, _GROW, _STOP, _LEAVE, _ERROR = range(5)
 _FIELDS = 6  # of the header, before the fill: pass, kind, value, last, bytes of structure, is known
 _PAGE = 4096  # buffers grow to a multiple of this (bytes)
@@ -135,10 +136,13 @@ class Sender:
         self.is_open = False
         self._tag = next(line.tags)
         self._packers = {part: Packer() for part in sorted(set(self.owners[1:]))}
+        # q: signed 64-bit integers throughout, so that no field needs padding. Receiver has the same.
         self._header = struct.Struct(f"{_FIELDS + 2 * self.num_parts}q")
         self._capacity = _PAGE
         # Two, as one is filled while the messages of the other are on their way.
         self._slots = [_Slot(), _Slot()]
+        # gloo reads the memory of an isend until it is done: freed before, it would
+        # send whatever lies there then.
         finalize(self, _keep_sent, line, self._slots)
 
     def begin(self) -> int:
@@ -248,6 +252,7 @@ class Sender:
 
     def _next_slot(self) -> _Slot:
         """Return the memory of the step before the last one, once all have got that."""
+        # The one that was used last comes second, so that its messages have a whole step to arrive.
         self._slots.reverse()
         self._slots[0].wait()
         return self._slots[0]
@@ -301,6 +306,7 @@ class Receiver:
                 self._resize(value)
             elif kind == _BATCH:
                 self._unpacker.learn(text)  # also from a pass that was left: it is not sent again
+            # Anything else is left over from an earlier pass; only sizes and structures in it still matter.
             if number == self.number and kind != _GROW:
                 break
             self._ask()

@@ -175,6 +175,7 @@ class DataLoaderDispatcher(PreparedLoader):
             raise
 
     def _read(self, started: Pass) -> tuple[Iterator[Any], Share]:
+        # One process by itself: nothing is sent, and a process group need not be there.
         if len(self._owners) == 1:
             if self.slice_fn is None:
                 return super()._read(started)
@@ -245,6 +246,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 "Another iteration over this loader began while this one went on, and process 0 hands out "
                 "batches for one at a time. Prepare a second loader, or pass dispatch_batches=False."
             )
+        # A collective of debug mode: every process calls it before each batch.
         if self._process.debug:
             contract.check("dispatch", None, process=self._process)
 
@@ -292,6 +294,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 name = "batch_sampler" if self.batch_sampler is not None else "sampler"
                 sampling = {name: Joined(shard, self.num_processes) if self.slice_fn else shard}
                 sampling |= {} if name == "batch_sampler" else {"batch_size": None}
+            # Kept for the next pass, so that persistent workers live on.
             self._reads = DataLoader(self.dataset, **sampling, **settings(self))
         return self._open(self._reads, started)
 
@@ -345,6 +348,7 @@ def _owners(
             "Leave num_processes out, say by data_ranks which processes get the same batches, or pass "
             "dispatch_batches=False."
         )
+    # A process that is in no part would wait for batches for ever.
     if sorted(ranks) != list(range(process.world_size)):
         raise ValueError(
             f"torch_device_mesh has the processes {sorted(ranks)}, but {process.world_size} processes run: "

@@ -61,6 +61,7 @@ class Link:
         if self.reading is not None:
             self.reading.close()
         line = open_line()
+        # A new end after destroy_process_group and a new init: the line belongs to one process group.
         if not isinstance(self.end, Sender) or self.end.line is not line:
             self.end = Sender(line, owners)
         return self.end

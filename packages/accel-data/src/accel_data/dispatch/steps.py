@@ -96,6 +96,7 @@ class Rounds:
             wanted = max(rows)
             parts = [extend(part, first, wanted - size) for part, size in zip(parts, rows, strict=True)]
             rows = [wanted] * len(parts)
+        # A process without a batch gets one of padding alone, as every process has to take this step.
         parts += [resize(first, self._rows(Read(first, None)), rows[0])] * missing
         return Round(parts, Fill.of(real + [0] * missing, rows + [rows[0]] * missing))
 
@@ -104,6 +105,7 @@ class Rounds:
         batch, count = read.batch, self.num_processes
         rows = count_rows(batch)
         real = read.fill.real[0] if read.fill else rows
+        # Up to the next multiple, so that all processes get pieces of one size.
         if self.even and rows % count:
             batch = extend(batch, first, -rows % count)
             rows += -rows % count

@@ -28,6 +28,7 @@ __all__ = [
     "settings",
 ]
 
+# Attributes of torch.utils.data.DataLoader that are also arguments of it; its sampling is replaced.
 _KEPT = (
     "num_workers",
     "collate_fn",
@@ -254,6 +255,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             shard = iterated
         elif name == "sampler" and not isinstance(iterated, BatchSampler):
             shard = self._make_shard(BatchSampler(iterated, 1, False), unbatched=True)
+            # Past DataLoader.__setattr__, which raises for samplers and batch sizes once the loader is made.
             self.__dict__["sampler"] = Unbatched(shard)
             return shard
         else:

@@ -41,6 +41,7 @@ class DataLoaderStateMixin:
     def begin(self) -> None:
         """Begin an iteration: this loader becomes the active one of its gradient state."""
         self.reset()
+        # Known before the first batch where there is a length: loops ask for it at their beginning too.
         self.remainder = self._known_remainder()
         self.gradient_state._add_dataloader(self)
 

@@ -106,6 +106,8 @@ def copied_ahead(batches: Iterator[Any], share: Share, side: SideStream) -> Gene
     Yields:
         The batches, on the device.
     """
+    # The first batch tells: it is read when it is asked for, so that looking at
+    # the generators changes nothing.
     use = RandomUse()
     following = _tried(batches, share, side)
     ahead = not use.seen()
@@ -130,11 +132,13 @@ def _tried(batches: Iterator[Any], share: Share, side: SideStream) -> Future[Cop
 
 
 def _is_pageable(leaf: Any) -> bool:
+    # Exact types: a subclass may do anything in pin_memory.
     plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.is_cpu
     return plain and not leaf.is_pinned()
 
 
 def _hides_tensors(node: Any) -> bool:
     if isinstance(node, torch.Tensor):
+        # Objects with a `to` of their own may hold tensors that no walk of the batch finds.
         return node.layout != torch.strided or node.is_nested
     return children(node) is None and callable(getattr(type(node), "to", None))

@@ -53,6 +53,7 @@ def opened(
     with drawing_from(generator):
         if not started.resumed:
             return start()
+        # The CPU's global generator, from which torch draws the base seed where the loader has none.
         state = torch.get_rng_state()
         try:
             return start()

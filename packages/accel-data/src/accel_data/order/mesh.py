@@ -75,6 +75,7 @@ def find_place(
         raise ValueError(
             f"Process {rank} is not in torch_device_mesh, which has the processes {sorted(ranks)}."
         )
+    # Data ranks count from 0 without gaps, so that the largest one says how many there are.
     place = max(ranks.values()) + 1, ranks[rank]
     # Both ways of counting will do: the processes of the run, and the parts of the data.
     if asked not in (place, (size, rank)):

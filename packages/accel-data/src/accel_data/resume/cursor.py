@@ -92,6 +92,7 @@ class Pass:
         begin = self.begin
         consumed = begin.consumed + self.steps * begin.step_size
         if self.limit is not None:
+            # The last step may be padded: what is beyond the end has not been consumed.
             consumed = min(consumed, max(self.limit, begin.consumed))
         batches = begin.batches + self.steps
         if self.ended:
@@ -154,6 +155,7 @@ class Progress:
         self._begun = True
         loaded, self._resume = self._resume, None
         place = loaded or Cursor(self.epoch, step_size=step_size)
+        # The user's generator goes on from there; everything else begins anew.
         if place.ended and self.epoch > place.epoch:
             if skips_all or skip_batches == place.batches:
                 skip_batches = 0
@@ -307,6 +309,7 @@ def _check_fits(state: Mapping[str, Any], kind: Kind) -> None:
         raise ValueError(
             f"The state is that of {kinds[not shuffled]} loader, but this is {kinds[shuffled]} one. {_FIX}"
         )
+    # Only the number of processes must be the same: each of them has saved its own place.
     saved, here = (part and int(part[1]) for part in (state["part"], kind.part))
     if saved != here:
         ways = [f"divided over {count} processes" if count else "whole" for count in (saved, here)]

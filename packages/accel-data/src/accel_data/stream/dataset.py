@@ -181,6 +181,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         while group := reading.take(layout.group):
             for samples, fill in self._batches(group, reading, layout, counts_rows):
                 number += 1
+                # Not divided: every worker reads the whole stream, and makes every num_workers-th batch.
                 if reading.divided or number % reading.num_workers == reading.worker:
                     # Without samples, as nothing has to be collated for a batch that is passed over.
                     yield Block([] if number < over else samples, fill, reading.mark())
@@ -238,6 +239,7 @@ class WholeStream(IterableDatasetShard):
             yield samples, None if is_full else Fill((count,), (len(samples),))
 
     def _layout_of_worker(self) -> Layout:
+        # As of one process: a divided part is cut into the chunks that one worker gives in its turn.
         return Layout(self.chunk, 1, self.drop_last, self.even_batches)
 
 
@@ -256,6 +258,7 @@ class PresplitStream(IterableDatasetShard):
     def __init__(
         self, dataset: IterableDataset[Any], batch_size: int, drop_last: bool, part: tuple[int, int]
     ) -> None:
+        # As for one process: this one's samples are all there is in the dataset.
         super().__init__(dataset, batch_size, drop_last, even_batches=False)
         self.part = part
 
@@ -301,6 +304,8 @@ class BlockReader(IterableDataset[Any]):
         self.shard = shard
         self.place = place
         self.counts_rows = counts_rows
+        # Epoch (-1: as it is), samples to pass over, and whether to start at the
+        # place; one tensor, read by workers.
         where = torch.zeros(3, dtype=torch.int64, device="cpu")
         # Shared with workers alone: shared memory takes a file descriptor.
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]

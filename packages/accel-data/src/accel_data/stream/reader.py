@@ -199,6 +199,7 @@ class _Turns:
         self.chunk, self.left, self.turn = start.chunk, start.left, start.turn
         self.parts = list(start.parts)
         self.num_workers = start.num_workers
+        # Before `open` moves the state: all copies start alike.
         copied = source.has_state and len(self.parts) > 1  # one dataset has one state
         self.sources = [copy.deepcopy(source) if copied else source for _ in self.parts]
         # A part is opened when it is its turn: opening reads a sample ahead.
@@ -237,6 +238,7 @@ class _Turns:
         taken = self._opened().take(wanted)
         has_ended = not taken and self.left == self.chunk
         self.ended = self.ended + 1 if has_ended else 0
+        # A short chunk at the end of a part counts as a whole one, as it did when the place was counted.
         used = wanted if len(taken) == wanted else 0 if has_ended else self.left
         self.left -= used
         if has_ended or not self.left:

@@ -93,6 +93,7 @@ def to_torchdata(cursor: Cursor, plain: Plain, worker_seed: int) -> dict[str, An
         main, since = _iterated(read, number, order, plain.batched), 0
     snapshot = {
         "_snapshot_step": number - since,
+        # The last one: the next batch is then asked of worker 0.
         "_last_yielded_worker_id": plain.num_workers - 1,
         "_main_snapshot": {**main, "_num_workers": plain.num_workers, "_base_seed": worker_seed},
         "_worker_snapshots": {},
@@ -170,6 +171,7 @@ def _iterated(read: int, number: int, order: torch.Tensor | None, batched: bool)
     else:
         iterator = drawn
     return {
+        # Names of torchdata's StatefulDataLoader, which looks all of them up in a state.
         "_index_sampler_state": None,
         "_sampler_iter_state": iterator,
         "_sampler_iter_yielded": number,

@@ -46,6 +46,7 @@ def stateful_class(kind: type[DataLoader[Any]]) -> type[Any]:
     base = loader_class(stateful=True)
     if kind in _classes or issubclass(kind, base):
         return _classes.get(kind, kind)
+    # Methods of the prepared loader that torchdata's class would otherwise replace in the order of bases.
     content = {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,

@@ -158,6 +158,7 @@ class DeviceRow:
         Args:
             index: Which of several.
         """
+        # mem_get_info returns (free, total), in bytes.
         if "free_memory" in self.calls:
             return int(self.calls["free_memory"]())
         return int(self._call("mem_get_info", index)[0])
@@ -192,7 +193,9 @@ class DeviceRow:
             import_module(self.extension)
 
     def _call(self, name: str, *args: Any) -> Any:
+        # First, and before the extension is imported: functions of `calls` import what they need.
         if name in self.calls:
             return self.calls[name](*args)
         self._extend()
+        # torch.<type> exists once the extension is imported, which registers it with torch.
         return getattr(getattr(torch, self.type), name)(*args)

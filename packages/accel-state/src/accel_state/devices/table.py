@@ -30,6 +30,7 @@ __all__ = [
     "row",
 ]
 
+# What the kind has as a rule; has_bf16 and has_fp16 in `calls` ask the device where that differs by model.
 _HALF = frozenset({"bf16", "fp16"})
 _BF16 = frozenset({"bf16"})
 
@@ -37,6 +38,8 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
     {
         row.type: row
         for row in (
+            # Not tried for availability by an import alone: xla_is_available asks for
+            # the hardware behind torch_xla.
             DeviceRow(
                 "xla",
                 DistributedType.XLA,
@@ -47,6 +50,7 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
                 extension="torch_xla",
                 indexed=False,
                 init_method="xla://",
+                # One process on XLA is not NO: its steps and its reductions need torch_xla as well.
                 single_type=DistributedType.XLA,
                 calls=calls.XLA,
             ),
@@ -140,6 +144,8 @@ DEVICES: Mapping[str, DeviceRow] = MappingProxyType(
             ),
             DeviceRow(
                 "mps",
+                # One device, and no communication backend for it: several processes
+                # run on the CPU (see `_where`).
                 DistributedType.NO,
                 None,
                 None,
@@ -240,6 +246,7 @@ def existing_device(device: int | str | torch.device) -> torch.device:
     """
     here = [entry for entry in DEVICES.values() if entry.is_available()]  # the CPU comes last
     found = None
+    # An integer counts the devices of the first kind found; torch.device(0) would leave the kind to torch.
     if not isinstance(device, int):
         with suppress(RuntimeError):
             found = torch.device(device)
@@ -283,6 +290,7 @@ def _asked(name: str) -> DeviceRow:
             f"ACCELERATE_TORCH_DEVICE={name}, but this process has no {kind} device{hint}; available: "
             f"{here}. Set it to one of these or unset it."
         )
+    # torch itself accepts any index, and fails only when the first tensor is put there.
     if found.indexed and index and int(index) >= found.count():
         raise ValueError(
             f"ACCELERATE_TORCH_DEVICE={name}, but this process sees {found.count()} {kind} device(s); "

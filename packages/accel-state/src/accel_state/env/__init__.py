@@ -74,6 +74,7 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
     """
     variable = VARIABLES[name]
     text = (os.environ if environ is None else environ).get(name)
+    # An empty text counts as unset: shells and YAML files have no other way to take a variable back.
     return variable.parse(text) if text else variable.default
 
 
@@ -181,6 +182,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
         text = os.environ.get(key)
         if text:
             value: int = Variable(key, "int", None, "Read as an integer.").parse(text)
+            # A negative number counts as unset: scripts use -1 for a run that no launcher has started.
             if value >= 0:
                 return value
     return default
@@ -280,6 +282,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         Nothing.
     """
     patch = {name.upper(): str(value) for name, value in kwargs.items()}
+    # None for a variable that was not set, which is then removed again.
     before = {name: os.environ.get(name) for name in patch}
     os.environ.update(patch)
     try:

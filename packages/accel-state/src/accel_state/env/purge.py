@@ -46,6 +46,7 @@ def _purge_subclasses(base: Any) -> None:
     defined = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **options: Any) -> None:
+        # super(base, cls): the next class in the order of `cls` after this one, also with several bases.
         if defined is None:
             super(base, cls).__init_subclass__(**options)
         else:
@@ -57,6 +58,7 @@ def _purge_subclasses(base: Any) -> None:
 
 def _purge_methods(cls: type) -> None:
     is_test_case = "unittest" in sys.modules and issubclass(cls, sys.modules["unittest"].TestCase)
+    # A list, as setattr changes the namespace while it is walked.
     for name, member in list(vars(cls).items()):
         if is_test_case and name in _TEST_FIXTURES:
             continue
@@ -71,6 +73,7 @@ def _purge_methods(cls: type) -> None:
             setattr(cls, name, _purging(member))
     for name in dir(cls):
         if name not in vars(cls) and (name.startswith("test") or (is_test_case and name == "run")):
+            # Not getattr, which would bind the method and hide whether it is static.
             member = inspect.getattr_static(cls, name)
             if isinstance(member, staticmethod):
                 setattr(cls, name, staticmethod(_purging(member.__func__, _from_above(cls, name, cls))))
@@ -101,6 +104,8 @@ def _purging_after_the_class(set_up: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(set_up)
     def wrapper(cls: Any) -> None:
+        # Closed by unittest after tearDownClass, where the `with` of a plain
+        # wrapper would end with setUpClass.
         kept = ExitStack()
         kept.enter_context(keep_accelerate_environment())
         cls.addClassCleanup(kept.close)
@@ -129,6 +134,7 @@ def _purging(function: Callable[..., Any], call: Callable[..., Any] | None = Non
 
     def generator(*args: Any, **kwargs: Any) -> Any:
         with keep_accelerate_environment():
+            # `yield from` also hands on what is sent into the generator, and its return value.
             return (yield from call(*args, **kwargs))
 
     def plain(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,9 @@ _DYNAMO_BACKENDS = tuple(backend.lower() for backend in DynamoBackend.list())  #
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _OFFLOAD = ("none", "cpu", "nvme")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
+# Aliases in lower case, as choices are looked up.
 _FP8_BACKENDS = {"transformer_engine": "TE", "ms-amp": "MSAMP", "torchao": "AO"}
+# FSDP_RESHARD_AFTER_FORWARD is a flag in version 2 and a strategy in version 1: flags are choices here.
 _RESHARD_WORDS = dict.fromkeys(TRUE_WORDS, "true") | dict.fromkeys(FALSE_WORDS, "false")
 
 _GENERAL = _group(
@@ -73,6 +75,7 @@ _GENERAL = _group(
     ("CONFIG_DS_FIELDS", "list", (), "DeepSpeed settings that the config file sets, for conflict errors."),
 )
 
+# torchrun's names and meanings: whatever starts processes writes these, and torch reads some itself.
 _RENDEZVOUS = _group(
     "",
     ("RANK", "int", None, "Rank of this process among all."),
@@ -91,6 +94,7 @@ _RENDEZVOUS = _group(
     ("TORCHELASTIC_ERROR_FILE", "str", None, "Where a failing worker writes its error."),
 )
 
+# What MPI's and Slurm's own launchers set; torch's names above come first where both are there.
 _SCHEDULERS = _group(
     "",
     ("PMI_RANK", "int", None, "Rank, from MPICH, Intel MPI and PMI launchers."),
@@ -241,6 +245,7 @@ _MEGATRON = _group(
     ("DECODER_LAST_PIPELINE_NUM_LAYERS", "int", None, "Decoder layers on the last pipeline stage."),
 )
 
+# Variables of other programs, and two that belong to no group above.
 _OTHERS = _group(
     "",
     ("FORK_LAUNCHED", "flag", False, "This process was forked by a launch function, not started by the CLI."),

@@ -139,6 +139,7 @@ def parse_flag(text: str) -> bool:
 
 
 def _parse_flags(text: str) -> tuple[bool, ...]:
+    # Brackets as well: "(True, False)" is how a tuple is written into a variable by str().
     return tuple(parse_flag(part) for part in text.strip().strip("()[]").split(","))
 
 

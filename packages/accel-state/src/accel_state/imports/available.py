@@ -18,6 +18,7 @@ def _installed(name: str, module: str | None = None) -> Callable[[], bool]:
     def check() -> bool:
         return packages.is_package_available(module or name)
 
+    # For tracebacks and the documentation, which would all show "check".
     check.__name__ = check.__qualname__ = f"is_{name}_available"
     check.__doc__ = f"Return whether the package {module or name} is installed."
     return check
@@ -83,6 +84,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
         return False
     import importlib
 
+    # bitsandbytes lists there what a build has; versions without the list have CUDA alone.
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "TorchTensorParallelConfig",
 ]
 
+# The order fixes which ranks are neighbours: those of the last axis have consecutive ranks.
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
@@ -200,6 +201,7 @@ class ParallelismConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as a dictionary that `json.dumps` takes; the mesh is left out."""
+        # Fields alone: _mesh and _flattened are no fields, and a mesh has no JSON.
         return dataclasses.asdict(self)
 
     # The mesh

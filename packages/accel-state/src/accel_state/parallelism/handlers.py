@@ -90,6 +90,7 @@ def or_environment(value: Any, name: str) -> Any:
 
 def check_choice(field: str, value: object) -> None:
     """Raise a ValueError unless a field's value is among the choices of its environment variable."""
+    # The table has the only list of choices, for arguments and variables alike.
     allowed = env.VARIABLES[f"PARALLELISM_CONFIG_{field.upper()}"].choices
     if value not in allowed:
         raise ValueError(f"{field} cannot be {value!r}; allowed: {', '.join(map(repr, allowed))}.")

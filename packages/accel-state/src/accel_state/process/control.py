@@ -122,6 +122,7 @@ class ProcessControl:
 
     @contextmanager
     def _goes_first(self, first: bool) -> Iterator[None]:
+        # The barrier that the first process enters after its block.
         if not first:
             self.wait_for_everyone()
         try:
@@ -169,6 +170,8 @@ class ProcessControl:
         Returns:
             The decorated function.
         """
+        # A function, asked at each call: whether this is the main process may not
+        # be known when it is decorated.
         return self._only(lambda: self.is_main_process, function)
 
     @overload
@@ -258,6 +261,7 @@ class ProcessControl:
             **kwargs: As for `print`.
         """
         if self.is_local_main_process:
+            # The method hides the builtin inside of this class.
             builtins.print(*args, **kwargs)
 
 

@@ -23,6 +23,7 @@ class ThreadLocalSharedDict(threading.local):
         self._storage: dict[str, Any] = {}
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        # Called on class and instance access alike: the instance does not matter, the thread does.
         return self._storage
 
     def __set__(self, instance: object, value: dict[str, Any]) -> None:

@@ -107,6 +107,7 @@ class PartialState(ProcessControl):
         """Destroy a process group without making a state where there is none."""
         rendezvous.destroy(group)
         held: Process | None = PartialState._shared_state.get("process")
+        # Only backend changes: rank and size stay known. Another group than the default leaves all of it.
         if held is not None and not rendezvous.has_group():
             PartialState._shared_state["process"] = replace(held, backend=None)
 
@@ -137,6 +138,7 @@ def current_process() -> Process:
     if held is not None:
         return held
     if not rendezvous.has_group():
+        # RANK and WORLD_SIZE may be set: without a process group this process still works by itself.
         alone = CPUInformation(0, 1, 0, 1)
         found = detect()
         return _facts(found, alone, default_device())
