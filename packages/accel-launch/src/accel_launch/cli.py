@@ -42,6 +42,7 @@ _COMMANDS = {
     ),
 }
 # Commands of the other packages here: name: (package, what it does).
+# Known by name, so that a command that is not installed is answered with the package that has it.
 _SIBLINGS = {
     "estimate-memory": ("accel", "Estimate how much memory a model needs on each device."),
     "merge-weights": ("accel-ckpt", "Make one weight file of a checkpoint in parts."),
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = tokens[0], tokens[1:]
     if name in _COMMANDS:
         return _run_builtin(name, rest)
+    # Only for names that are not built in: to look for entry points reads the
+    # metadata of every installed package.
     points = {point.name: point for point in _entry_points()}
     if name in points:
         return _run(f"accel {name}", lambda: _foreign(points[name], rest))
@@ -112,6 +115,7 @@ def _run(prog: str, command: Callable[[], int]) -> int:
     except (LaunchError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
+    # 128 + SIGINT, as shells report a program that Ctrl-C has ended.
     except KeyboardInterrupt:
         return 130
     except RuntimeError as error:
@@ -141,6 +145,7 @@ def _run_builtin(name: str, rest: list[str]) -> int:
 def _call(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> int:
     """Call the function that a parser sets, which returns an exit code or nothing."""
     args = parser.parse_args(tokens)
+    # None counts as success: entry points of other packages need not return a code.
     return int(args.func(args) or 0)
 
 

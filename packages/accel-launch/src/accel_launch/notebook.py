@@ -102,6 +102,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
                 PrepareForLaunch(function, debug=True),
                 args=tuple(args),
                 nprocs=num_processes,
+                # Forked: a function that was defined in a notebook has no module
+                # that a new process could import.
                 start_method="fork",
             )
 
@@ -169,6 +171,7 @@ def notebook_launcher(
     _check_numbers(size, gpus, node_rank, num_nodes)
     values: dict[str, str] = {}
     env.put(values, "ACCELERATE_MIXED_PRECISION", mixed_precision)
+    # In this process: variables stay in the notebook, and a debugger works.
     if size == num_nodes == 1:
         with env.patch_environment(**values):
             return function(*args)
@@ -187,6 +190,7 @@ def notebook_launcher(
             "run_id": rdzv_id,
             "rdzv_backend": rdzv_backend,
             "rdzv_endpoint": endpoint,
+            # The static rendezvous reads the machine's rank there, as torchrun's --node_rank is put there.
             "rdzv_configs": {"rank": node_rank, **(rdzv_conf or {})},
             "max_restarts": max_restarts,
             "monitor_interval": monitor_interval,
@@ -252,6 +256,7 @@ def _forked(
                 result = function(*args)
         finally:
             hooks.leaves()  # the agent lets no process end before all have returned
+        # Only rank 0's result is returned, so that the others need not be pickled.
         return _sendable(result) if env.get("RANK") == 0 else None
 
     # The agent reads these, and a partial or a callable object has none.

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from accel_launch.config import LaunchConfig
+from accel_launch.errors import ConfigError
 
 
 def load(values: dict[str, Any]) -> LaunchConfig:
@@ -62,3 +63,17 @@ def test_the_first_fsdp_section_had_no_prefixes_and_numbers() -> None:
         "fsdp_offload_params": False,
         "fsdp_min_num_params": 2000,
     }
+
+
+@pytest.mark.filterwarnings("ignore:Config file:FutureWarning")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fp16": "maybe"}, "key fp16: 'maybe' is neither true nor false"),
+        ({"dynamo_backend": "INDUCTOR", "dynamo_config": "INDUCTOR"}, "key dynamo_config: holds 'INDUCTOR'"),
+        ({"tp_config": 4}, "key tp_config: holds 4; a section of keys is needed"),
+    ],
+)
+def test_an_old_form_that_cannot_be_rewritten_names_its_key(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(values)

@@ -53,6 +53,7 @@ def _write_default(args: argparse.Namespace) -> int:
     written = write_basic_config(args.mixed_precision, args.config_file)
     if written:
         print(f"Wrote {written}.")
+    # A file that was there already is a failure for scripts, which expect their own values in it.
     return 0 if written else 1
 
 
@@ -65,6 +66,7 @@ def _ask(args: argparse.Namespace) -> int:
     before = answers_of(load_config_from_file(path)) if path.is_file() else {}
     prompt = open_prompt()
     print(f"Questions for {path}{', whose values are the defaults' if before else ''}. {prompt.hint}\n")
+    # GPUs that the user has hidden are not offered.
     gpus = len(Machine.detect().visible_gpus(env.raw("CUDA_VISIBLE_DEVICES")))
     values = ask_all(prompt, gpus, before, tpu=_has_tpu() or before.get("device") == "tpu")
     if values is None:
@@ -84,6 +86,7 @@ def _has_tpu(devices: Path = Path("/dev")) -> bool:
 
 
 def _update(args: argparse.Namespace) -> int:
+    # The warnings of reading are the list of changes; "always", as a filter may show equal ones once only.
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         config = load_config_from_file(args.config_file)

@@ -30,6 +30,7 @@ def is_port_in_use(port: int | None = None) -> bool:
         True if no server could listen on it now.
     """
     try:
+        # By binding, not by connecting: a port may be taken by a process that does not listen yet.
         reserve_port(port or DEFAULT_PORT).close()
     except LaunchError:
         return True
@@ -91,6 +92,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
     how: How = "torchrun" if plan.how == "local" else plan.how
     prepared: Prepared = STARTERS[how].load("prepare")(plan, env.snapshot())
     if prepared.held is not None:
+        # The caller starts the command itself, and would find the port taken by this process.
         prepared.held.close()
     return list(prepared.command), dict(prepared.environ)
 

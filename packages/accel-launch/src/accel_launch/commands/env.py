@@ -35,6 +35,7 @@ _PACKAGES = (
     "deepspeed",
     "ray",
 )
+# The variables that decide how processes meet and compute; values of secrets among them are masked.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
 
 
@@ -98,6 +99,7 @@ def _torch() -> dict[str, Any]:
         "CUDA available": torch.cuda.is_available(),
         "Backends": [
             name
+            # Built in, which says more than available: NCCL is built in also where there is no GPU.
             for name in ("gloo", "nccl", "mpi", "xccl")
             if torch.distributed.is_available() and torch.distributed.is_backend_available(name)
         ],

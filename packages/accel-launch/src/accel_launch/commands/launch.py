@@ -38,12 +38,14 @@ def launch_command(args: argparse.Namespace) -> None:
     """
     environ = env.snapshot()
     config = read_config(args)
+    # Before anything is resolved: machines and devices here do not matter for a job elsewhere.
     if config is not None and config.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER:
         _launch_job(config, args, environ)
         return
     settings = resolve(args, config, environ)
     _warn_of_keys(settings)
     script = getattr(args, "training_script", None)
+    # --explain alone shows the settings; detection needs a script, as it is part of the plan.
     if settings.value("explain") and script is None:
         print(_explained(settings))
         return
@@ -154,6 +156,7 @@ def _start(plan: Plan, environ: Mapping[str, str]) -> None:
     starter = STARTERS[plan.how]
     if starter.run:
         code = starter.load("run")(plan)
+        # Not for 0: the caller may be a program, which goes on.
         if code:
             sys.exit(code)
         return

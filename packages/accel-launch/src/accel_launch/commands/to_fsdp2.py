@@ -12,6 +12,7 @@ from accel_launch.settings.parser import command_parser
 
 __all__ = ["convert", "to_fsdp2_command", "to_fsdp2_command_parser"]
 
+# FSDP1's strategies that keep gathered parameters until backward (ZeRO 2) do not reshard after forward.
 _RESHARDS = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
@@ -57,6 +58,7 @@ def convert(config: LaunchConfig) -> tuple[LaunchConfig, list[str]]:
         section["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
         changes.append("fsdp_state_dict_type: SHARDED_STATE_DICT, as version 2 has no LOCAL_STATE_DICT")
     elif "fsdp_state_dict_type" not in section:
+        # Written out, as the default of version 2 is another.
         section["fsdp_state_dict_type"] = "FULL_STATE_DICT"
         changes.append("fsdp_state_dict_type: FULL_STATE_DICT, the default of version 1")
     return LaunchConfig.from_values(values), changes
@@ -77,6 +79,7 @@ def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, A
     section["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
     changes = [f"fsdp_reshard_after_forward: {str(_RESHARDS[strategy]).lower()}, for {strategy}"]
     machines, processes = int(config.num_machines or 1), int(config.num_processes or 1)
+    # Version 1 replicates over machines and shards inside of each; version 2 takes that from a mesh.
     if strategy.startswith("HYBRID") and machines > 1:
         axes = {"dp_replicate_size": machines, "dp_shard_size": processes // machines}
         mesh = {f"parallelism_config_{axis}": size for axis, size in axes.items()}

@@ -80,6 +80,7 @@ def setup_command(args: argparse.Namespace) -> list[str]:
 def _commands(args: argparse.Namespace, config: Any) -> list[str]:
     """Return what to run: the flags' commands, else the config file's."""
     places = [(args.command_file, args.command), (config.get("command_file"), config.get("commands"))]
+    # The flags together or the config together: half of each would be a third list that nobody wrote.
     for file, commands in places:
         found = _lines(file) if file else []
         found += [command if isinstance(command, str) else " ".join(command) for command in commands or ()]
@@ -105,6 +106,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         LaunchError: As `setup_command`, or if there is no gcloud.
     """
     command = setup_command(args)
+    # Flushed: exec replaces this process, and with it what is still in the buffer.
     print(shlex.join(mask_command(command)), flush=True)
     if not args.debug:
         become(Prepared(command, env.snapshot(), "gcloud"))

@@ -92,6 +92,7 @@ class LaunchConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content, sections nested, as plain dictionaries."""
+        # Copies of sections: callers change what they get.
         return {key: dict(value) if isinstance(value, dict) else value for key, value in self.values.items()}
 
     def write(self, path: str | Path) -> None:
@@ -133,6 +134,7 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
             f"There is no config file {path}. Write one with `accel config default --config_file {path}`, or "
             "name another with --config_file."
         )
+    # YAML makes None of a file of comments, and a list or a text of other files.
     values = _parse(path)
     if values in (None, {}):
         raise ConfigError(
@@ -207,6 +209,7 @@ def _section_settings(section: str, content: Any, where: str) -> dict[str, Any]:
 
 
 def _setting_value(setting: Setting, key: str, value: Any, where: str) -> dict[str, Any]:
+    # Other programs write empty sections and values for what was not chosen.
     if value in (None, "", [], {}):
         return {}
     try:

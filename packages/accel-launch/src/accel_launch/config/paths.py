@@ -23,6 +23,7 @@ def config_path(environ: Mapping[str, str] | None = None) -> Path:
     home = env.raw("HF_HOME", environ) or f"{cache}/huggingface"
     path = Path(home).expanduser() / "accelerate" / "default_config.yaml"
     json = path.with_suffix(".json")
+    # YAML first where there are both: it is what is written by default.
     return json if json.is_file() and not path.is_file() else path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from accel_launch.errors import ConfigError
 from accel_launch.settings.schema import SETTINGS, config_setting
 from accel_state.env import str_to_bool
 
@@ -32,13 +33,24 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
 
     Returns:
         A new dictionary in the present form; each rewritten form gives a FutureWarning.
+
+    Raises:
+        ConfigError: If a section that is rewritten is not one, or `fp16` is neither true nor false.
     """
+    # The caller's stay as they are; sections are made anew below.
     values = dict(values)
+    for name in ("dynamo_config", "tp_config", "parallelism_config"):
+        # Checked here already, as keys are moved out of these and into them.
+        if not isinstance(values.get(name) or {}, dict):
+            raise ConfigError(
+                f"Config file {where}, key {name}: holds {values[name]!r}; a section of keys is needed."
+            )
     if "fp16" in values:
         old = values.pop("fp16")
         _note(where, f"fp16: {old}", "use mixed_precision: fp16")
-        if str_to_bool(str(old)):
+        if _is_true(old, where):
             values.setdefault("mixed_precision", "fp16")
+    # A list, as keys are moved meanwhile.
     for key in [key for key in values if key in SETTINGS and SETTINGS[key].group == "dynamo"]:
         _note(where, f"{key} at the top level", "it belongs in dynamo_config")
         values["dynamo_config"] = {**(values.get("dynamo_config") or {}), key: values.pop(key)}
@@ -65,6 +77,13 @@ def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
         key: _section(key, value, where) if isinstance(value, dict) else value
         for key, value in values.items()
     }
+
+
+def _is_true(value: Any, where: str) -> bool:
+    try:
+        return bool(str_to_bool(str(value)))
+    except ValueError as error:
+        raise ConfigError(f"Config file {where}, key fp16: {error}") from None
 
 
 def _section(name: str, section: dict[str, Any], where: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         ConfigError: If the precision is unknown.
     """
     path = Path(save_location).expanduser() if save_location is not None else config_path()
+    # Never overwritten: it may be the only record of how a cluster is set up.
     if path.exists():
         print(
             f"There is a config file at {path} already; it is left as it is. Delete it or name another file."

@@ -28,6 +28,7 @@ class Guard:
         with warnings.catch_warnings():
             # Python 3.12 warns when a program with threads forks; the child only reads a pipe and kills.
             warnings.simplefilter("ignore", DeprecationWarning)
+            # fork, and no new program: starting Python anew takes longer than all that the child does.
             self._pid = os.fork()
         if self._pid == 0:
             if detached and os.fork():
@@ -63,6 +64,7 @@ class Guard:
 
     def _write(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the run continues without
+            # Shorter than PIPE_BUF, and so written as a whole.
             os.write(self._writing, line.encode())
 
 
@@ -76,6 +78,7 @@ def _watch(pipe: int) -> None:
         with contextlib.suppress(OSError):  # it can do its work without
             _let_go(pipe)
         groups: set[int] = set()
+        # Ends when the last writing end is closed, which the kernel does for a killed launcher too.
         with open(pipe, encoding="ascii") as lines:
             for line in lines:
                 change = groups.add if line[0] == "+" else groups.discard

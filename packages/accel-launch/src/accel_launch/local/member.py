@@ -67,6 +67,7 @@ class Supervised(ABC):
             at: The time.
         """
         if not self.killed:
+            # The earliest wins: a second Ctrl-C may only shorten what was granted before.
             self.kill_at = at if self.kill_at is None else min(self.kill_at, at)
 
     def kill(self, abandon_at: float) -> None:
@@ -77,6 +78,7 @@ class Supervised(ABC):
         """
         self.signal_group(signal.SIGKILL)
         self.killed = True
+        # The same deadline then serves for giving up, as SIGKILL cannot be repeated to any effect.
         self.kill_at = abandon_at
 
     def abandon(self) -> None:

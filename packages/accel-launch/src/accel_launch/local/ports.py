@@ -62,6 +62,7 @@ def _bound(family: socket.AddressFamily, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             # Some systems have it on by default, and IPv4 would be free for others.
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # Not followed by listen(): connections are refused, as if nobody had the port, until rank 0 is there.
         held.bind(("", port))
     except OSError:
         held.close()

@@ -54,6 +54,7 @@ def run_local(plan: Plan) -> int:
             _start(run, guard, held.getsockname()[1], records)
             run.loop(signals, guard.remove)
         finally:
+            # Also after an error in the loop: no worker may be left behind.
             for member in run.members:
                 member.worker.end()
             adopt_orphans(False)
@@ -105,5 +106,6 @@ def _start(run: Run, guard: Guard, port: int, records: Path | None) -> None:
             )
         finally:
             channel.close_writing()
+        # As soon as it is there; until then the kernel's request of the worker itself covers it (Linux).
         guard.add(worker.pid)
         run.members.append(Member(worker, channel.streams))

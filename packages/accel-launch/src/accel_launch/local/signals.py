@@ -52,6 +52,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         asked.append(number)
+        # os.write: print is not safe in a handler that may have interrupted another print.
         os.write(2, b"accel launch: SIGTERM: ended, as no worker runs.\n")
         raise SystemExit(128 + number)
 
@@ -81,6 +82,7 @@ class SignalPipe:
         # the handlers: a signal between would be lost.
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {
+            # A handler, though it does nothing: with the default one the signal would end this process.
             number: signal.signal(number, _note)
             for number in (signal.SIGCHLD, *ENDING, *_OTHERS)
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN

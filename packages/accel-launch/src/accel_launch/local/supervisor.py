@@ -98,6 +98,7 @@ class Run:
 
     def _wait(self, signals: SignalPipe) -> None:
         """Sleep until a signal, output or a deadline, and pass output on."""
+        # Made anew each time: streams end, and a full console takes its workers' streams out.
         poll = select.poll()
         poll.register(signals.descriptor, select.POLLIN)
         readers = {}
@@ -110,6 +111,7 @@ class Run:
             if console.pending:
                 poll.register(console.descriptor, select.POLLOUT)
         deadline = self._deadline()
+        # Milliseconds.
         timeout = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
         for descriptor, _ in poll.poll(timeout):
             if descriptor in readers:
@@ -227,6 +229,7 @@ class Run:
         """Ctrl-Z: stop the workers with the launcher, and continue them with it."""
         for member in self.members:
             member.worker.signal_group(signal.SIGSTOP)
+        # SIGSTOP, as this process catches SIGTSTP; the next line runs when a SIGCONT has come.
         os.kill(os.getpid(), signal.SIGSTOP)
         for member in self.members:
             member.worker.signal_group(signal.SIGCONT)
@@ -239,6 +242,7 @@ class Run:
             75 where the run was asked to end and every worker ended with 75.
         """
         now = time.monotonic()
+        # A summary shows the words of the first failure itself; they are not shown twice.
         reported = self.failed and not self.plan.settings.value("quiet")
         for member in self.members:
             if member.unshown and not (reported and member.failed_at is not None):

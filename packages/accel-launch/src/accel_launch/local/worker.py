@@ -17,6 +17,7 @@ from accel_launch.local.member import Supervised
 
 __all__ = ["Worker", "adopt_orphans"]
 
+# Numbers of linux/prctl.h; Python has no names for them.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -96,6 +97,8 @@ class Worker(Supervised):
                 stdout=stdout,
                 stderr=stderr,
                 cwd=folder,
+                # A session, and so a group of its own: killpg reaches whatever the worker
+                # starts, and Ctrl-C only this process.
                 start_new_session=True,
                 preexec_fn=_die_with_parent(heed),
             )
@@ -118,6 +121,7 @@ class Worker(Supervised):
             except ChildProcessError:
                 self.gone = True
                 break
+            # Children of the group are still running.
             if pid == 0:
                 break
             if pid == self.pid:

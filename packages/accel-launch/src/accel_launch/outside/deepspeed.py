@@ -64,6 +64,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
             "command on each machine."
         )
     hosts = _read(hostfile)
+    # accel reads LOCAL_RANK; the flag --local_rank would be unknown to most scripts.
     command = ["deepspeed", "--no_local_rank", f"--hostfile={hostfile}", *_which(plan, hosts)]
     command += [f"--master_port={value('main_process_port') or DEFAULT_PORT}"]
     if value("main_process_ip") is not None:
@@ -77,6 +78,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
         )
     # What it runs on other machines does not have this environment.
     changed = _portable({name: text for name, text in plan.environ.items() if base.get(name) != text})
+    # env sets the variables there; --no_python keeps DeepSpeed from putting python before it.
     command += [f"--launcher={launcher}", "--no_python", "env", *changed, *plan.command]
     return Prepared(command, plan.environ, note, wait=_check_program)
 

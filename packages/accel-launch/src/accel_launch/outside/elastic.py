@@ -57,6 +57,7 @@ def log_lines_dropped() -> Iterator[None]:
     """Drop the agent's log lines about workers that fail, which repeat the traceback line by line."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:
+        # Filters, not levels: the user's level stays what it was.
         logger.addFilter(_drop)
     try:
         yield
@@ -92,6 +93,7 @@ def elastic_summary(seen: Mapping[int, Any], folder: Path, size: int) -> str:
 
 def _records(folder: Path) -> dict[int, Raised]:
     """Return what the workers of the last attempt wrote down, by their local rank."""
+    # torch makes attempt_0, attempt_1 ... for each restart; as numbers, as 10 comes after 9.
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
     files = attempts[-1].glob("*/error.json") if attempts else ()
     return {int(path.parent.name): found for path in files if (found := read_record(path)) is not None}

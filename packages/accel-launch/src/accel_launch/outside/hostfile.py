@@ -10,6 +10,7 @@ from accel_launch.settings.schema import nearest
 
 __all__ = ["Host", "read_hostfile"]
 
+# Open MPI's keys; only slots counts here, and its limits are for mpirun to check.
 _KEYS = ("slots", "max_slots", "max-slots")
 
 
@@ -52,6 +53,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def _host(words: list[str], where: str) -> Host:
+    # name:4 is how MPICH and Intel MPI write it.
     name, colon, count = words[0].partition(":")
     slots = _count(count, where) if colon else None
     if not name or "=" in name:

@@ -70,6 +70,7 @@ def mpirun_environment(plan: Plan, port: int) -> dict[str, str]:
     env.put(environ, "MASTER_ADDR", address)
     env.put(environ, "MASTER_PORT", port)
     env.put(environ, "ACCELERATE_NUM_PROCESSES", plan.settings.value("num_processes"))
+    # For oneCCL, Intel's backend; others do not read it.
     environ["CCL_WORKER_COUNT"] = str(plan.settings.value("mpirun_ccl"))
     return environ
 
@@ -87,6 +88,7 @@ def mpirun_command(plan: Plan, environ: Mapping[str, str], base: Mapping[str, st
     """
     import shutil
 
+    # The workers' PATH, which may differ from this process's.
     program = shutil.which("mpirun", path=base.get("PATH"))
     if program is None:
         raise LaunchError("There is no mpirun on the PATH. Install Open MPI, MPICH or Intel MPI.")
@@ -111,6 +113,7 @@ def _is_open_mpi(program: str, environ: Mapping[str, str]) -> bool:
     found = subprocess.run(
         [program, "--version"], env=dict(environ), capture_output=True, text=True, check=False
     )
+    # OpenRTE is the run-time layer of Open MPI up to version 4.
     return "Open MPI" in found.stdout or "OpenRTE" in found.stdout
 
 

@@ -26,6 +26,7 @@ def is_local(host: str) -> bool:
     """
     for family, address in _addresses(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            # The kernel binds addresses of this machine alone.
             probe.bind((address, 0))
             return True
     return False
@@ -65,6 +66,7 @@ def local_address(host: str) -> str | None:
     """
     for family, address in _addresses(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            # For a datagram socket this chooses a route and with it the address of this side.
             probe.connect((address, _ANY_PORT))
             return str(probe.getsockname()[0])
     return None

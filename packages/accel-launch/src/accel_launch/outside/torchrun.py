@@ -128,6 +128,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+        # A refused connection comes back at once; without a pause this would be a busy loop.
         time.sleep(_RETRY_S)
 
 

@@ -64,6 +64,7 @@ def common_environment(
             continue
         if given or default:
             env.put(environ, setting.spec.name, found.value)
+    # DeepSpeed's own file may set these too; the names say which ones the user has set here as well.
     fields = [
         setting.name
         for setting in SETTINGS.values()
@@ -75,6 +76,7 @@ def common_environment(
         env.put(environ, "CUDA_VISIBLE_DEVICES", gpus)
     if threads is not None:
         env.put(environ, "OMP_NUM_THREADS", threads)
+    # Not from the environment, where they are already, nor detected ones, which the starter decides.
     for name in ("main_process_ip", "main_process_port"):
         if settings[name].source in (Source.FLAG, Source.CONFIG):
             env.put(environ, SETTINGS[name].spec.name, settings.value(name))

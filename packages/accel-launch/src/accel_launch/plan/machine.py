@@ -59,6 +59,7 @@ def _cores() -> int:
 
 def _nvidia(root: Path) -> int:
     """Count NVIDIA GPUs: their device files, which is instant; else nvidia-smi where a driver is (WSL)."""
+    # nvidia0, nvidia1 ... are GPUs; nvidiactl, nvidia-uvm and others belong to the driver.
     names = [path.name for path in (root / "dev").glob("nvidia*")]
     count = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
     # Without a driver nvidia-smi is not started, which takes a second; dxg is the driver under WSL.

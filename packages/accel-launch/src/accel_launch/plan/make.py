@@ -44,6 +44,7 @@ def make_plan(
     if how is not None:  # this machine and its devices do not count
         if settings.given("num_processes"):
             _check_mesh(settings)
+        # 0: how many there are here is decided elsewhere.
         mask, processes, machines = None, 0, _machine_range(settings)
     else:
         machine = machine or Machine.detect()
@@ -57,6 +58,7 @@ def make_plan(
         processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
         _check_mesh(settings)
         how = choose_here(settings)
+        # Last, as it divides the cores by the number of processes.
         settings = _count_threads(settings, machine.cores, processes)
     threads = settings["num_cpu_threads_per_process"]
     warn_unused(settings, how)
@@ -229,6 +231,7 @@ def _count_threads(settings: Settings, cores: int, processes: int) -> Settings:
     """Share the cores among several workers, as each would otherwise use all of them."""
     if settings.given("num_cpu_threads_per_process") or processes == 1:
         return settings
+    # Otherwise each of n processes starts as many threads as there are cores, and they fight for them.
     threads = max(cores // processes, 1)
     detail = f"detected: {cores} cores over {processes} processes"
     return settings.replace(num_cpu_threads_per_process=Effective(threads, Source.DETECTED, detail))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accel_launch_command"]
 
+# These act on this launcher alone; keys of an account are not passed on.
 _HERE = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
 
 
@@ -37,6 +38,7 @@ def accel_launch_command(
         found = plan.settings[setting.name]
         if found.source in sources and setting.name not in (*_HERE, *without):
             values = found.value if setting.repeated else [found.value]
+            # With "=", so that a value that begins with a dash is not taken for a flag.
             command += [f"{setting.flag}={_text(value)}" for value in values]
     return [*command, plan.script, *plan.arguments]
 

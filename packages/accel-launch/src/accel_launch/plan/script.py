@@ -46,6 +46,7 @@ def worker_command(
             "module" if is_module else "file",
         ]
         return [sys.executable, "-m", "accel_launch.outside.tpu.spawn", *what, script, *arguments]
+    # This Python, and not "python" on the PATH: accel is installed here.
     return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
 
 

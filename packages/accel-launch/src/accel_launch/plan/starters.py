@@ -54,6 +54,7 @@ class Starter:
             function: prepare or run.
         """
         module, _, name = getattr(self, function).partition(":")
+        # Imported when it is chosen: most runs need one of the nine.
         loaded: Callable[..., Any] = getattr(import_module(module), name)
         return loaded
 
@@ -76,6 +77,7 @@ def become(prepared: Prepared) -> NoReturn:
         prepared.held.set_inheritable(True)  # stays reserved until the program ends
     program = prepared.command[0]
     try:
+        # exec and no child: signals, the terminal and the exit code are the program's own.
         os.execvpe(program, list(prepared.command), dict(prepared.environ))
     except FileNotFoundError:
         raise LaunchError(f"There is no program {program!r} on the PATH.") from None

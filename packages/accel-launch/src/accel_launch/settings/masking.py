@@ -68,6 +68,7 @@ def mask_text(text: str) -> str:
             pass  # other text, whose secrets are looked for below
         else:
             masked = mask_values(found)
+            # Unchanged where nothing is secret, with the user's own spacing.
             return text if masked == found else json.dumps(masked)
     return _IN_ADDRESS.sub(f"://{MASK}@", _mask_named(text))
 

@@ -48,10 +48,12 @@ class LaunchParser(argparse.ArgumentParser):
     def _split(self, tokens: list[str]) -> tuple[list[str], list[str]]:
         """Return the flags, each with its value in one token, and the script with its arguments."""
         flags: list[str] = []
+        # The first word that is no flag is the script; "-" and "--" end the flags too.
         while tokens and tokens[0].startswith("-") and tokens[0] not in ("-", "--"):
             name, equals, value = self._known(tokens.pop(0)).partition("=")
             if name in _WITHOUT_EFFECT:
                 continue
+            # A flag and its value become one token: a value such as -1 would look like a flag otherwise.
             if not equals and self._option_string_actions[name].nargs is None:
                 if not tokens:
                     self.error(f"{name} needs a value")
@@ -110,11 +112,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _add(target: Any, setting: Setting) -> None:
     names = [setting.short, setting.flag] if setting.short else [setting.flag]
+    # argparse formats help by %, hence the doubled percent signs.
     note = "" if setting.default in (None, False, "", ()) else f" Default: {setting.default}."
     keywords: dict[str, Any] = {"default": None, "help": (setting.help + note).replace("%", "%%")}
     if setting.repeated:
         keywords |= {"action": "append", "metavar": "TEXT"}
     elif setting.switch:
+        # A switch may be written --cpu or --cpu=false; `const` is what the former means.
         keywords |= {"nargs": "?", "const": True, "type": _reader(setting)}
     else:
         choices = "{" + ",".join(map(str, setting.spec.choices)) + "}"

@@ -23,6 +23,7 @@ class Source(IntEnum):
     """Where a value came from; a higher one wins."""
 
     DEFAULT = 0
+    # Above the default and below whatever a user says.
     DETECTED = 1
     CONFIG = 2
     ENVIRONMENT = 3
@@ -188,6 +189,7 @@ def _apply_kind(settings: Settings, config: LaunchConfig) -> Settings:
     """Let the config's distributed_type and sections switch on what they stand for."""
     changes: dict[str, Effective] = {}
     kind = _KINDS.get(config.distributed_type)
+    # Another kind was asked for by a flag or a variable: the file's own kind is dropped.
     chosen = any(settings.value(name) and settings.given(name) for name in _KINDS.values() if name != "cpu")
     if kind is not None and not settings.given(kind) and not chosen:
         changes[kind] = Effective(True, Source.CONFIG, f"{config.path} (distributed_type)")
@@ -208,6 +210,7 @@ _EXCLUSIVE = (
 
 def _settle_exclusive(settings: Settings) -> Settings:
     """Where two settings exclude each other the nearer source wins; from one source they are an error."""
+    # Of different sources the higher one has been asked for later, as a flag over a config file.
     for names in _EXCLUSIVE:
         on = sorted((n for n in names if settings.value(n)), key=lambda n: -settings[n].source)
         if len(on) > 1 and settings[on[0]].source == settings[on[1]].source:

@@ -90,6 +90,7 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
     node = _number(environ, "SLURM_NODEID")
     local_size = _local_size(environ, node)
     return Step(
+        # One task a machine: that task is a launcher. More: Slurm has started the workers itself.
         role="machine" if tasks == nodes else "worker",
         nodes=nodes,
         node=node,
@@ -145,6 +146,7 @@ def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> St
 
 def _port(environ: Mapping[str, str]) -> int:
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
+    # All tasks compute the same port without talking to each other.
     return _FIRST_PORT + (job + (step if step not in _PSEUDO_STEPS else 0)) % _PORTS
 
 
@@ -186,4 +188,5 @@ def first_host(nodelist: str) -> str:
         raise LaunchError(
             f"Slurm's list of machines is {nodelist!r}, which names none. Give --main_process_ip."
         )
+    # The name before the bracket, the first number in it, and what follows it, as in rack[1-2]n1.
     return "".join(part for part in found.groups() if part)

@@ -29,6 +29,7 @@ def _mesh_sizes(answers: Answers) -> dict[str, int]:
 
 def _default_axis(axis: str) -> Callable[[Answers], int]:
     def default(answers: Answers) -> int:
+        # dp_shard is asked last, so that its default is what makes the product fit.
         rest = int(answers["processes"]) // math.prod(_mesh_sizes(answers).values())
         return rest if axis == _MESH[-1] else 1
 
@@ -40,6 +41,7 @@ def _check_mesh(axis: str) -> Callable[[Any, Answers], None]:
         sizes = _mesh_sizes(answers) | {axis: value}
         product = math.prod(sizes.values())
         total = answers["processes"]
+        # Axes before the last need only divide the number of processes; the last one has to use up the rest.
         fits = product == total if axis == _MESH[-1] else value >= 1 and total % product == 0
         if not fits:
             arithmetic = " * ".join(
@@ -141,6 +143,7 @@ def _mesh_axis(axis: str) -> Question:
 
 def _zero(stage: int) -> Test:
     """Return a test of whether the questions ask for a ZeRO stage, or a higher one."""
+    # -1: the question was not asked, because DeepSpeed's own file says it.
     return lambda answers: bool(answers.get("zero_stage", -1) >= stage)
 
 

@@ -28,6 +28,7 @@ def tpu_questions() -> list[Question]:
             when=lambda answers: not answers["command_file"],
         ),
     ]
+    # torch_xla calls a function in each process, where other launchers start the script anew.
     function = ask("main_training_function", "Function of the script that each process runs?", when=is_tpu)
     return [*asked_if(answered("place", "pod"), pod), function]
 
@@ -42,6 +43,7 @@ def _version(name: str) -> Question:
     """Make a question about a version in SageMaker's own image."""
     title = f"Version of {name} in SageMaker's image?"
     question = _text(f"{name}_version", title, what="The version")
+    # An image of the user's own has its versions in it.
     return replace(question, when=lambda answers: not answers["image_uri"])
 
 

@@ -19,7 +19,9 @@ __all__ = ["Back", "LinePrompt", "Prompt", "TerminalPrompt", "open_prompt"]
 
 _KEYS = {
     b"\x1b[A": "up",
+    # Terminals in application mode send ESC O in place of ESC [.
     b"\x1bOA": "up",
+    # Ctrl-P and Ctrl-N (0x0e) as in readline, for terminals without arrow keys.
     b"\x10": "up",
     b"\x1b[B": "down",
     b"\x1bOB": "down",
@@ -84,6 +86,7 @@ class LinePrompt:
             print(f"  {number}. {label}")
         numbers = {str(number): index for index, number in enumerate(range(1, len(labels) + 1))}
         words = {label.lower(): index for index, label in enumerate(labels)}
+        # "2: fully_shard" is also found by "2" and by what stands before the colon.
         words |= {label.split(":")[0].lower(): index for index, label in enumerate(labels)}
         while True:
             line = self._line(f"[{default + 1}]: ")
@@ -157,6 +160,7 @@ class TerminalPrompt:
                 else:
                     self._leave(key, len(labels) + 1)
                     continue
+                # Back up over the title and the labels, which are drawn again.
                 _write(f"\x1b[{len(labels) + 1}A")
                 self._show(title, labels, index, default)
 
@@ -175,6 +179,7 @@ class TerminalPrompt:
         typed, note = "", ""
         with _raw_terminal():
             while True:
+                # 2 is dim, 22 normal again; \x1b[J clears from the cursor to the end of the screen.
                 shown = typed or f"\x1b[2m{default}\x1b[22m"
                 _write(f"\r\x1b[J{title} {shown}{f'   {note}' if note else ''}")
                 key = _key()
@@ -235,6 +240,8 @@ def _raw_terminal() -> Iterator[None]:
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
+        # Raw, not cbreak: Ctrl-C comes as a byte, and the terminal is put back
+        # before KeyboardInterrupt is raised.
         tty.setraw(descriptor, termios.TCSADRAIN)  # keeps what was typed ahead
         yield
     finally:
@@ -269,6 +276,7 @@ def _byte(descriptor: int) -> bytes:
 def _more(descriptor: int) -> bool:
     import select
 
+    # 50 ms: far longer than the bytes of one key lie apart, too short to be felt after Esc.
     return bool(select.select([descriptor], [], [], 0.05)[0])
 
 

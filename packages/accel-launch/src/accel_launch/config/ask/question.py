@@ -78,6 +78,7 @@ class Question:
         """
         value: Any = text
         if self.setting and text:
+            # Repeated settings are several words, each of which may be quoted.
             value = shlex.split(text) if self.setting.repeated else self.setting.parse(text)
         self.check(value, answers)
         return value
@@ -142,6 +143,7 @@ def ask(name: str, title: str, default: Any = None, **rest: Any) -> Question:
     setting = SETTINGS[name]
     found = setting.default if default is None else default
     choices = _YES_NO if setting.spec.kind == "flag" else tuple((c, str(c)) for c in setting.spec.choices)
+    # Bound in a lambda, as a default may depend on the answers so far.
     rest.setdefault("default", found if callable(found) else lambda answers: found)
     return Question(name, title, rest.pop("choices", choices), **rest)
 

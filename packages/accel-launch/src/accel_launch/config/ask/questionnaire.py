@@ -51,6 +51,7 @@ def ask_all(
             answer = _put(prompt, question, _with_processes(answers, gpus))
         except Back:
             if history:
+                # The answers of that moment: those given since may not apply any more.
                 index, answers = history.pop()
             continue
         history.append((index, answers))
@@ -79,6 +80,7 @@ def _text(question: Question, value: Any) -> str:
 
 
 def _confirm(prompt: Prompt, values: dict[str, Any]) -> dict[str, Any] | None:
+    # Takes a while, and only a finished questionnaire needs it.
     import yaml
 
     LaunchConfig.from_values(values)  # the file that is shown is one that loads
@@ -111,6 +113,7 @@ def config_values(answers: Answers, gpus: int) -> dict[str, Any]:
         gpus: Visible GPUs of this machine.
     """
     values = _kind_values(answers, _with_processes(answers, gpus)["processes"], gpus)
+    # Empty answers leave the key out, so that the file follows later defaults.
     for name, answer in answers.items():
         setting = SETTINGS.get(name)
         if answer in (None, "", [], ()):
@@ -139,6 +142,7 @@ def _kind_values(answers: Answers, total: int, gpus: int) -> dict[str, Any]:
     cpu = answers["device"] == "cpu"
     several = "MULTI_CPU" if cpu else "MULTI_GPU"
     kind = "NO" if total == 1 else _KINDS.get(answers.get("engine", ""), several)
+    # Without a GPU one process runs on the CPU anyway; a file that says so would hide a GPU that comes later.
     use_cpu = (cpu and gpus > 0) or (cpu and total > 1)
     return {**values, "distributed_type": kind, "num_processes": total, "use_cpu": use_cpu}
 

@@ -243,6 +243,7 @@ def _with_default(question: Question, before: Answers) -> Question:
 
     def default(answers: Answers) -> Any:
         if question.choices:
+            # The file may be of another machine, where other answers were possible.
             return earlier if earlier in [value for value, _ in question.choices] else own(answers)
         try:
             question.check(earlier, answers)

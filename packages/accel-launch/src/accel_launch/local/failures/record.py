@@ -34,6 +34,7 @@ def read_record(path: Path) -> Raised | None:
         path: The file, which is there if there was an exception.
     """
     try:
+        # The file's time, by the clock of this machine, and not what the worker wrote.
         at = path.stat().st_mtime
     except OSError:
         return None
@@ -61,6 +62,7 @@ def record_folder() -> Iterator[Path | None]:
         yield folder
     finally:
         with contextlib.suppress(OSError):
+            # Only files: workers write one each, and nothing else is put there.
             for file in folder.iterdir():
                 file.unlink()
             folder.rmdir()

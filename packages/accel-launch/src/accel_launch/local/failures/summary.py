@@ -32,6 +32,7 @@ _LOST = re.compile(
     r"timed out waiting|collective operation timeout|lost the store|not all others will come",
     re.IGNORECASE,
 )
+# gloo's check "op.preamble.length" fails where two processes exchange messages of different sizes.
 _MISMATCH = re.compile(
     r"collective mismatch|op\.preamble\.length|timed out waiting|collective operation timeout", re.IGNORECASE
 )
@@ -101,6 +102,7 @@ def first_failure(failures: Collection[Failure]) -> Failure:
             return 3, failure.at
         return 2 if failure.lost_others else 1, failure.at
 
+    # Crashes first, then exceptions of their own, then lost connections, then those that were asked to end.
     return min(failures, key=order)
 
 
@@ -197,6 +199,7 @@ def _words(first: Failure, report: Report) -> list[str]:
     if not report.debug:
         text = fold_frames(text, library_folders())
     bold = exception.partition("\n")[0] or None
+    # Only lines that are shown in a style get escape codes: the others may be copied as they are.
     styles = [1 if line == bold else 2 if line.startswith(FOLDED) else 0 for line in text.splitlines()]
     lines = [
         report.paint(style, line) if style else line

@@ -22,6 +22,7 @@ _LIBRARIES = (
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RANK = re.compile(r"^\[rank\d+\]: ?(?!\[)", re.MULTILINE)  # torch puts it before each line of a traceback
+# Lines of torch's C++ log (level, month and day), which come after a traceback when a process group ends.
 _TORCH_LOG = re.compile(r"(?:\[rank\d+\]:)?\[[WEIF]\d{4} ")
 _FRAME = re.compile(r'  File "([^"]+)", line \d+, in ')
 
@@ -49,6 +50,7 @@ def last_exception(text: str) -> str:
     if start < 0:
         return ""
     lines = text[start:].splitlines()[1:]
+    # The first line that is not indented is the exception itself.
     begin = next((i for i, line in enumerate(lines) if line and line[0] != " "), len(lines))
     end = next((i for i in range(begin, len(lines)) if _TORCH_LOG.match(lines[i])), len(lines))
     return "\n".join(lines[begin:end]).rstrip()
@@ -60,6 +62,7 @@ def library_folders() -> dict[str, str]:
     for name in _LIBRARIES:
         spec = find_spec(name)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
+            # With a separator at the end: "accel" must not match "accel_ckpt".
             found[os.path.join(folder, "")] = name.partition("_")[0]
     return found
 

@@ -76,8 +76,10 @@ class Output:
         prefixed = frozenset({"0": (), "1": (1,), "2": (2,), "3": (1, 2)}[tee])
         folder = None
         if log_dir is not None:
+            # The process id, as two launchers may start within a second.
             folder = Path(log_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             folder.mkdir(parents=True)
+        # Like torchrun: with --tee only the streams named there are copied, without it both.
         logged = (prefixed or frozenset((1, 2))) if folder else frozenset()
         return cls(
             stdout=Console(1),
@@ -134,6 +136,7 @@ class Output:
         Args:
             environ: The worker's environment so far.
         """
+        # Before the worker's own variables, so that a user's PYTHONUNBUFFERED wins.
         captured = {"PYTHONUNBUFFERED": "1"} if self.captured else {}
         return {**captured, **environ}
 

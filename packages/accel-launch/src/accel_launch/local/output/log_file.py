@@ -19,6 +19,7 @@ class Log:
     """
 
     def __init__(self, path: Path, failed: Callable[[OSError], None]) -> None:
+        # Unbuffered: what a worker wrote before a crash of the launcher is in the file.
         self._file: BinaryIO | None = path.open("wb", buffering=0)
         self._failed = failed
 

@@ -60,6 +60,7 @@ def copy_window_size(source: int, target: int) -> None:
         target: File descriptor of the terminal to change; anything else is left alone.
     """
     with contextlib.suppress(OSError):
+        # 8 bytes: struct winsize has four unsigned shorts.
         fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, bytes(8)))
 
 
@@ -195,8 +196,10 @@ class Stream:
         if self._log is not None:
             self._log.write(data)
         self._tail += data
+        # Cut at twice the size, not at every read, so that bytes are moved seldom.
         if len(self._tail) > 2 * _TAIL_BYTES:
             del self._tail[:-_TAIL_BYTES]
+        # Progress bars end their lines by a carriage return.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if end:
             self._pass_on(bytes(self._partial) + data[:end], now)
@@ -219,6 +222,7 @@ class Stream:
         if goes_on and not self._is_failing():
             self._show(self.take_held())
         if self._hold and self.held_since is None and (start := text.find(TRACEBACK)) >= 0:
+            # From the beginning of that line: torch may have put the rank before it.
             start = text.rfind(b"\n", 0, start) + 1
             self._show(text[:start])
             self.held_since, text = now, text[start:]
@@ -226,6 +230,7 @@ class Stream:
             self._show(text)
             return
         self._held += text
+        # More than a traceback has: the worker goes on writing, so there is nothing to hold back for.
         if len(self._held) > _TAIL_BYTES:
             self._show(self.take_held())
 

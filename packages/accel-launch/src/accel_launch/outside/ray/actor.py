@@ -103,6 +103,7 @@ class RayWorker:
         Yields:
             Its output as it comes, then its exit code; it goes on until nothing of its group is left.
         """
+        # The launcher's Python may have another path on that machine.
         command = [sys.executable if command[0] == python else command[0], *command[1:]]
         readers: dict[int, str] = {}
         # Ray kills an actor's children with it.
@@ -134,6 +135,7 @@ class RayWorker:
             number: The signal.
             group: Whether everything that the worker started gets it too.
         """
+        # A signal may be sent before the worker is there, as calls of an actor run side by side.
         self._started.wait()
         if self._worker is not None:
             (self._worker.signal_group if group else self._worker.signal)(number)

@@ -179,6 +179,7 @@ def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_
         gpus = tuple(gpu for _, place in here for gpu in place.gpus)
         for local, (actor, place) in enumerate(here):
             information = CPUInformation(len(seats), total, local, len(here))
+            # Ranks in the order of seats, so that local ranks of a machine follow each other.
             seats.append(_Seat(actor, place, gpus, information, (index, len(nodes))))
     return seats
 
@@ -198,6 +199,7 @@ def _resources(ray: Any, plan: Plan) -> tuple[dict[str, float], int]:
 def _room(ray: Any, plan: Plan, bundle: dict[str, float], total: int) -> Iterator[Any]:
     """Let Ray set the workers' resources apart, all at once; a program of Ray's gets them back."""
     groups = import_module("ray.util.placement_group")
+    # PACK: on as few machines as possible, and on several where one has no room.
     group = groups.placement_group([bundle] * total, strategy="PACK")
     try:
         _wait_for_room(ray, plan, group, bundle, total)
@@ -243,6 +245,7 @@ def _start(ray: Any, state: Run, seat: _Seat, address: str, port: int, wake: Cal
         # All GPUs of the run on this machine, as on any: a worker takes the one of its local rank.
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
     base = env.snapshot()
+    # Variables of the table always: the other machine may have values of its own for them.
     changes = {name: text for name, text in environ.items() if name in VARIABLES or base.get(name) != text}
     channel = state.output.open(rank)
     events = seat.actor.run.options(

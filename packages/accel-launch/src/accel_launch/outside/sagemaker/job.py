@@ -42,6 +42,7 @@ def run_job(config: LaunchConfig, args: argparse.Namespace) -> None:
         LaunchError: If the SDK is not installed, or the job cannot be made or fails.
     """
     estimator_args, inputs = prepare_sagemager_args_inputs(config, args)
+    # The SDK's boto3 reads the account from variables.
     with patch_environment(**_account(config, args)):
         estimator = _huggingface()(**vars(estimator_args))
         estimator.fit(inputs=inputs or None)

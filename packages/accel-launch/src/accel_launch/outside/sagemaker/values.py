@@ -35,6 +35,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Value]:
                 f"SageMaker hands a script named values alone, and {word!r} has no name. {_HOW}"
             )
         if not equals:
+            # "-0.5" is a value, "-x" a flag.
             if not rest or (rest[0].startswith("-") and not _is_number(rest[0])):
                 raise LaunchError(
                     f"SageMaker cannot hand over a flag without a value, such as {name}. {_HOW}"

@@ -24,5 +24,6 @@ def pod_command(name: str | None, zone: str | None, command: str) -> list[str]:
             f"A TPU pod is reached by its name and zone; missing: {', '.join(missing)}. Give the flag, or "
             "the key of that name in the config file."
         )
+    # --worker=all: one connection to each machine of the pod, all at the same time.
     ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", str(name), f"--zone={zone}", "--worker=all"]
     return [*ssh, f"--command={command}"]

@@ -47,6 +47,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
     program = [*(["sudo", "-E"] if value("tpu_use_sudo") else []), "accel"]
     there = accel_launch_command(plan, without=_HERE, program=program, sources=(Source.FLAG, Source.CONFIG))
     at = len(program) + 1
+    # There it is a machine with TPUs, and no pod: it would start itself again through gcloud otherwise.
     there[at:at] = ["--tpu", "--no_tpu_cluster"]
     return Prepared(
         pod_command(value("tpu_name"), value("tpu_zone"), " ".join([*exports, shlex.join(there)])),

@@ -66,11 +66,13 @@ class Call:
 
 
 def _import_file(script: str) -> ModuleType:
+    # As `python script.py` does, so that modules beside the script are found.
     sys.path.insert(0, str(Path(script).resolve().parent))
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     if spec is None or spec.loader is None:
         raise LaunchError(f"The script {script!r} cannot be imported; --tpu needs a file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed, as import does: pickle and dataclasses look the module up there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -97,6 +99,7 @@ def main(argv: list[str]) -> int:
         )
         return 2
     try:
+        # Tried here once: an error in each of eight processes would be hard to read.
         call.find()
     except LaunchError as error:
         print(f"accel launch: error: {error}", file=sys.stderr)

@@ -55,6 +55,7 @@ SAGEMAKER_KEYS = frozenset(
 _BY_KEY = {(setting.section, setting.key): setting for setting in SETTINGS.values() if setting.key}
 _SECTIONS = tuple(dict.fromkeys(section for section, _ in _BY_KEY if section))
 
+# fsdp_config has keys fsdp_..., and so on; only parallelism_config keeps its whole name as the prefix.
 _PREFIXES = {section: section.removesuffix("config") for section in _SECTIONS} | {
     "parallelism_config": "parallelism_config_"
 }
@@ -87,5 +88,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     from difflib import get_close_matches
 
+    # 0.6 is difflib's default: near enough for typing errors, far enough for other words.
     found = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {found[0]}?" if found else ""

@@ -39,6 +39,7 @@ def _family(
 ) -> list[Setting]:
     """Make one setting per variable with a prefix; the rest of its name, in lower case, follows `flags`."""
     settings = []
+    # A new row of the environment table becomes a flag and a config key by itself.
     for variable in VARIABLES.values():
         if variable.name.startswith(variables):
             suffix = variable.name.removeprefix(variables).lower()
@@ -85,6 +86,7 @@ _FSDP = _family(
     renamed={"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"},
     always=True,
 )
+# No `always`: the library has the same defaults, and unset variables keep environments short.
 _PARALLELISM = _family("parallelism", "PARALLELISM_CONFIG_", "parallelism_config_", "parallelism_config")
 _FP8 = _family("fp8", "ACCELERATE_FP8_", "fp8_", "fp8_config", switches=("use_autocast_during_eval",))
 _MEGATRON = _family("megatron", "MEGATRON_LM_", "megatron_lm_", "megatron_lm_config")

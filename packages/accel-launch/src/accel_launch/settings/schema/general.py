@@ -45,6 +45,7 @@ def _limited(read: Callable[[str], Any], low: float, high: float, allowed: str) 
     """Return the keyword arguments of a setting whose number has limits."""
 
     def convert(text: str) -> Any:
+        # nan fails the comparison too.
         if not low <= read(text) <= high:
             raise ValueError(text)
         return read(text)

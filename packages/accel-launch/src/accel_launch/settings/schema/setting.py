@@ -103,6 +103,7 @@ class Setting:
             return "no"  # YAML 1.1 reads an unquoted NO as false
         if isinstance(given, (list, tuple)) and self.spec.kind in ("list", "flags"):
             return ",".join(map(str, given))
+        # str() of a container would be accepted as text.
         if isinstance(given, (dict, list, tuple)):
             raise ValueError(given)
         return str(given)
