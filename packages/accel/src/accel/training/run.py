@@ -50,6 +50,9 @@ class EndNotice(Protocol):
     def agreed(self) -> bool:
         """Whether a process has got a signal; the same on all, which all call it."""
 
+    def stop(self) -> None:
+        """Put back what was done on these signals before."""
+
 
 # eq=False: a run is the key of weak references, and equal to itself alone.
 @dataclass(eq=False)
