@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel.accelerator import Accelerator
 from accel.big_modeling import init_empty_weights
 from accel.engines.choice import choose
 from accel.engines.common.checks import check_spread_training
@@ -23,6 +24,7 @@ from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.tracking import GeneralTracker
 from accel.training.arguments import resolve_accumulation
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
@@ -47,6 +49,15 @@ from accel_state.process.rendezvous import _init_method
 from accel_state.process.state import PartialState, current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+class FailingTracker(GeneralTracker):
+    name = "failing"
+    requires_logging_directory = False
+    tracker = None
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise ValueError("planted")
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,12 @@ def bound_to_cores() -> int:
     finally:
         os.sched_setaffinity(0, cores)
         set_numa_affinity.cache_clear()
+
+
+def failing_tracker() -> None:
+    accelerator = Accelerator(cpu=True, log_with=FailingTracker())
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
 
 
 def steps_between_checks() -> int:
@@ -177,6 +194,7 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_DEBUG_MODE": Reader(facts_of_process),
     "ACCELERATE_CHECK_REPLICAS_STEPS": Reader(steps_between_checks),
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
+    "ACCELERATE_STRICT_TRACKERS": Reader(failing_tracker),
     "ACCELERATE_CPU_AFFINITY": Reader(bound_to_cores),
     "ACCELERATE_ENABLE_RICH": Reader(traceback_hook),
     "ACCELERATE_DISABLE_RICH": Reader(traceback_hook, {"ACCELERATE_ENABLE_RICH": "1"}),

@@ -174,6 +174,7 @@ class LoggerType(_StringEnum):
     CLEARML = "clearml"
     COMETML = "comet_ml"
     DVCLIVE = "dvclive"
+    JSONL = "jsonl"
     MLFLOW = "mlflow"
     SWANLAB = "swanlab"
     TENSORBOARD = "tensorboard"

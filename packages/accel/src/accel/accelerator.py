@@ -78,7 +78,7 @@ class Accelerator(
         torch_tp_plugin: Options of tensor parallelism.
         megatron_lm_plugin: Options of Megatron-LM, when it is the engine.
         rng_types: Generators synchronised at the start of each iteration; default: the sampler's alone.
-        log_with: Trackers, by name or as objects.
+        log_with: Trackers, by name or as objects; "all" for every one whose library is installed.
         project_dir: Where checkpoints and logs go.
         project_config: The same and more.
         gradient_accumulation_plugin: The accumulation settings in full, instead of the number alone.
@@ -95,7 +95,6 @@ class Accelerator(
     Raises:
         ValueError: If a value is unknown, or two arguments contradict each other.
         ImportError: If what the engine or the precision needs is not installed.
-        NotImplementedError: If `log_with` names a documented tracker that is not there yet.
     """
 
     def __init__(
@@ -175,6 +174,7 @@ class Accelerator(
         arguments.warn_unread(self.handlers, self.engine)
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers = []
+        self.failed_trackers = set()
         self.flag_tensor: torch.Tensor | None = None  # documented, and read by clients
         self._triggers = Agreement(self.process)
 
@@ -396,5 +396,4 @@ class Accelerator(
                 ending.callback(self.wait_for_save)
             if self.run.preemption is not None:
                 ending.callback(self.run.preemption.stop)
-            while self.trackers:
-                ending.callback(self.trackers.pop(0).finish)
+            ending.callback(self.finish_trackers)

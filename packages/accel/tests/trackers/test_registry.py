@@ -1,12 +1,18 @@
-"""Trackers: own ones, TensorBoard's real event files, and what log_with accepts."""
+"""Trackers of one's own, errors of trackers, and what log_with accepts."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
 from accel.accelerator import Accelerator
 from accel.trackers import registry
-from accel.tracking import GeneralTracker, TensorBoardTracker, on_main_process
+from accel.tracking import GeneralTracker, on_main_process
+from accel_state.enums import LoggerType
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -51,22 +57,102 @@ def test_a_tracker_of_ones_own_gets_everything():
     assert own.calls == [("config", {"lr": 0.1}), ({"loss": 1.0}, 3, {"extra": 1}), "finish"]
 
 
-def test_every_tracker_is_finished_once_and_a_failing_one_is_told():
-    class Failing(ListTracker):
-        name = "failing"
+class FailingTracker(ListTracker):
+    """Every call after `start` raises."""
 
-        def finish(self):
-            raise RuntimeError("planted")
+    name = "failing"
 
-    own = ListTracker()
-    accelerator = Accelerator(log_with=[own, Failing()])
-    accelerator.init_trackers("project")
-    with pytest.raises(RuntimeError, match="planted"):
+    def store_init_configuration(self, values):
+        raise RuntimeError("planted in config")
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append(values)
+        raise RuntimeError("planted in log")
+
+    def finish(self):
+        raise RuntimeError("planted in finish")
+
+
+class UnstartedTracker(ListTracker):
+    name = "unstarted"
+
+    def start(self):
+        raise ConnectionError("planted in start")
+
+
+def test_every_tracker_is_finished_once_and_failing_ones_are_reported_once():
+    own, failing = ListTracker(), FailingTracker()
+    accelerator = Accelerator(log_with=[failing, UnstartedTracker(), own])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.init_trackers("project", config={"lr": 0.1})
+        for loss in (1.0, 2.0):
+            accelerator.log({"loss": loss})
         accelerator.end_training()
-    accelerator.end_training()
+        accelerator.end_training()
+    told = [str(warning.message) for warning in caught]
+
+    assert own.calls == [
+        ("config", {"lr": 0.1}),
+        ({"loss": 1.0}, None, {}),
+        ({"loss": 2.0}, None, {}),
+        "finish",
+    ]
+    assert failing.calls == [{"loss": 1.0}, {"loss": 2.0}]
+    assert [text.split(". ")[0] for text in told] == [
+        "The unstarted tracker failed in start(): ConnectionError: planted in start",
+        "The failing tracker failed in store_init_configuration(): RuntimeError: planted in config",
+        "The failing tracker failed in log(): RuntimeError: planted in log",
+        "The failing tracker failed in finish(): RuntimeError: planted in finish",
+    ]
+    assert "nothing is logged there. This warning comes once; ACCELERATE_STRICT_TRACKERS=1 raises" in told[0]
+    assert all(Path(warning.filename) == Path(__file__) for warning in caught)
+
+
+def test_one_that_could_not_start_is_blank():
+    accelerator = Accelerator(log_with=[UnstartedTracker()])
+    with pytest.warns(UserWarning, match="unstarted tracker failed in start"):
+        accelerator.init_trackers("project")
+    assert accelerator.trackers == []
+    accelerator.get_tracker("unstarted").log({"loss": 1.0})
+    accelerator.get_tracker("unstarted", unwrap=True).log_images({})
+
+
+def test_strict_trackers_raise_after_all_are_finished(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_STRICT_TRACKERS", "1")
+    own = ListTracker()
+    accelerator = Accelerator(log_with=[FailingTracker(), own])
+    with pytest.raises(RuntimeError, match="planted in config"):
+        accelerator.init_trackers("project", config={})
+    with pytest.raises(RuntimeError, match="planted in log"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(RuntimeError, match="planted in finish"):
+        accelerator.end_training()
     accelerator.end_training()
 
     assert own.calls == ["finish"]
+
+
+def test_images_and_tables_go_to_the_trackers_that_have_them():
+    class PictureTracker(ListTracker):
+        name = "pictures"
+
+        def log_images(self, values, step=None, **kwargs):
+            self.calls.append((values, step, kwargs))
+
+        def log_table(self, table_name, columns=None, data=None, dataframe=None, step=None, **kwargs):
+            self.calls.append((table_name, columns, data, dataframe, step, kwargs))
+
+    own, pictures = ListTracker(), PictureTracker()
+    accelerator = Accelerator(log_with=[pictures, own])
+    accelerator.init_trackers("project")
+    with pytest.warns(UserWarning, match="The list tracker has no images: they are not logged there"):
+        accelerator.log_images({"image": 1}, step=2, log_kwargs={"pictures": {"caption": "a"}})
+    with pytest.warns(UserWarning, match="The list tracker has no tables"):
+        accelerator.log_table("table", ["a"], [[1]], step=3)
+
+    assert pictures.calls == [({"image": 1}, 2, {"caption": "a"}), ("table", ["a"], [[1]], None, 3, {})]
+    assert own.calls == []
 
 
 def only_main_logs() -> int:
@@ -115,42 +201,97 @@ def test_the_accelerator_guards_trackers_that_do_not_guard_themselves(world):
     assert world.run(calls_of_unguarded_trackers) == [(done, done), ([], done)]
 
 
-def test_tensorboard_writes_event_files_that_read_back(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accelerator = Accelerator(log_with="tensorboard", project_dir=str(tmp_path))
-    accelerator.init_trackers("run", config={"lr": 0.1, "layers": [1, 2]})
-    for step in range(3):
-        accelerator.log({"loss": 1.0 / (step + 1), "note": "text", "pair": {"a": 1.0, "b": 2.0}}, step=step)
-    assert isinstance(accelerator.get_tracker("tensorboard"), TensorBoardTracker)
-    accelerator.end_training()
-
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx([1.0, 0.5, 1 / 3])
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    return registry._REGISTERED
 
 
+@pytest.mark.usefixtures("registered")
 def test_registered_trackers_are_found_by_name():
     registry.register_tracker_class(ListTracker)
-    try:
-        assert "list" in registry.get_available_trackers()
-        accelerator = Accelerator(log_with=["list"])
-        accelerator.init_trackers("project", init_kwargs={"list": {}})
-        assert accelerator.get_tracker("list").run_name == "project"
-    finally:
-        registry._REGISTERED.clear()
+    registry.register_tracker_class(ListTracker)  # as a notebook's cell that runs twice
+    assert "list" in registry.get_available_trackers()
+    accelerator = Accelerator(log_with=["list"])
+    accelerator.init_trackers("project", init_kwargs={"list": {}, "wandb": {"tags": ["for others"]}})
+    assert accelerator.get_tracker("list").run_name == "project"
+    with pytest.warns(UserWarning, match=r"init_kwargs has 'lists', .* Did you mean 'list'"):
+        accelerator.init_trackers("project", init_kwargs={"lists": {}})
+
+
+@pytest.mark.usefixtures("registered")
+def test_only_a_tracker_with_a_name_can_be_registered():
+    class Nameless(GeneralTracker):
+        requires_logging_directory = False
+
+    class Mine(ListTracker):
+        name = "jsonl"
+
     with pytest.raises(TypeError, match="subclass of GeneralTracker"):
         registry.register_tracker_class(int)
+    with pytest.raises(ValueError, match="Nameless, whose `name` is None"):
+        registry.register_tracker_class(Nameless)
+    with pytest.warns(UserWarning, match="There is a tracker 'jsonl' already: Mine takes its place"):
+        registry.register_tracker_class(Mine)
+    assert registry.tracker_class("jsonl") is Mine
+    assert registry.get_available_trackers().count("jsonl") == 1
 
 
 def test_log_with_names_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'tensorboard'"):
         Accelerator(log_with="tensorbord")
-    with pytest.raises(ValueError, match="project_dir"):
-        Accelerator(log_with="tensorboard")
-    with pytest.raises(NotImplementedError, match="wandb"):
-        Accelerator(log_with="wandb")
-    assert "tensorboard" in Accelerator(log_with="all", project_dir=str(tmp_path)).log_with
+    with pytest.raises(ValueError, match="the jsonl tracker needs a folder: pass project_dir"):
+        Accelerator(log_with="jsonl")
+
+
+def test_all_is_every_tracker_that_is_installed_and_has_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "is_package_available", lambda library: library in ("aim", "wandb"))
+    assert Accelerator(log_with="all", project_dir=tmp_path).log_with == ["aim", "jsonl", "wandb"]
+    own = ListTracker()
+    with pytest.warns(UserWarning, match="log_with='all' leaves out aim, jsonl, which need a folder"):
+        assert Accelerator(log_with=["all", own]).log_with == [own, "wandb"]
+
+
+def test_one_whose_library_is_missing_is_left_out_with_its_extra(monkeypatch):
+    monkeypatch.setattr(registry, "is_package_available", lambda library: False)
+    with pytest.warns(UserWarning, match=r"'wandb', whose library is not installed.*accel\[wandb\]"):
+        assert registry.filter_trackers(["wandb"]) == []
+
+
+@pytest.mark.parametrize("name", registry.TRACKERS)
+def test_every_built_in_tracker_says_what_it_needs(name, tmp_path, monkeypatch):
+    kind = registry.tracker_class(name)
+    assert kind.name == name
+    assert name in LoggerType.list()
+    assert all(hasattr(kind, member) for member in ("tracker", "requires_logging_directory"))
+    library = registry.TRACKERS[name].library
+    if library is None:
+        return
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    tracker = kind("run", logging_dir=tmp_path) if kind.requires_logging_directory else kind("run")
+    with pytest.raises(ImportError, match=rf"accel\[{name}\]"):
+        tracker.start()
+
+
+NOTHING_STARTS = """
+import sys
+from accel import Accelerator
+from accel.trackers.registry import TRACKERS
+accelerator = Accelerator(cpu=True, log_with=["tensorboard", "jsonl"], project_dir="logs")
+import accel.tracking
+libraries = {row.library for row in TRACKERS.values()}
+print(sorted(libraries & set(sys.modules)), "torch.utils.tensorboard" in sys.modules)
+"""
+
+
+def test_no_library_is_imported_and_no_file_made_before_init_trackers(tmp_path):
+    pytest.importorskip("tensorboard")
+    command = [sys.executable, "-c", NOTHING_STARTS]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+
+    assert run.stdout == "[] False\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tracker_without_its_attributes_is_refused():

@@ -50,6 +50,7 @@ _GENERAL = _group(
         "Steps between comparisons of what processes have alike; 0 for none (in debug mode: each step).",
     ),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),
+    ("STRICT_TRACKERS", "flag", False, "Raise the errors of trackers instead of warning of the first one."),
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
     ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),
     ("DISABLE_RICH", "flag", False, "Never write tracebacks through rich (old; it is off by default)."),

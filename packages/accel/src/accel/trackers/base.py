@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
 __all__ = ["GeneralTracker", "on_main_process"]
@@ -72,5 +73,26 @@ class GeneralTracker:
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log `values` at `step`."""
 
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; a tracker that does not override this leaves them out, with a warning."""
+        self._warn_absent("images")
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table; a tracker that does not override this leaves it out, with a warning."""
+        self._warn_absent("tables")
+
     def finish(self) -> None:
         """End the run, and flush what is not written yet."""
+
+    def _warn_absent(self, things: str) -> None:
+        name = getattr(self, "name", None)
+        if name is not None:  # the blank one of other processes has none
+            warn(f"The {name} tracker has no {things}: they are not logged there.")

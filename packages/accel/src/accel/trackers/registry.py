@@ -1,53 +1,89 @@
-"""Experiment tracking: which trackers there are, and which of them can start."""
+"""Which trackers there are, and which of them can start. Built-in ones are imported on first use."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
+from dataclasses import dataclass
+from importlib import import_module
 
-from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.tensorboard import TensorBoardTracker
+from accel.trackers.base import GeneralTracker
 from accel_state.enums import LoggerType
-from accel_state.imports.packages import install_hint
+from accel_state.imports.packages import install_hint, is_package_available
 from accel_state.logging.warning import warn
 
 __all__ = [
-    "GeneralTracker",
-    "TensorBoardTracker",
+    "TRACKERS",
+    "TrackerRow",
     "filter_trackers",
     "get_available_trackers",
-    "on_main_process",
+    "is_known",
     "register_tracker_class",
     "tracker_class",
 ]
 
 
-# By name: the class, whose library is imported when it starts, and the module that the library installs.
-_TRACKERS: dict[str, tuple[type[GeneralTracker], str]] = {
-    "tensorboard": (TensorBoardTracker, "tensorboard"),
+@dataclass(frozen=True)
+class TrackerRow:
+    """Where a tracker lives, and the library that it needs. The extra that installs it has its name.
+
+    Attributes:
+        path: "module:class".
+        library: Import name; None if it needs none.
+    """
+
+    path: str
+    library: str | None
+
+
+TRACKERS: dict[str, TrackerRow] = {
+    "aim": TrackerRow("accel.trackers.aim:AimTracker", "aim"),
+    "clearml": TrackerRow("accel.trackers.clearml:ClearMLTracker", "clearml"),
+    "comet_ml": TrackerRow("accel.trackers.comet:CometMLTracker", "comet_ml"),
+    "dvclive": TrackerRow("accel.trackers.dvclive:DVCLiveTracker", "dvclive"),
+    "jsonl": TrackerRow("accel.trackers.jsonl:JSONLTracker", None),
+    "mlflow": TrackerRow("accel.trackers.mlflow:MLflowTracker", "mlflow"),
+    "swanlab": TrackerRow("accel.trackers.swanlab:SwanLabTracker", "swanlab"),
+    "tensorboard": TrackerRow("accel.trackers.tensorboard:TensorBoardTracker", "tensorboard"),
+    "trackio": TrackerRow("accel.trackers.trackio:TrackioTracker", "trackio"),
+    "wandb": TrackerRow("accel.trackers.wandb:WandBTracker", "wandb"),
 }
-_REGISTERED: dict[str, type[GeneralTracker]] = {}  # by register_tracker_class
+_REGISTERED: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Make a tracker of your own available by its name in `log_with`.
 
+    Args:
+        tracker_class: The class; `init_trackers` makes it with the project's name as its first argument. One
+            whose name is taken replaces the other, with a warning.
+
     Raises:
         TypeError: If it is not a subclass of GeneralTracker.
+        ValueError: If it has no name.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise TypeError(
             f"register_tracker_class got {tracker_class!r}; it takes a subclass of GeneralTracker."
         )
-    _REGISTERED[tracker_class.name] = tracker_class
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"register_tracker_class got {tracker_class.__name__}, whose `name` is {name!r}: give the class "
+            "a `name`, by which log_with finds it."
+        )
+    if is_known(name) and _REGISTERED.get(name) is not tracker_class:
+        warn(f"There is a tracker {name!r} already: {tracker_class.__name__} takes its place in log_with.")
+    _REGISTERED[name] = tracker_class
 
 
 def get_available_trackers() -> list[str]:
     """The names of the trackers whose library is installed, and of the registered ones."""
-    installed = [name for name, (_, library) in _TRACKERS.items() if find_spec(library) is not None]
-    return installed + list(_REGISTERED)
+    installed = [
+        name for name, row in TRACKERS.items() if row.library is None or is_package_available(row.library)
+    ]
+    return list(dict.fromkeys([*installed, *_REGISTERED]))
 
 
 def filter_trackers(
@@ -57,25 +93,26 @@ def filter_trackers(
     """The trackers of `log_with` that can start: known names whose library is installed, and tracker objects.
 
     Args:
-        log_with: One or several names, `LoggerType`s or trackers; "all" stands for every one installed.
+        log_with: One or several names, `LoggerType`s or trackers; "all" stands for every one installed, and
+            leaves out those that need a folder if there is none.
         logging_dir: Where trackers write.
 
     Raises:
         ValueError: If a name is unknown, or a tracker needs a `logging_dir` and there is none.
-        NotImplementedError: If a name is documented and not built yet.
     """
     if log_with is None:
         return []
     wanted = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
     if any(str(getattr(item, "value", item)) == "all" for item in wanted):
         objects = [item for item in wanted if isinstance(item, GeneralTracker)]  # "all" covers names alone
-        wanted = [*objects, *get_available_trackers()]
+        wanted = [*objects, *_all_that_can_start(logging_dir)]
     chosen: list[str | GeneralTracker] = []
     for item in wanted:
         if isinstance(item, GeneralTracker):
             chosen.append(item)
             continue
-        name = str(getattr(item, "value", item)).lower()
+        name = str(getattr(item, "value", item))
+        name = name if is_known(name) else name.lower()
         _check_known(name)
         if name not in get_available_trackers():
             warn(
@@ -92,18 +129,34 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     """The class of a known tracker."""
     if name in _REGISTERED:
         return _REGISTERED[name]
-    return _TRACKERS[name][0]
+    module, _, attribute = TRACKERS[name].path.partition(":")
+    found: type[GeneralTracker] = getattr(import_module(module), attribute)
+    return found
+
+
+def is_known(name: str) -> bool:
+    """Whether a tracker of this name is built in or registered."""
+    return name in TRACKERS or name in _REGISTERED
+
+
+def _all_that_can_start(logging_dir: str | os.PathLike[str] | None) -> list[str]:
+    names = get_available_trackers()
+    without = [] if logging_dir else [n for n in names if tracker_class(n).requires_logging_directory]
+    if without:
+        warn(
+            f"log_with='all' leaves out {', '.join(without)}, which need a folder: pass project_dir to "
+            "Accelerator, or a logging_dir in its project_config."
+        )
+    return [name for name in names if name not in without]
 
 
 def _check_known(name: str) -> None:
-    if name in _TRACKERS or name in _REGISTERED:
+    if is_known(name):
         return
-    if name in LoggerType.list():
-        raise NotImplementedError(f"the {name} tracker is not there yet; there are: {', '.join(_TRACKERS)}.")
-    known = [*LoggerType.list(), *_REGISTERED]
+    known = [*TRACKERS, *(own for own in _REGISTERED if own not in TRACKERS)]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"log_with got {name!r}; it takes {', '.join(known)}, or a GeneralTracker.{hint}")
+    raise ValueError(f"log_with got {name!r}; it takes all, {', '.join(known)}, or a GeneralTracker.{hint}")
 
 
 def _check_logging_dir(name: str, logging_dir: str | os.PathLike[str] | None) -> None:

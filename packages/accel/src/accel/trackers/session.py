@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.trackers.base import GeneralTracker
-from accel.trackers.registry import tracker_class
+from accel.trackers.registry import TRACKERS, is_known, tracker_class
+from accel_state import env
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -17,12 +20,16 @@ __all__ = ["TrackerControl"]
 class TrackerControl:
     """Mixin with everything that tracks experiments.
 
+    Logging never stops training: the first error of a tracker in each of its methods is a warning, and
+    training goes on. ACCELERATE_STRICT_TRACKERS=1 raises such errors.
+
     A subclass has the attributes that are declared here.
     """
 
     run: Run
     log_with: Sequence[str | GeneralTracker]
     trackers: list[GeneralTracker]
+    failed_trackers: set[tuple[str, str]]  # (name, method) of the errors that were reported
 
     def init_trackers(
         self,
@@ -32,7 +39,8 @@ class TrackerControl:
     ) -> None:
         """Start the trackers of `log_with` and store the run's configuration.
 
-        Trackers that log on the main process alone are made there alone.
+        Trackers that log on the main process alone are made there alone. One that cannot start is left out,
+        with a warning.
 
         Args:
             project_name: The run's or project's name.
@@ -40,26 +48,28 @@ class TrackerControl:
             init_kwargs: Further constructor arguments, by tracker name.
         """
         self.trackers = []
+        self.failed_trackers = set()
+        init_kwargs = init_kwargs or {}
+        self._warn_unknown(init_kwargs)
         for item in self.log_with:
             kind = type(item) if isinstance(item, GeneralTracker) else tracker_class(item)
             if kind.main_process_only and not self.run.process.is_main:
                 continue
-            if isinstance(item, GeneralTracker):
-                tracker = item
-            else:
-                options = dict((init_kwargs or {}).get(item, {}))
-                if kind.requires_logging_directory:
-                    options["logging_dir"] = self.run.project_configuration.logging_dir
-                make: Any = kind  # constructors of trackers differ
-                tracker = make(project_name, **options)
-            tracker.start()
-            self.trackers.append(tracker)
+            options = dict(init_kwargs.get(kind.name, {}))
+            tracker = self._attempt(kind.name, "start", self._start, item, kind, project_name, options)
+            if tracker is not None:
+                self.trackers.append(tracker)
         if config is not None:
             for tracker in self.trackers:
-                tracker.store_init_configuration(config)
+                store = tracker.store_init_configuration
+                self._attempt(tracker.name, "store_init_configuration", store, config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name` (or, unwrapped, its library's run object); a blank one elsewhere.
+        """The tracker called `name`, or a blank one on other processes and where it could not start.
+
+        Args:
+            name: Its name.
+            unwrap: Return its library's run object instead.
 
         Raises:
             ValueError: If no such tracker was started.
@@ -67,7 +77,7 @@ class TrackerControl:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if not self.run.process.is_main:
+        if not self.run.process.is_main or (name, "start") in self.failed_trackers:
             return GeneralTracker(_blank=True)  # so that scripts need no `if` around its methods
         started = [tracker.name for tracker in self.trackers]
         raise ValueError(
@@ -79,4 +89,105 @@ class TrackerControl:
     ) -> None:
         """Log `values` to each tracker, with the further arguments that `log_kwargs` has under its name."""
         for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
+            self._attempt(tracker.name, "log", tracker.log, values, step=step, **options)
+
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Log images to each tracker that has them.
+
+        Args:
+            values: By name: an image, a batch or a list of images (tensors, arrays or PIL's); see
+                `accel.trackers.values.images` for their shapes.
+            step: The step.
+            log_kwargs: Further arguments, by tracker name.
+        """
+        for tracker in self.trackers:
+            options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
+            self._attempt(tracker.name, "log_images", tracker.log_images, values, step=step, **options)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log a table to each tracker that has them.
+
+        Args:
+            table_name: Its name.
+            columns: Names of the columns.
+            data: The rows.
+            dataframe: A pandas DataFrame, instead of columns and rows.
+            step: The step.
+            log_kwargs: Further arguments, by tracker name.
+        """
+        table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
+        for tracker in self.trackers:
+            options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
+            self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **table, **options)
+
+    def finish_trackers(self) -> None:
+        """Finish each tracker once, also where another one fails."""
+        errors = []
+        while self.trackers:
+            tracker = self.trackers.pop(0)
+            try:
+                self._attempt(tracker.name, "finish", tracker.finish)
+            except Exception as error:  # strict: the others are finished first
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _start(
+        self,
+        item: str | GeneralTracker,
+        kind: type[GeneralTracker],
+        project_name: str,
+        options: dict[str, Any],
+    ) -> GeneralTracker:
+        if isinstance(item, GeneralTracker):
+            tracker = item
+        else:
+            if kind.requires_logging_directory:
+                options.setdefault("logging_dir", self.run.project_configuration.logging_dir)
+            make: Any = kind  # constructors of trackers differ
+            tracker = make(project_name, **options)
+        tracker.start()
+        return tracker
+
+    def _attempt(
+        self, name: str, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the function; an error is a warning the first time, and raised where trackers are strict."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if env.get("ACCELERATE_STRICT_TRACKERS"):
+                raise
+            if (name, method) in self.failed_trackers:
+                return None
+            self.failed_trackers.add((name, method))
+            process = self.run.process
+            where = "" if process.is_main else f" on process {process.rank}"
+            lost = "nothing is logged there" if method == "start" else "what it was given is not logged there"
+            warn(
+                f"The {name} tracker failed in {method}(){where}: {type(error).__name__}: {error}. Training "
+                f"goes on; {lost}. This warning comes once; ACCELERATE_STRICT_TRACKERS=1 raises the error.",
+                about="process",
+            )
+        return None
+
+    def _warn_unknown(self, init_kwargs: dict[str, Any]) -> None:
+        """Warn of arguments that no tracker gets."""
+        asked = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
+        for name in init_kwargs:
+            # Scripts hold options for several trackers, and ask for one of them.
+            if name not in asked and not is_known(name):
+                near = difflib.get_close_matches(name, [*TRACKERS, *asked], n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                warn(f"init_kwargs has {name!r}, and there is no tracker of that name.{hint}")

@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from accel.trackers.base import GeneralTracker, on_main_process
+from accel.trackers.values import flatten, images, is_number, numbers, plain
 from accel_state.imports.packages import require
 
 __all__ = ["TensorBoardTracker"]
@@ -29,50 +32,69 @@ class TensorBoardTracker(GeneralTracker):
         self.run_name = run_name
         self.logging_dir = Path(logging_dir) / run_name
         self._kwargs = kwargs
-        self._writer: Any = None
+        self.writer: Any = None
 
     @on_main_process
     def start(self) -> None:
         """Open the event file."""
         module = require("torch.utils.tensorboard", extra="tensorboard")
-        self._writer = module.SummaryWriter(str(self.logging_dir), **self._kwargs)
+        self.writer = module.SummaryWriter(str(self.logging_dir), **self._kwargs)
 
     @property
     def tracker(self) -> Any:
         """The SummaryWriter."""
-        return self._writer
+        return self.writer
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log `values` as hyper-parameters; what TensorBoard cannot show as one is stored as text."""
-        plain = {
-            key: value if isinstance(value, int | float | str) else str(value)
-            for key, value in values.items()
+        """Log `values` as hyper-parameters, nested ones as `outer/inner`, lists as text."""
+        flat = flatten(plain(values))
+        settings = {
+            key: value if isinstance(value, int | float | str) else str(value) for key, value in flat.items()
         }
         # Without a name, they go to a folder named by the time.
-        self._writer.add_hparams(plain, metric_dict={}, run_name=".")
-        self._writer.flush()
+        self.writer.add_hparams(settings, metric_dict={}, run_name=".")
+        self.writer.flush()
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as scalars, strings as text, and dicts of numbers as groups of scalars."""
-        for key, value in values.items():
-            if isinstance(value, str):
-                self._writer.add_text(key, value, global_step=step, **kwargs)
-            elif isinstance(value, dict):
-                # A file of events for each key, as TensorBoard groups runs.
-                self._writer.add_scalars(key, value, global_step=step, **kwargs)
+        """Log numbers as scalars, dicts of numbers as groups of scalars, and everything else as text.
+
+        `kwargs` go to the writer's `add_scalar`, `add_scalars` or `add_text`.
+        """
+        for key, value in plain(values).items():
+            if isinstance(value, dict):
+                group, rest = numbers(value)
+                if group:  # a file of events for each of its keys, as TensorBoard groups runs
+                    self.writer.add_scalars(key, group, global_step=step, **kwargs)
+                for name, item in rest.items():
+                    self.writer.add_text(f"{key}/{name}", str(item), global_step=step, **kwargs)
+            elif is_number(value):
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
             else:
-                self._writer.add_scalar(key, value, global_step=step, **kwargs)
-        self._writer.flush()
+                self.writer.add_text(key, str(value), global_step=step, **kwargs)
+        self.writer.flush()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log batches of images (batch, channels, height, width)."""
-        for key, images in values.items():
-            self._writer.add_images(key, images, global_step=step, **kwargs)
+        """Log images; `kwargs` go to the writer's `add_images`.
+
+        With `dataformats` among them, the values go there as they are.
+        """
+        for key, value in values.items():
+            if "dataformats" in kwargs:
+                self.writer.add_images(key, value, global_step=step, **kwargs)
+                continue
+            # (height, width, channels), as an image has to have here.
+            found = [torch.from_numpy(image.reshape(*image.shape[:2], -1)) for image in images(value)]
+            if len({image.shape for image in found}) == 1:  # one picture of them all
+                batches = {key: torch.stack(found)}
+            else:
+                batches = {f"{key}/{index}": image[None] for index, image in enumerate(found)}
+            for name, batch in batches.items():
+                self.writer.add_images(name, batch, global_step=step, dataformats="NHWC", **kwargs)
 
     @on_main_process
     def finish(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        self.writer.close()

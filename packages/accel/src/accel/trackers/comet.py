@@ -1,0 +1,88 @@
+"""Comet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.trackers.base import GeneralTracker, on_main_process
+from accel.trackers.values import images, numbers, plain, table_rows
+from accel_state.imports.packages import require
+
+__all__ = ["CometMLTracker"]
+
+
+class CometMLTracker(GeneralTracker):
+    """Logs to an experiment of Comet; offline with `online=False` or COMET_START_ONLINE=0.
+
+    Args:
+        run_name: The project's name.
+        **kwargs: Further arguments of `comet_ml.start`, such as `workspace` and `experiment_config`.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.writer: Any = None
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment, as `comet_ml.start` returns it."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the experiment."""
+        comet_ml = require("comet_ml", extra="comet_ml")
+        self.writer = comet_ml.start(**{"project_name": self.run_name, **self._kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store `values` as parameters; Comet names nested ones `outer|inner`."""
+        self.writer.log_parameters(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics, nested ones as `outer/inner`, and the rest as text of the experiment.
+
+        `kwargs` go to the experiment's `log_metrics`.
+        """
+        metrics, rest = numbers(values)
+        if step is not None:
+            self.writer.set_step(step)
+        self.writer.log_metrics(metrics, step=step, **kwargs)
+        for key, value in rest.items():
+            self.writer.log_other(key, value if isinstance(value, str) else str(value))
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; `kwargs` go to the experiment's `log_image`."""
+        for key, value in values.items():
+            for index, image in enumerate(images(value)):
+                name = key if index == 0 else f"{key}/{index}"
+                # Otherwise Comet stretches each image from its own darkest to its brightest value.
+                options = {"image_minmax": (0, 255), **kwargs}
+                self.writer.log_image(image, name=name, step=step, **options)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as the file `table_name.csv`, or `table_name_STEP.csv`; `kwargs` go to `log_table`."""
+        columns, rows = table_rows(columns, data, dataframe)
+        name = table_name if step is None else f"{table_name}_{step}"
+        self.writer.log_table(f"{name}.csv", tabular_data=rows, headers=columns, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the experiment."""
+        self.writer.end()

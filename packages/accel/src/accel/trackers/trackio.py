@@ -1,0 +1,80 @@
+"""Trackio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.trackers.base import GeneralTracker, on_main_process
+from accel.trackers.values import images, plain, unchanged
+from accel_state.imports.packages import require
+
+__all__ = ["TrackioTracker"]
+
+
+class TrackioTracker(GeneralTracker):
+    """Logs to a run of Trackio, in the database of its project on this machine, or in a space of the hub.
+
+    Args:
+        run_name: The project's name.
+        **kwargs: Further arguments of `trackio.init`, such as `name` and `space_id`.
+    """
+
+    name = "trackio"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.run: Any = None
+        self._kwargs = kwargs
+        self._trackio: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The run, as `trackio.init` returns it."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the run."""
+        self._trackio = require("trackio", extra="trackio")
+        self.run = self._trackio.init(**{"project": self.run_name, **self._kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store `values`, nested as they are, in the run's `config`."""
+        self.run.config.update(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log values, nested as they are, and Trackio's own media; `kwargs` go to `trackio.Run.log`."""
+        self.run.log(plain(values, unchanged), step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images, each under a name of its own; `kwargs` go to `trackio.Image`."""
+        found = {
+            key if index == 0 else f"{key}/{index}": self._trackio.Image(image, **kwargs)
+            for key, value in values.items()
+            for index, image in enumerate(images(value))
+        }
+        self.run.log(found, step=step)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a `trackio.Table`; `kwargs` go to it."""
+        table = self._trackio.Table(columns=columns, data=data, dataframe=dataframe, **kwargs)
+        self.run.log({table_name: table}, step=step)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
