@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
 
@@ -18,6 +18,7 @@ __all__ = [
     "compute_module_sizes",
     "dtype_byte_size",
     "get_max_layer_size",
+    "size_function",
     "tensor_sizes",
 ]
 
@@ -62,6 +63,36 @@ def _byte_size(dtype: torch.dtype | CustomDtype) -> float:
     return bits // 8 if bits % 8 == 0 else bits / 8
 
 
+def size_function(
+    dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
+) -> Callable[[str, torch.Tensor], float]:
+    """Return a function that computes the size of a tensor, as it is counted for placing a model.
+
+    Args:
+        dtype: What weights will be converted to. Tensors of integers and booleans, and weights that are
+            smaller now, keep their size.
+        special_dtypes: What single tensors will be converted to, by their full names.
+
+    Returns:
+        A function of the full name and the tensor that returns bytes.
+
+    Raises:
+        ValueError: If there is no such dtype.
+    """
+    limit = None if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(given) for name, given in (special_dtypes or {}).items()}
+
+    def size_of(name: str, tensor: torch.Tensor) -> float:
+        size = special.get(name)
+        if size is None:
+            size = _byte_size(tensor.dtype)
+            if limit is not None and (tensor.is_floating_point() or tensor.is_complex()):
+                size = min(size, limit)
+        return tensor.numel() * size
+
+    return size_of
+
+
 def tensor_sizes(
     model: torch.nn.Module,
     dtype: Dtype | None = None,
@@ -71,8 +102,7 @@ def tensor_sizes(
 
     Args:
         model: The model; it may be on the meta device.
-        dtype: What weights will be converted to. Tensors of integers and booleans, and weights that are
-            smaller now, keep their size.
+        dtype: What weights will be converted to, as in `size_function`.
         special_dtypes: What single tensors will be converted to, by their full names.
 
     Yields:
@@ -81,15 +111,9 @@ def tensor_sizes(
     Raises:
         ValueError: If there is no such dtype.
     """
-    limit = None if dtype is None else dtype_byte_size(dtype)
-    special = {name: dtype_byte_size(given) for name, given in (special_dtypes or {}).items()}
+    size_of = size_function(dtype, special_dtypes)
     for name, tensor in named_module_tensors(model, recurse=True):
-        size = _byte_size(tensor.dtype)
-        if name in special:
-            size = special[name]
-        elif limit is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            size = min(size, limit)
-        yield name, tensor, tensor.numel() * size
+        yield name, tensor, size_of(name, tensor)
 
 
 def compute_module_sizes(

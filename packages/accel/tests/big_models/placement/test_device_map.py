@@ -16,7 +16,7 @@ import accel
 from accel.big_modeling import check_device_map
 from accel.big_models.placement import plan as plans
 from accel.big_models.placement.layers import make_layout
-from accel.utils.modeling import clean_device_map, infer_auto_device_map
+from accel.utils.modeling import clean_device_map, get_balanced_memory, infer_auto_device_map
 
 unwarned = pytest.mark.filterwarnings("ignore:Layers are offloaded", "ignore:The buffers of offloaded")
 
@@ -261,6 +261,20 @@ def test_each_layer_is_looked_at_a_few_times_whatever_the_size(monkeypatch):
         return sum(visits)
 
     assert work(400) < 3 * work(200)
+
+
+def test_the_size_of_each_tensor_is_asked_for_once_and_untied_layers_are_placed_by_the_device(monkeypatch):
+    numel, fill = torch.Tensor.numel, plans._Filling.place_untied
+    asked, filled = [], []
+    monkeypatch.setattr(torch.Tensor, "numel", lambda tensor: asked.append(id(tensor)) or numel(tensor))
+    monkeypatch.setattr(
+        plans._Filling, "place_untied", lambda self, *span: filled.append(span) or fill(self, *span)
+    )
+    model = build((False, [], [(False, [2, 3], []) for _ in range(300)]))
+    get_balanced_memory(model, {0: 9000, 1: 9000, 2: 9000}, low_zero=True)
+
+    assert len(asked) == len(set(asked)) == 600
+    assert len(filled) < 60  # a search by halves, in which the number of layers does not count
 
 
 def test_a_map_must_cover_the_model_and_name_nothing_else():

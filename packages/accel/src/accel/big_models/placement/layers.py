@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from accel.big_models.placement.plan import Layer, Layout
-from accel_ops.module_sizes import Dtype, tensor_sizes
+from accel_ops.module_sizes import Dtype, size_function
 
 __all__ = ["make_layout"]
+
+_NOTHING: Mapping[int, float] = {}
 
 
 def make_layout(
@@ -31,56 +34,88 @@ def make_layout(
         The layers.
     """
     kept = no_split_module_classes or ()
-    found = _Found({kept} if isinstance(kept, str) else frozenset(kept))
+    found = _Found({kept} if isinstance(kept, str) else frozenset(kept), size_function(dtype, special_dtypes))
     found.visit("", model, 0)
-    sizes = {id(tensor): size for _, tensor, size in tensor_sizes(model, dtype, special_dtypes)}
-    counts: dict[int, list[int]] = {}
-    for index, tensors in enumerate(found.tensors):
-        for number in tensors:
-            counts.setdefault(number, []).append(index)
+    shared: dict[int, dict[int, float]] = {}
+    for number, users in found.users.items():
+        for index in users:
+            shared.setdefault(index, {})[number] = found.tensors[number][1]
     layers = [
-        Layer(
-            names,
-            sum(sizes[number] for number in tensors),
-            sum(sizes[number] for number, is_buffer in tensors.items() if is_buffer),
-            {number: sizes[number] for number in tensors if len(counts[number]) > 1},
+        Layer(names, size, buffers, shared.get(index, _NOTHING))
+        for index, (names, size, buffers) in enumerate(
+            zip(found.names, found.sizes, found.buffers, strict=True)
         )
-        for names, tensors in zip(found.names, found.tensors, strict=True)
     ]
-    spans = [span for _, span in sorted(found.spans, key=lambda item: item[0])]
-    return Layout(layers, _tied(len(layers), counts.values()), spans)
+    return Layout(layers, _tied(found.users.values()), list(chain.from_iterable(found.levels)))
 
 
 @dataclass
 class _Found:
-    """Layers as they are found: names, and tensors by number, with whether each is a buffer."""
+    """Layers as they are found, each with its names and bytes, and their tensors.
+
+    Attributes:
+        tensors: First layer and bytes of each tensor, by its number.
+        users: The layers of each tensor that several have, by its number.
+        levels: First layer and the one after the last of each module, for each level of the tree.
+    """
 
     kept: Collection[str]
+    size_of: Callable[[str, torch.Tensor], float]
     names: list[tuple[str, ...]] = field(default_factory=list)
-    tensors: list[dict[int, bool]] = field(default_factory=list)
-    spans: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    buffers: list[float] = field(default_factory=list)
+    tensors: dict[int, tuple[int, float]] = field(default_factory=dict)
+    users: dict[int, list[int]] = field(default_factory=dict)
+    levels: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def visit(self, name: str, module: torch.nn.Module, level: int) -> None:
         first = len(self.names)
-        children = list(module.named_children())
-        if not children or type(module).__name__ in self.kept:
-            self.add((name,), module.modules())
+        while len(self.levels) < level + 2:  # of own tensors, too
+            self.levels.append([])
+        if not any(child is not None for child in module._modules.values()):
+            self.add((name,), [(name, module)])
+        elif type(module).__name__ in self.kept:
+            self.add((name,), module.named_modules(prefix=name))
         else:
             own = [*_present(module._parameters), *_present(module._buffers)]
             if own:
-                self.add(tuple(_join(name, key) for key in own), [module])
-                self.spans.append((level + 1, (first, first + 1)))
-            for child_name, child in children:
+                self.add(tuple(_join(name, key) for key in own), [(name, module)])
+                self.levels[level + 1].append((first, first + 1))
+            for child_name, child in module.named_children():
                 self.visit(_join(name, child_name), child, level + 1)
-        self.spans.append((level, (first, len(self.names))))
+        self.levels[level].append((first, len(self.names)))
 
-    def add(self, names: tuple[str, ...], modules: Iterable[torch.nn.Module]) -> None:
-        tensors: dict[int, bool] = {}
-        for module in modules:
-            tensors.update((id(tensor), False) for tensor in _present(module._parameters).values())
-            tensors.update((id(tensor), True) for tensor in _present(module._buffers).values())
+    def add(self, names: tuple[str, ...], parts: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        index = len(self.names)
+        parameters: float = 0
+        buffers: float = 0
+        for path, module in parts:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters += self.bytes_in(index, path, key, parameter)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers += self.bytes_in(index, path, key, buffer)
         self.names.append(names)
-        self.tensors.append(tensors)
+        self.sizes.append(parameters + buffers)
+        self.buffers.append(buffers)
+
+    def bytes_in(self, index: int, path: str, key: str, tensor: torch.Tensor) -> float:
+        """Note that a layer has a tensor; return the bytes that this adds to the layer."""
+        number = id(tensor)
+        known = self.tensors.get(number)
+        if known is None:
+            size = self.size_of(_join(path, key), tensor)
+            self.tensors[number] = index, size
+            return size
+        first, size = known
+        if first == index:
+            return 0
+        users = self.users.setdefault(number, [first])
+        if users[-1] == index:
+            return 0
+        users.append(index)
+        return size
 
 
 def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -91,9 +126,9 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _tied(count: int, users: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+def _tied(users: Collection[Sequence[int]]) -> dict[int, list[int]]:
     """Group layers that share tensors, also through others (connected components, by union and find)."""
-    parents = list(range(count))
+    parents = {index: index for group in users for index in group}
 
     def root(index: int) -> int:
         while parents[index] != index:
@@ -105,6 +140,6 @@ def _tied(count: int, users: Iterable[Sequence[int]]) -> list[Sequence[int]]:
             low, high = sorted((root(first), root(other)))
             parents[high] = low
     groups: dict[int, list[int]] = {}
-    for index in range(count):
+    for index in sorted(parents):
         groups.setdefault(root(index), []).append(index)
-    return [groups[root(index)] for index in range(count)]
+    return {index: groups[root(index)] for index in sorted(parents)}

@@ -16,16 +16,17 @@ and sends the fewest layers away.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 __all__ = ["Layer", "Layout", "Plan", "Target", "make_plan"]
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What goes to one device as a whole.
 
     Args:
@@ -40,10 +41,10 @@ class Layer:
     buffers: float
     shared: Mapping[int, float]
 
-    @cached_property
+    @property
     def alone(self) -> float:
         """Bytes of the tensors that no other layer has."""
-        return self.size - sum(self.shared.values())
+        return self.size - sum(self.shared.values()) if self.shared else self.size
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,23 @@ class Layout:
 
     Args:
         layers: In the order of the model.
-        tied: Per layer the layers that ties connect it to, itself included, in order.
+        tied: By layer that shares tensors, in order, the layers that ties connect it to, itself included.
         spans: First layer and the one after the last of each module, parents first, level by level.
     """
 
     layers: Sequence[Layer]
-    tied: Sequence[Sequence[int]]
+    tied: Mapping[int, Sequence[int]]
     spans: Sequence[tuple[int, int]]
 
     @cached_property
     def before(self) -> Sequence[float]:
         """Bytes of all layers before each, without shared tensors; and of all."""
         return [0.0, *accumulate(layer.alone for layer in self.layers)]
+
+    @cached_property
+    def empty(self) -> Sequence[int]:
+        """Layers without tensors, or with none that has elements."""
+        return [index for index, layer in enumerate(self.layers) if layer.size == 0]
 
 
 @dataclass(frozen=True)
@@ -114,14 +120,25 @@ def make_plan(layout: Layout, targets: Sequence[Target], fallback: bool = False)
     reserved = reserved_on_cpu = 0.0
     while True:
         found = _Filling(layout, targets, reserved, reserved_on_cpu, fallback).run()
-        kinds = [targets[index].kind for index in found]
-        away = (layer.size for layer, kind in zip(layout.layers, kinds, strict=True) if kind != "accelerator")
-        on_disk = (layer.size for layer, kind in zip(layout.layers, kinds, strict=True) if kind == "disk")
-        needed = max(away, default=0) if "accelerator" in kinds else 0
-        needed_on_cpu = max(on_disk, default=0)
+        largest = _largest_by_kind(layout, targets, found)
+        away = max(largest.get("cpu", 0), largest.get("disk", 0))
+        needed = away if "accelerator" in largest else 0
+        needed_on_cpu = largest.get("disk", 0)
         if needed <= reserved and needed_on_cpu <= reserved_on_cpu:
             return Plan(found, reserved, reserved_on_cpu)
         reserved, reserved_on_cpu = max(reserved, needed), max(reserved_on_cpu, needed_on_cpu)
+
+
+def _largest_by_kind(layout: Layout, targets: Sequence[Target], found: Sequence[int]) -> dict[str, float]:
+    """Return the bytes of the largest layer on each kind of device in use."""
+    largest = dict.fromkeys((targets[index].kind for index in set(found)), 0.0)
+    if largest.keys() == {"accelerator"}:  # nothing is offloaded, and nobody asks
+        return largest
+    kinds = [target.kind for target in targets]
+    for layer, index in zip(layout.layers, found, strict=True):
+        if layer.size > largest[kinds[index]]:
+            largest[kinds[index]] = layer.size
+    return largest
 
 
 @dataclass
@@ -144,14 +161,46 @@ class _Filling:
 
     def run(self) -> list[int]:
         """Return the device of each layer."""
-        self.placed = [None] * len(self.layout.layers)
+        count = len(self.layout.layers)
+        self.placed = [None] * count
         self.next_device(self.layout.layers[0])
-        for index, layer in enumerate(self.layout.layers):
-            while self.placed[index] is None and layer.size > 0:
-                if self.take(index) or (self.fallback and self.empty and self.take_any()):
-                    continue
-                self.next_device(layer)
+        start = 0
+        for tied in [*self.layout.tied, count]:
+            if self.fallback:
+                for index in range(start, tied):
+                    self.place(index)
+            else:
+                self.place_untied(start, tied)
+            if tied < count:
+                self.place(tied)
+            start = tied + 1
         return self.with_empty_layers()
+
+    def place(self, index: int) -> None:
+        """Put a layer on the first device that it fits on."""
+        layer = self.layout.layers[index]
+        while self.placed[index] is None and layer.size > 0:
+            if self.take(index) or (self.fallback and self.empty and self.take_any()):
+                continue
+            self.next_device(layer)
+
+    def place_untied(self, start: int, end: int) -> None:
+        """Place layers that share nothing, as many at once as a device has room for."""
+        before, empty = self.layout.before, self.layout.empty
+        while start < end:
+            if before[start + 1] == before[start]:
+                start += 1
+                continue
+            fitting = bisect_right(before, before[start] + self.room, start, end + 1) - 1
+            if fitting > start:
+                self.placed[start:fitting] = [self.current] * (fitting - start)
+                for index in empty[bisect_left(empty, start) : bisect_left(empty, fitting)]:
+                    self.placed[index] = None
+                self.room -= before[fitting] - before[start]
+                self.empty = False
+                start = fitting
+            if start < end:
+                self.next_device(self.layout.layers[start])
 
     def next_device(self, layer: Layer) -> None:
         """Go on to the next device, for a layer."""
@@ -174,8 +223,8 @@ class _Filling:
     def take(self, index: int) -> bool:
         """Put a layer on the current device, with those that are tied to it if it can be; return whether."""
         kind = self.targets[self.current].kind
-        tied = self.layout.tied[index]
-        if len(tied) > 1 and self.separate.get(tied[0]) != kind:
+        tied = self.layout.tied.get(index)
+        if tied is not None and self.separate.get(tied[0]) != kind:
             group = [other for other in tied if self.placed[other] is None]
             if self.put(group):
                 return True
@@ -191,7 +240,9 @@ class _Filling:
         for first, last in self.layout.spans:
             if not 0 < self.layout.before[last] - self.layout.before[first] <= self.room:
                 continue
-            members = {other for index in range(first, last) for other in self.layout.tied[index]}
+            members = set(range(first, last))
+            groups = {id(group): group for index in members if (group := self.layout.tied.get(index))}
+            members.update(*groups.values())
             if all(self.placed[index] is None for index in members) and self.put(sorted(members)):
                 return True
         return False
@@ -218,6 +269,8 @@ class _Filling:
 
     def with_empty_layers(self) -> list[int]:
         """Return the devices, with layers without tensors on that of the one before, or of the first."""
+        if None not in self.placed:
+            return self.placed  # type: ignore[return-value]
         found = next((device for device in self.placed if device is not None), 0)
         devices = []
         for device in self.placed:
