@@ -24,6 +24,7 @@ __all__ = [
 
 Dtype = str | torch.dtype | CustomDtype
 
+# torch has no dtypes for these, and counts a bool as a byte; sizes here are those of packed weights.
 _BITS = {CustomDtype.FP8: 8, CustomDtype.INT4: 4, CustomDtype.INT2: 2, torch.bool: 1}
 
 
@@ -145,6 +146,7 @@ def compute_module_sizes(
     for name, tensor, size in tensor_sizes(model, dtype, special_dtypes):
         if buffers_only and isinstance(tensor, torch.nn.Parameter):
             continue
+        # The model itself, then each module on the way to the tensor.
         for place in ("", *accumulate(name.split("."), "{}.{}".format)):
             sizes[place] += size
     return sizes
@@ -196,5 +198,6 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[float, tuple[float,
         (48, (36, ['0']))
     """
     sizes = compute_module_sizes(model)
+    # An attribute of transformers' models: classes with connections that must not cross devices.
     kept = getattr(model, "_no_split_modules", None)
     return sizes[""], get_max_layer_size(list(model.named_children()) or [("", model)], sizes, kept)

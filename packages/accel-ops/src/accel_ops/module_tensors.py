@@ -48,6 +48,7 @@ def named_module_tensors(
         return
     skipped: set[str] = set()
     if remove_non_persistent:
+        # A private of torch.nn.Module (2.13), which has no public list of them.
         for path, owner in module.named_modules() if recurse else [("", module)]:
             skipped.update(_join(path, name) for name in owner._non_persistent_buffers_set)
     for name, buffer in module.named_buffers(recurse=recurse):
@@ -102,7 +103,9 @@ def set_module_tensor_to_device(
     assert old is not None
     target = _read_device(device)
     _check_value(tensor_name, old, value, target)
+    # Only where it is asked for: an address is read from the tensor's storage.
     address = _address(old if value is None else value) if tied_params_map else 0
+    # Tied weights on one device are one copy: whoever comes second takes the first one's.
     on_devices = tied_params_map.get(address) if tied_params_map and address else None
     new = on_devices.get(target) if on_devices else None
     if new is None:
@@ -188,6 +191,7 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
         Whether its configuration asks for tied embeddings and it has output embeddings to tie, or for an
         encoder that is tied to the decoder; False for models of other libraries.
     """
+    # Where transformers is not imported, no model can be of it.
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False
@@ -239,6 +243,7 @@ def _owner_of(module: torch.nn.Module, tensor_name: str) -> tuple[torch.nn.Modul
     path, _, name = tensor_name.rpartition(".")
     owner = module
     for part in path.split(".") if path else ():
+        # Not get_submodule, whose error does not name the tensor.
         found = owner._modules.get(part)
         if found is None:
             raise ValueError(
@@ -364,6 +369,8 @@ def _kept_dtype(old: torch.Tensor, data: torch.Tensor) -> torch.dtype:
 def _of_class(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Make a parameter of the class of `old`, with its attributes, from plain data."""
     differentiable = data.is_floating_point() or data.is_complex()
+    # What torch.nn.Parameter's constructor calls; classes of quantized weights
+    # have constructors of their own.
     new: torch.Tensor = torch.Tensor._make_subclass(type(old), data, old.requires_grad and differentiable)
     return _with_attributes(old, new)
 

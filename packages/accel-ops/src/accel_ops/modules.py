@@ -74,6 +74,7 @@ def _without_containers(model: torch.nn.Module) -> torch.nn.Module:
         for module, name in _CONTAINERS
         if hasattr(sys.modules.get(module), name)
     )
+    # Containers may be nested, as DDP around a compiled model of another library.
     while isinstance(model, kinds):
         model = model.module
     return model
@@ -152,6 +153,7 @@ def _restore_forward(model: torch.nn.Module) -> None:
     if isinstance(original, WeakForward):
         original = original.bound
     if original == MethodType(type(model).forward, model):
+        # The class's own method shows again.
         del model.forward
     else:
         model.forward = original
@@ -184,6 +186,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
     Args:
         model: The model.
     """
+    # Not imported to ask: a model without DTensors may be in a program that never loads them.
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
 

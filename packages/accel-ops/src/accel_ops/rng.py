@@ -94,6 +94,7 @@ def synchronize_rng_states(
     states, setters, problem = _generators(rng_types, generator)
     if process.world_size > 1 and rng_types:
         # Also where there is a problem: the others would wait for this process for ever.
+        # One collective for all generators and the problem, so that no process can leave in between.
         states, problem_of_0 = broadcast_object_list([states, _sendable(problem)], process=process)
         # What process 0 does not have, or this one cannot set, stays as it is.
         for kind in setters.keys() & states.keys():

@@ -86,6 +86,7 @@ def lomo_backward(optimizer: Any | None, loss: torch.Tensor, learning_rate: floa
             "No prepared optimizer steps during the backward pass. Pass a Lomo or AdaLomo of lomo-optim to "
             "prepare() first, or leave out learning_rate."
         )
+    # fused_backward steps at once, so that a window's gradients could not be added up.
     if num_steps > 1:
         raise ValueError(
             "An optimizer that steps during the backward pass (LOMO) gathers no gradients, and "

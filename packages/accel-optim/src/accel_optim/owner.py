@@ -18,6 +18,7 @@ class ParameterOwner:
     where it meets either.
     """
 
+    # A class attribute, as most owners never hold anything back.
     holds_back = False
     """Whether gradients are kept outside of `.grad` now."""
 
@@ -52,6 +53,7 @@ class ParameterOwner:
         Args:
             param_groups: Those of the optimizer that steps.
         """
+        # Before a step as a rule: an optimizer must never see half of a window's gradients.
         self.finish_window()
 
     def show_present(self) -> None:

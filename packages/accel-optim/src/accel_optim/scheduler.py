@@ -125,6 +125,7 @@ class AcceleratedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
+        # Missing while an instance is being copied or unpickled, and this would ask for it for ever.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)

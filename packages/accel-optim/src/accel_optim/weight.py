@@ -89,6 +89,7 @@ class WindowWeight:
 
     def forget_micro_batch(self) -> None:
         """Make room for another micro-batch in the place of the one at hand."""
+        # `gathered` and `norm` stay: they belong to the window.
         self.current = self.total = self._given = None
 
 
@@ -142,5 +143,6 @@ def ratio(numerator: Weight, denominator: Weight) -> Weight:
 def positive(weight: Weight, otherwise: Weight) -> Weight:
     """Return the weight where it is above zero, and something else where it is not."""
     if isinstance(weight, torch.Tensor):
+        # No `if` on a tensor of an accelerator: the host would wait for its value.
         return torch.where(weight > 0, weight, otherwise)
     return weight if weight > 0 else otherwise

@@ -70,6 +70,7 @@ class Window:
         self._step = 0
         # How often the context is entered inside of itself.
         self._depth = 0
+        # What __exit__ puts back after an exception: step, sync_gradients, has_means.
         self._before = (0, True, False)
         self._inside = False  # a micro-batch
         self._has_means = False
@@ -117,6 +118,7 @@ class Window:
         count = self._step + 1
         # Not equality: num_steps may have been lowered in the middle of a window.
         closes = count >= state.num_steps or (state.end_of_dataloader and state.sync_with_dataloader)
+        # 0 again at the boundary itself, so that `step` counts the micro-batches of an open window alone.
         self._step = 0 if closes else count
         state._set_sync_gradients(closes)
         return closes
@@ -188,6 +190,7 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Return what continues the open window, beside its gradients; plain numbers, of this process."""
         own = self._weight if self._step > 0 else None
+        # float() waits for an accelerator, which a checkpoint may.
         gathered = None if own is None else float(own.gathered) + float(own.current or 0.0)
         return {
             "step": self._step,
@@ -225,6 +228,7 @@ class Window:
         if self._depth > 0:
             return
         self._inside = False
+        # The failed micro-batch is taken back, the window is not.
         if kind is not None:
             self._step, synced, self._has_means = self._before
             self.gradient_state._set_sync_gradients(synced)

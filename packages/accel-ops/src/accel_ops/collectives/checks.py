@@ -101,6 +101,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 def _why(leaf: torch.Tensor) -> str:
     name = type(leaf).__name__
+    # By name: torch.distributed.tensor takes long to import, and is not needed to word an error.
     if name == "DTensor":
         return "is a DTensor, of which each process holds a part; pass its .full_tensor() or .to_local()"
     if leaf.is_nested:
@@ -114,4 +115,5 @@ def _why(leaf: torch.Tensor) -> str:
 
 @lru_cache
 def _device_types(config: str) -> frozenset[str]:
+    # Remembered, as a group's configuration is one text that does not change.
     return frozenset(entry.partition(":")[0] for entry in config.split(","))

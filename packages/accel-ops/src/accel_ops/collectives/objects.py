@@ -36,6 +36,7 @@ def gather_object(object: Any, *, process: Process | None = None) -> list[Any]:
         DistributedOperationException: In debug mode, if the processes disagree.
     """
     process = process or current_process()
+    # A namedtuple is one record, though it is a tuple.
     several = isinstance(object, (list, tuple)) and not is_namedtuple(object)
     entries = list(object) if several else [object]
     if process.world_size == 1:
@@ -115,4 +116,5 @@ def _fill(object_list: list[Any], received: list[Any], source: int) -> None:
             f"broadcast_object_list: process {source} has {len(received)} objects, but the list here has "
             f"{len(object_list)}. Pass a list of the same length on every process."
         )
+    # In place: the caller holds this list, as with torch's function of the same name.
     object_list[:] = received

@@ -24,6 +24,7 @@ from accel_state.process.state import current_process
 
 __all__ = ["broadcast", "copy_tensor_to_devices", "gather", "reduce"]
 
+# Exact types that need no further check; DTensor and other subclasses take the slow way.
 _USUAL = {torch.Tensor, torch.nn.Parameter}
 _REDUCTIONS = ("mean", "sum", "max", "none")
 
@@ -70,6 +71,7 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
     if alike is not None:
         require_devices("gather", data, [alike.device], process)
         stacks = alike.new_empty((world * len(leaves), *alike.shape[1:]))
+        # An empty tensor has nothing to send, and every process sees that by itself.
         if alike.numel():
             _all_gather(stacks.view(torch.uint8), alike.view(torch.uint8))
         return put_together(stacks, world)
@@ -162,14 +164,17 @@ def _reduce(
 
 
 def _owned(leaf: torch.Tensor) -> torch.Tensor:
+    # Contiguous: backends reduce dense memory in its order, whatever the strides.
     copied = leaf.detach().clone(memory_format=torch.contiguous_format)
     return copied.resolve_conj().resolve_neg()
 
 
 def _finish(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
     inexact = total.is_floating_point() or total.is_complex()
+    # In place where the dtype allows: the tensor is this function's own.
     if divisor:
         total = total.div_(divisor) if inexact else total / divisor
+    # Asked again, as a mean of integers has become floating point by now.
     if scale != 1:
         total = total.mul_(scale) if total.is_floating_point() or total.is_complex() else total * scale
     return total
@@ -291,6 +296,7 @@ def copy_tensor_to_devices(
         require_group(operation, process)
         offers = [None] * process.world_size
         dist.all_gather_object(offers, offer)
+    # The name of None's type: a process that gave nothing.
     givers = [rank for rank, offered in enumerate(offers) if offered != "NoneType"]
     if len(givers) != 1 or isinstance(offers[givers[0]], str):
         given = ", ".join(f"process {rank} gave {_offered(offers[rank])}" for rank in givers)

@@ -68,6 +68,7 @@ class Pack:
         laid_out = [as_bytes(part.lay_out(tensors)) for part in self.parts]
         if len(laid_out) == 1:
             return laid_out[0]
+        # Zeros up to the alignment; nobody reads them.
         missing = self.nbytes - sum(part.nbytes for part in self.parts)
         return torch.cat([*laid_out, torch.zeros(missing, dtype=torch.uint8, device=self.device)])
 
@@ -88,6 +89,7 @@ class Pack:
             rows = copies if len(self.parts) == 1 else copies[:, start : start + part.nbytes]
             start += part.nbytes
             pieces = part.put_together(rows)
+            # All tensors are in this part, in their order: one slice assignment in place of a loop.
             if len(pieces) == len(into):
                 into[:] = pieces
                 return

@@ -63,6 +63,7 @@ class Part:
     @cached_property
     def row_shape(self) -> torch.Size | None:
         """The shape of their rows, if it is one."""
+        # None for tensors without dimensions, which have no rows.
         rows = {shape[1:] if shape else None for shape in self.shapes}
         return rows.pop() if len(rows) == 1 else None
 
@@ -186,6 +187,7 @@ def put_together(stacks: torch.Tensor, copies: int) -> Sequence[torch.Tensor]:
         As many tensors as a stack has, in memory of which no other part of the program knows.
     """
     total, *shape = stacks.shape
+    # From (copies, number, ...) to (number, copies, ...): the pieces of each tensor come to lie side by side.
     number, length = total // copies, copies * (shape[0] if shape else 1)
     laid_out = stacks.view(copies, number, *shape).transpose(0, 1).reshape(number * length, *shape[1:])
     return torch.unsafe_split_with_sizes(laid_out, [length] * number)

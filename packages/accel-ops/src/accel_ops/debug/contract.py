@@ -124,6 +124,7 @@ def _accounts_text(accounts: list[_Account]) -> str:
     for rank, account in enumerate(accounts):
         arguments = f"({account.detail})" if account.detail else ""
         lines.append(f"  process {rank}: {account.operation}{arguments} at {account.place}")
+        # Only what is not on all processes: a batch may have hundreds of tensors alike.
         special = [f"{path}: {text}" for path, text in account.leaves if (path, text) not in common]
         if not special and len(account.leaves) <= 1:  # nothing differs; say what a single tensor is like
             special = [f"{path}: {text}" for path, text in account.leaves]

@@ -46,6 +46,7 @@ class Monitor:
 
     def watch(self) -> None:
         """Note that the calling thread has just come to an operation; the first call starts the thread."""
+        # The thread that communicates, which need not be the main one.
         self._watched = threading.get_ident()
         self._since = time.monotonic()
         if self._thread is None:
@@ -71,6 +72,8 @@ class Monitor:
         try:
             if self._store.check([f"ask/{self._rank}"]):
                 asked = int(self._store.get(f"ask/{self._rank}"))
+                # Questions are numbered: an answer to an earlier one says where
+                # the process was, not where it is.
                 if asked > self._answered:
                     self._answered = asked
                     text = f"is at {whereabouts(self._watched)}"

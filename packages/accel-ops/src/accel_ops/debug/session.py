@@ -63,6 +63,7 @@ class Session:
         self._gone = False
         self._old: list[str] = []
         self._noted: set[str] = set()
+        # A prefix, so that keys do not meet those of torch in the same store.
         self.store = _prefixed("accel/contract", base)
         self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
 
@@ -163,11 +164,13 @@ class Session:
                 self._raise_if_left()
                 look_at = now + _LOOK_EVERY_S
             if now > warn_at:
+                # One warning for each wait.
                 warn_at = float("inf")
                 self._warn(now - start)
             if now > give_up_at:
                 self._give_up(now - start)
             time.sleep(pause)
+            # Short at first, as the others are usually about to come, and longer with time.
             pause = min(pause * 1.5, _PAUSES_S[1])
 
     def _raise_if_left(self) -> None:

@@ -50,6 +50,7 @@ class ConvertOutputsToFp32:
         return self if instance is None else MethodType(self, instance)  # a method, where it decorates one
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without the copied attributes, which are made again from the function.
         return type(self), (self.model_forward,)
 
 

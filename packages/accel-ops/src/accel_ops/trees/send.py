@@ -46,6 +46,7 @@ def send_to_device(
                 break
         else:
             return tensor
+    # Integers stay: which accelerator they count is torch's to say.
     target = torch.device(device) if isinstance(device, str) else device
     if skip_keys is None:
         return _send(tensor, target, non_blocking, _NOTHING)
@@ -97,6 +98,7 @@ def _has_any(node: Any, names: frozenset[str]) -> bool:
 
 
 def _send_by_method(node: Any, device: torch.device | int, non_blocking: bool) -> Any:
+    # Without the argument, which not every `to` has.
     if not non_blocking:
         return node.to(device)
     try:

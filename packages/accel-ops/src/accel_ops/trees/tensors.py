@@ -81,6 +81,7 @@ def find_batch_size(data: Any) -> int:
     found = find_path(data, lambda node: isinstance(node, torch.Tensor) and node.dim() > 0)
     if found:
         return int(found[1].shape[0])
+    # There are tensors, only none with a dimension: another mistake than none at all.
     if find_path(data, is_torch_tensor):
         raise ValueError("No batch size: every tensor in data is 0-dimensional. Give it a first dimension.")
     other = find_path(data, lambda node: children(node) is None)

@@ -50,6 +50,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
         The new sequence; `obj` is not changed.
     """
     items = list(generator)
+    # _make, as a namedtuple's constructor takes its fields one by one.
     if is_namedtuple(obj):
         return type(obj)._make(items)
     if isinstance(obj, list) and type(obj) is not list:
