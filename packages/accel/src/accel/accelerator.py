@@ -122,6 +122,7 @@ class Accelerator(
         parallelism_config: ParallelismConfig | None = None,
         **deprecated: Any,
     ) -> None:
+        # Only then: looking at the signature costs more than all else that these lines do.
         if deprecated:
             known = inspect.signature(Accelerator).parameters
             old = arguments.resolve_old_spellings(
@@ -145,6 +146,7 @@ class Accelerator(
         accumulation = arguments.resolve_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin, choice.steps
         )
+        # Joins the process group; from here on collectives are possible.
         state = AcceleratorState(
             mixed_precision=choice.mixed_precision,
             cpu=cpu,
@@ -155,6 +157,7 @@ class Accelerator(
             **choice.plugins,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
+        # A state of this Accelerator's own: two in one program have windows of their own.
         gradient_state = GradientState.new(accumulation)
         # An engine may need the process group, and makes the scaler, so that it comes before the run.
         engine = start_engine(choice, state, gradient_state, **self.handlers.for_engines())
@@ -171,6 +174,7 @@ class Accelerator(
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
+        # After the engine is made, which alone says what it does not read.
         arguments.warn_unread(self.handlers, self.engine)
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers = []
@@ -221,6 +225,7 @@ class Accelerator(
             ValueError: If the engine cannot train an object; the message names it and the fix.
         """
         result = prepare(self.run, args, device_placement, caller=self)
+        # As documented: one object comes back by itself, several as a tuple.
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -277,6 +282,7 @@ class Accelerator(
         if has_gradients(run):
             drop_gradients(run)
         for held in (run.models, run.optimizers, run.schedulers, run.loaders):
+            # In place: the engine and its loaders may hold the same lists.
             held.clear()
         run.engine.release()  # what engines hold themselves (DeepSpeed's and Megatron's models)
         run.lomo = None
@@ -382,6 +388,7 @@ class Accelerator(
 
     def check_trigger(self) -> bool:
         """Whether any process raised its flag since the last check, which all of them make together."""
+        # Taken down by each process at the check, which all of them make.
         raised, self.flag_tensor = self.flag_tensor is not None, None
         return self._triggers.ask("check_trigger", raised)
 

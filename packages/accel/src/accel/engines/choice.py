@@ -124,12 +124,14 @@ def choose(
         # A plugin reads the rest of its settings from the environment by itself.
         plugins = {name: _class_of(name)() for name, item in _ARGUMENTS.items() if env.get(item.switch)}
         reasons = [_ARGUMENTS[name].switch for name in plugins]
+    # One engine trains; which of two was meant nobody can tell.
     if len(reasons) > 1:
         raise ValueError(
             f"{' and '.join(reasons)} ask for different engines, and a model is trained by one. Leave all "
             "but one out."
         )
     parallelism = _mesh_sizes(parallelism_config, torch_tp_plugin)
+    # An argument wins over the environment's sizes, too.
     if parallelism_config is None and (asked or outside is not None) and fsdp_plugin is None:
         parallelism = _without_shards(parallelism, reasons[0], torch_tp_plugin)
     settings = outside if outside is not None else next(iter(plugins.values()), None)
@@ -140,6 +142,7 @@ def choose(
         settings = plugins["fsdp_plugin"] = _class_of("fsdp_plugin")(fsdp_version=2)
     engine = _name_engine(settings, plugins, parallelism)
     _check_axes(engine, parallelism)
+    # DeepSpeed's own file may set the precision and the number of steps.
     deepspeed = plugins.get("deepspeed_plugin")
     precision = precision_under(deepspeed, mixed_precision)
     return Choice(
@@ -193,6 +196,7 @@ def _name_engine(
         return "fsdp1"
     if settings is not None:
         return str(settings.engine)
+    # Tensor parallelism alone has no plugin: its axis asks for the engine.
     return "mesh" if parallelism is not None and parallelism.tp_enabled else None
 
 

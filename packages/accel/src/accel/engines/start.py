@@ -54,6 +54,7 @@ def start_engine(
     # Of several DeepSpeed plugins the Accelerator's own state knows which is active now.
     settings = partial(getattr, state, "deepspeed_plugin") if name == "deepspeed" else choice.settings
     precision, device = state.mixed_precision, state.device.type
+    # to_kwargs leaves out defaults, which torch_xla's scaler need not share.
     options = {} if scaler is None else scaler.to_kwargs()
     engine = kind(
         EngineContext(

@@ -27,6 +27,7 @@ __all__ = ["XLAEngine", "XLAGradients", "XLALoader", "XLALoaders", "XLAOptimizer
 
 
 def _xla_model() -> Any:
+    # Imported on use, as torch_xla need not be installed.
     return import_module("torch_xla.core.xla_model")
 
 
@@ -107,6 +108,7 @@ class XLAEngine(Engine):
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Give the model the weights of the first process."""
         if self.context.process.world_size > 1:
+            # A collective of torch_xla: every process wraps its models in the same order.
             _xla_model().broadcast_master_param(model)
         return model
 
@@ -119,6 +121,7 @@ class XLAEngine(Engine):
             scaler=self.context.scaler,
             gradient_state=self.context.gradient_state,
         )
+        # A dict of weak keys keeps their order, which a WeakSet does not.
         self._known[prepared] = None
         return prepared
 

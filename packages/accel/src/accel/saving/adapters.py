@@ -90,6 +90,7 @@ def with_wrappers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str
     # its own layers.
     paths: dict[str, str] = {}
     for path, _ in model.named_modules():
+        # setdefault: named_modules lists the wrapper before what is inside of it.
         paths.setdefault(_without_wrappers(path), path)
     found = {}
     for name in names:

@@ -106,6 +106,7 @@ def load_fsdp_model(
         place = _parts_at(accelerator.run, input_dir, file_names.sharded_model_folder(model_index))
         read_folder({"model": weights}, place, accelerator.run.process)
         options = StateDictOptions(strict=not is_part)
+        # torch's function also loads tensors that are not sharded, and returns what did not fit.
         return set_model_state_dict(engine.states.state_root(model), weights, options=options)
     file = _whole_file(model_index)
     whole = _read_whole(accelerator.run, input_dir, file)
@@ -182,6 +183,7 @@ def load_fsdp_optimizer(
         load_state_in_parts(accelerator.run.engine.states.state_root(model), inner, place, process)
         return
     name = file_names.optimizer_file(optimizer_index)
+    # Every process reads the file: each takes its own part, and nothing is sent.
     whole = _read_whole(accelerator.run, input_dir, name)
     target = accelerator.run.engine.states.optimizer_to_load(optimizer)
     # A failure in the middle would leave the optimizer half loaded.

@@ -74,6 +74,7 @@ def load_state(
         hook(models, str(reading.folder))
     engine = run.engine
     engine.states.check_own(reading.names)  # before anything is changed
+    # Models whose weights the engine reads from its own files are not for `restore`.
     others = [model for model in models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     # On any number of processes, and under any engine.
@@ -126,6 +127,7 @@ def _left_to_hooks(run: Run, left: int) -> set[str]:
     """Name what hooks read: files of their own, and the weights of models that they took out of the list."""
     if not run.load_hooks:
         return set()
+    # Hooks are taken to remove models from the end of the list, as `pop()` does.
     taken = range(left, len(run.models))
     return {"other", *(name for index in taken for name in file_names.model_files(index))}
 
@@ -177,6 +179,7 @@ def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:
             found_damage = [text for text in collect(corrupt, process) if text is not None]
             if not found_damage:
                 raise
+            # One process's words are enough: they name the file.
             damage.append(found_damage[0])
             continue
         if damage:

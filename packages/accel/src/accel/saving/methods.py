@@ -160,6 +160,7 @@ class CheckpointControl:
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` before `save_state` writes."""
+        # torch's handle removes the hook from this very dictionary, by its id.
         handle = RemovableHandle(self.run.save_hooks)
         self.run.save_hooks[handle.id] = hook
         return handle

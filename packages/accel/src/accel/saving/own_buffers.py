@@ -30,6 +30,7 @@ def save_own_buffers(run: Run, staging: Staging) -> None:
     """Write the buffers of this process, if they differ between processes; every process calls it."""
     process = run.process
     buffers = dict(_buffers(run))
+    # Digests, so that no buffer travels only to be compared.
     own = [digest(buffer) for buffer in buffers.values()]
     if any(other != own for other in collect(own, process)):
         # Copies: buffers may share memory, and a file of safetensors has each name by itself.
@@ -49,6 +50,7 @@ def load_own_buffers(run: Run, reading: Reading) -> None:
     state = together(lambda: reading.load(name), process, f"reading {name}")
     for key, buffer in _buffers(run) if state else ():
         if key in state and state[key].shape == buffer.shape:
+            # In place: what was compiled or wrapped holds this very tensor.
             buffer.detach().copy_(state[key])
 
 

@@ -51,6 +51,7 @@ class Preemption:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Only noted: a handler may interrupt any line, and saving is a collective.
         self.received = signal.Signals(number).name
         # The program's handler runs too, but for Python's own, which would raise KeyboardInterrupt.
         before: Any = self._before.get(number)
@@ -74,6 +75,7 @@ def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> s
         RuntimeError: If this is not the main thread.
     """
     if run.preemption is None:
+        # At the first call, and not when the signal comes and time is short.
         _check_folder(run, output_dir)
         run.preemption = Preemption(run.process, signals)
     if run.window.step or not run.preemption.agreed():  # not every engine saves the gradients of a window

@@ -64,6 +64,7 @@ def register(run: Run, objects: Sequence[Any]) -> None:
             "one: "
             f"{', '.join(unfit)}."
         )
+    # Only after all have been checked, so that an error registers none.
     run.registered.extend(objects)
 
 
@@ -93,6 +94,7 @@ def save_state(
         ValueError: If there is no folder to write to.
         Exception: What went wrong here or, for the save before, in the background.
     """
+    # One save at a time: the one before may still read the buffers that this one would fill.
     thread.wait()
     # Checks come before the folder is made: a call that fails leaves nothing behind.
     _check_window(run)
@@ -162,6 +164,7 @@ def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:
     engine = run.engine
     if engine.states.saves_parts:
         return [], []
+    # Collective under some engines: every process calls it, also those that get nothing to write.
     weights = [run.engine.states.state_dict(model) for model in run.models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
     return weights, [engine.states.optimizer_to_save(item) for item in optimizers]
@@ -175,6 +178,7 @@ def parts_of(run: Run) -> dict[str, Any]:
     """
     engine = run.engine
     models = [engine.states.state_root(model) for model in run.models]
+    # Under FSDP a model may show other tensors than its optimizer steps; with_gradients returns the latter.
     owned = [{id(item) for item in engine.gradients.with_gradients(model.parameters())} for model in models]
     optimizers, owners = [], []
     for item in run.optimizers:
@@ -184,6 +188,7 @@ def parts_of(run: Run) -> dict[str, Any]:
                 f"{type(item).__name__} has no parameters of a prepared model, so that its state cannot be "
                 "saved in parts. Prepare its model too, or set state_dict_type='FULL_STATE_DICT'."
             )
+        # torch's state_dict functions take the optimizer itself, not the wrapper.
         optimizers.append(getattr(item, "optimizer", item))
         owners.append(owner)
     return {"models": models, "optimizers": optimizers, "owners": owners}
@@ -232,6 +237,7 @@ def free_number(run: Run) -> int:
     root = Path(str(run.project_configuration.project_dir)) / file_names.CHECKPOINTS_DIR
     process = run.process
     free = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
+    # All processes must write into one folder: the largest number is free on every disk.
     number: int = max(collect(free, process))
     return number
 

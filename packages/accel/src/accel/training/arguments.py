@@ -142,6 +142,8 @@ def resolve_dataloader_config(
         return config if config is not None else DataLoaderConfiguration()
     if config is None:
         return DataLoaderConfiguration(split_batches=bool(split_batches))
+    # The other contradiction cannot be told from a default:
+    # config.split_batches is False where nobody set it.
     if config.split_batches and not split_batches:
         raise ValueError(
             "Accelerator got split_batches=False and a dataloader_config with split_batches=True: "
@@ -164,6 +166,7 @@ def resolve_accumulation(
     Raises:
         ValueError: If both the number and a plugin are given, or the number is not a positive integer.
     """
+    # 1 is the argument's default, and so counts as not given.
     if plugin is None and steps == 1 and engine_steps is not None:
         steps = engine_steps
     if plugin is not None:

@@ -61,6 +61,7 @@ class GradientControl:
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
+        # Documented as writable: loops that count micro-batches themselves set it.
         self.run.gradient_state._set_sync_gradients(sync_gradients)
 
     @property
@@ -95,6 +96,7 @@ class GradientControl:
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward synchronises gradients although the forward ran under `no_sync`."""
+        # Also where the engine is none of DDP: it does nothing for other models.
         return sync_in_backward(model)
 
     def backward(
@@ -135,6 +137,7 @@ class GradientControl:
                 return
         if weight is None:
             steps = run.window.loss_divisor()
+            # The usual case without a division, which would be one more operation in every graph.
             if steps == 1:
                 run.engine.backward(loss, **kwargs)
             elif _can_start_from(run, loss, kwargs):
@@ -261,6 +264,7 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
         lomo.warn_of_clipping(run.lomo)
     if run.scaler is not None and run.scaler.is_enabled():
+        # By identity: parameters compare by value.
         wanted = {id(tensor) for tensor in tensors if tensor.grad is not None}
         holding = agreed(run.scaler, [holds_any(item, wanted) for item in run.optimizers])
         # The processes agree, since unscaling is a collective where each has parts of the gradients.
@@ -279,6 +283,7 @@ def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 class _MicroBatch:
     """The context of `accumulate`; a class, because a generator's context costs more than all else in it."""
 
+    # One is made for every micro-batch.
     __slots__ = ("engine", "held_back", "models", "window")
 
     def __init__(self, window: Window, engine: Engine, models: Sequence[torch.nn.Module]) -> None:
@@ -288,6 +293,7 @@ class _MicroBatch:
         self.held_back: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
+        # The window first: it decides whether this micro-batch reduces gradients.
         self.window.__enter__()
         if not self.engine.gradients_type.reduces_in_backward or self.window.reduce_gradients:
             return
@@ -305,6 +311,7 @@ class _MicroBatch:
         try:
             if self.held_back is not None:
                 self.held_back.close()
+        # After the engine's contexts, which the window's own end does not depend on.
         finally:
             self.window.__exit__(kind, error, traceback)
 

@@ -58,6 +58,7 @@ def gather_for_metrics(
     fill = _fill(loader, shard[1])
     if fill is not None and not all(fill.rows):
         raise RuntimeError(_some_are_missing(loader, fill.rows))
+    # Before the first collective: a process that has left the loop would leave the others in it.
     _meet(loader, process)
     if use_gather_object or not _holds_only_tensors(data):
         if fill is not None:
@@ -164,9 +165,11 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, may_be_parts: bool) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
+    # 0-dimensional tensors come back with one row of each process.
     local = torch.tensor([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves], device=process.device)
     # Of shape (leaves, groups).
     sizes = gather(local, process=process).view(process.world_size, len(leaves))[::copies].t()
+    # Padded to the largest process for the way, and cut again afterwards.
     gathered, _ = flatten(gather(pad_across_processes(data, process=process), process=process))
     if copies > 1:
         gathered = [_one_copy(leaf, process.world_size, copies, may_be_parts) for leaf in gathered]
@@ -199,6 +202,7 @@ def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:
 
 
 def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
+    # Nothing to drop: the gathered tensor itself, without a copy.
     if len(set(counts)) == 1 and counts[0] == rows:
         return gathered
     return torch.cat([gathered[rank * rows : rank * rows + count] for rank, count in enumerate(counts)])

@@ -54,6 +54,7 @@ class Watch:
 
     def resume(self, run: Run) -> None:
         """Check the next steps too: a model or optimizer was prepared."""
+        # A new model or optimizer may be misused in ways that those before it were not.
         self._passes = self._steps = 0
         self._is_over = self._is_save_checked = False
         _start(run)
@@ -133,6 +134,7 @@ class Watch:
             )
 
     def _check_model(self, run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.Tensor]) -> None:
+        # On one process there is nobody to average with.
         size = run.engine.loaders.data_shard[1]
         if size == 1 or self._has_warned_of_model:
             return
@@ -154,6 +156,7 @@ class Watch:
     ) -> None:
         if optimizer in self._unprepared:
             return
+        # Noted, also if its steps are right: it is missing in checkpoints.
         self._unprepared.add(optimizer)
         wrong = list(_wrong_steps(run, optimizer, given))
         if wrong:
@@ -247,6 +250,7 @@ def _family(parameters: Collection[torch.Tensor], known: Collection[int]) -> lis
         return []
     # By type: isinstance asks `__class__`, which lazy proxies answer by importing what they stand for.
     modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
+    # A module may be in several others, and in none of them as their only child.
     parents: dict[int, list[torch.nn.Module]] = {}
     for module in modules:
         for child in (vars(module).get("_modules") or {}).values():  # missing where __init__ has not run yet

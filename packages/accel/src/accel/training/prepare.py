@@ -75,6 +75,7 @@ def prepare(
     kinds = [_kind_of(run, item) for item in objects]
     _warn_of_unknown(run, [item for item, kind in zip(objects, kinds, strict=True) if kind is None])
     result = list(objects)
+    # Models and optimizers go to the engine in one call, as FSDP and DeepSpeed need both at once.
     trained = [index for index, kind in enumerate(kinds) if kind in ("model", "optimizer")]
     done = prepare_models_and_optimizers(
         run,
@@ -85,6 +86,7 @@ def prepare(
     )
     for index, item in zip(trained, done, strict=True):
         result[index] = item
+    # Schedulers and loaders afterwards: they follow optimizers and the engine's mesh.
     for index, kind in enumerate(kinds):
         if kind == "scheduler":
             result[index] = prepare_scheduler(run, objects[index])
@@ -160,6 +162,7 @@ def prepare_models_and_optimizers(
         run.is_usual = False
     _attach_schedulers(run)
     asked, answered = [item for item, _ in (*models, *optimizers)], (*done.models, *done.optimizers)
+    # The engine answers in the order in which it was asked.
     new = {id(item): prepared for item, prepared in zip(asked, answered, strict=True)}
     return [new[id(item)] if id(item) in new else _already(run, item) for item in objects]
 
@@ -195,6 +198,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
         scheduler = scheduler.scheduler
     for known in run.schedulers:
+        # Prepared already, in either form.
         if known is scheduler or known.scheduler is scheduler:
             return known
     scheduler = run.engine.prepare_scheduler(scheduler) or scheduler  # DeepSpeed and Megatron make their own
@@ -220,6 +224,7 @@ def _attach_schedulers(run: Run) -> None:
     for scheduler in run.schedulers:
         wrapper = wrappers.get(id(_inner(getattr(scheduler.scheduler, "optimizer", None))))
         if wrapper is not None:
+            # Its own alone: with all optimizers a skipped step of another one would hold it back.
             scheduler.optimizers = [wrapper]
 
 

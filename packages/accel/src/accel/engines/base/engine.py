@@ -64,6 +64,7 @@ class Engine:
     @property
     def gradients(self) -> Gradients:
         """What it does with gradients."""
+        # Made anew each time: it holds the engine alone, and so no engine is in a cycle with it.
         return self.gradients_type(self)
 
     @property
@@ -88,6 +89,7 @@ class Engine:
             check_spread_training(model, objects.evaluation_mode, self.context.process.world_size)
             if has_scaler and not objects.evaluation_mode:
                 check_fp16(named_parameters(model), self.owner.present)
+        # Also where no model comes with it: optimizers may be prepared by themselves.
         for optimizer in objects.optimizers:
             if has_scaler:
                 check_fp16(named_parameters(optimizer), self.owner.present)

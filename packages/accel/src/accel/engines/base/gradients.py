@@ -62,6 +62,7 @@ class Gradients:
             device_type: Type of the device that losses are on.
             **options: Those of torch.amp.GradScaler.
         """
+        # Each process would otherwise decide by its own parts which steps are skipped.
         if cls.in_parts:
             return get_fsdp2_grad_scaler(device_type=device_type, **options)
         return get_grad_scaler(device_type=device_type, **options)
@@ -131,4 +132,5 @@ def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     for device, tensors in by_device.items():
         # A factor that another device has computed is not waited for.
         here = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+        # A private of torch, which its optimizers and clipping use too: one kernel for many tensors.
         torch._foreach_mul_(tensors, here)

@@ -37,6 +37,7 @@ class Loaders:
     def data_shard(self) -> tuple[int, int]:
         """(rank, size) along the data-parallel dimension, by which loaders are sharded: all processes."""
         process = self.engine.context.process
+        # Along with `data_ranks` and `mesh` this is all that loaders know of an engine.
         return process.rank, process.world_size
 
     @property

@@ -52,6 +52,7 @@ class States:
     def state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's full state on this process, under the names of the unwrapped model when `unwrap`."""
         if unwrap:
+            # Without names that wrappers add: any engine, and a plain model, can load such a file.
             model = self.engine.unwrap_model(model, keep_torch_compile=False)
         return model.state_dict()
 
@@ -89,6 +90,7 @@ class States:
             folder: The checkpoint's folder.
             **options: What `save_state` was given for it; an engine that takes none warns.
         """
+        # Warned of, and not an error: one script may save under several engines.
         if options:
             warn(
                 f"save_state ignores {', '.join(options)}: the {self.engine.name} engine saves without "

@@ -78,6 +78,7 @@ def check_offloaded_training(model: torch.nn.Module, evaluation_mode: bool) -> N
         ValueError: If it is one.
     """
     devices = mapped_devices(model)
+    # A model on the CPU alone is not offloaded, and trains there.
     offloaded = {"cpu", "disk"} & devices
     if len(devices) > 1 and offloaded and not evaluation_mode:
         raise ValueError(
@@ -118,6 +119,7 @@ def mapped_devices(model: torch.nn.Module) -> set[str]:
     Args:
         model: The model.
     """
+    # Of every module: a dispatched model may be inside of another one.
     maps = (getattr(module, "hf_device_map", {}) for module in model.modules())
     return {str(device) for devices in maps for device in devices.values()}
 
@@ -133,6 +135,7 @@ def check_fp16(named: Iterable[tuple[str, torch.Tensor]], present: Present) -> N
         ValueError: If one is.
     """
     for name, parameter in named:
+        # The tensor that is stepped: under FSDP it may have another dtype than the one the user holds.
         if parameter.requires_grad and present(parameter).dtype is torch.float16:
             raise ValueError(f"{name} {_FP16}")
 

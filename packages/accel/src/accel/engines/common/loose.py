@@ -64,11 +64,13 @@ class LooseTensors:
 @torch.no_grad()
 def _send_values(tensors: Sequence[torch.Tensor], process: Process) -> None:
     """Send the first process's values, but of what some process has no values of (the meta device)."""
+    # uint8, as not every backend reduces booleans.
     can_send = torch.tensor([not item.is_meta for item in tensors], dtype=torch.uint8, device=process.device)
     # All or none: a process without memory for a tensor cannot take part in its broadcast.
     dist.all_reduce(can_send, dist.ReduceOp.MIN)
     for item, wanted in zip(tensors, can_send.tolist(), strict=True):
         if wanted:
+            # A copy on the process's device: backends move contiguous memory of their own devices alone.
             values = item.detach().to(process.device, copy=True).contiguous()
             dist.broadcast(values, 0)
             item.copy_(values)

@@ -47,6 +47,7 @@ def checking_together(
         # In float32, which every backend adds up; counts of processes are exact in it up to 2**24.
         here = torch.tensor([error is not None, *bare], dtype=torch.float32, device=process.device)
         failed, *missing = map(int, operations.reduce(here, "sum", process=process).tolist())
+    # The process's own error first: it has the traceback.
     if error is not None:
         raise error
     if failed:
@@ -88,5 +89,6 @@ def _derived(model: torch.nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
+        # A private of torch.nn.Module (2.13), which has no public list of them.
         for name in module._non_persistent_buffers_set
     }

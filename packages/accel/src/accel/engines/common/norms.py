@@ -77,6 +77,7 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
             total(index)
         work.wait()
         totals.update(zip(split, joined.unbind(), strict=True))
+    # A zero, so that there is something to stack where no process has a gradient.
     joined = torch.stack([torch.zeros((), device=device), *(total(index) for index in range(len(sets)))])
     return joined.max() if is_max else joined.sum() ** (1.0 / norm_type)
 

@@ -81,6 +81,7 @@ class TrainingOwner(ParameterOwner):
 
     def finish_window(self) -> None:
         """Reduce what is left: the gradients of tensors that no model has."""
+        # Once per window: clipping, unscaling and the step all come here.
         if self._has_new:
             self._has_new = False
             average_gradients(self._loose.trained(), self._process)
@@ -108,11 +109,13 @@ class ShardOwner(TrainingOwner):
     def after_backward(self, retains_graph: bool) -> None:
         """Note that there are new gradients, and whether they are held back."""
         super().after_backward(retains_graph)
+        # Also a backward pass outside of the context keeps what was held before.
         self.holds_back |= self.is_holding
 
     def finish_window(self) -> None:
         """Reduce what a window keeps whose last micro-batch had no backward pass, and loose tensors."""
         if self.holds_back:
+            # Before reducing: an error there must not have the next step reduce again.
             self.holds_back = False
             self.reduce_held()
         super().finish_window()

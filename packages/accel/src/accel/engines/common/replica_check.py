@@ -57,6 +57,7 @@ class ReplicaCheck:
         if not self.every:
             return
         parameters = list(parameters)
+        # By the first parameter: optimizers themselves may be wrapped anew between steps.
         number = self._num_steps.get(parameters[0], 0) + 1 if parameters else 1
         if parameters:
             self._num_steps[parameters[0]] = number
@@ -98,6 +99,7 @@ def _bits(part: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor added up, each read as an integer of as many bits."""
     plain = part.detach()
     flat_part = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
+    # In int64, where sums of int8 to int64 wrap around alike on every process.
     return flat_part.view(_INTEGERS[flat_part.element_size()]).sum(dtype=torch.int64)
 
 

@@ -75,6 +75,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in named_params.items():
         for wrapper in _WRAPPERS:
+            # Anywhere in the name, as each layer may have wrappers of its own.
             name = name.replace(wrapper, "")
         found[name] = value
     return found
@@ -91,6 +92,7 @@ def fsdp2_load_full_state_dict(
         full_sd: The whole state on the first process; others may give an empty one.
         cpu_offload: Whether the parts rest on the CPU.
     """
+    # dict(): torch's function takes entries out of the state that it is given.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, dict(full_sd), options=options)
 
@@ -130,6 +132,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     replaced = Replaced()
     for group in optimizer.param_groups:
         for number, old in enumerate(group["params"]):
+            # By the object, or by the address of its values.
             new = mapping.get(old, mapping.get(old.data_ptr()))
             if new is None:
                 raise KeyError(
@@ -157,5 +160,6 @@ def get_parameters_from_modules(
     """
     found = ignored_parameters(model, modules)
     for parameter in found:
+        # Through .data: optimizers and ties hold this very parameter.
         parameter.data = parameter.data.to(device)
     return found
