@@ -400,6 +400,33 @@ def test_save_state_in_parts_fails_on_all_if_a_hook_fails_on_one(world, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def fail_in_a_load_hook(folder):
+    run = make_run()
+    train(run, 1)
+    accelerator = run[0]
+    accelerator.save_state(folder)
+
+    def fail_on_main(models, path):
+        if accelerator.is_main_process:
+            raise OSError("the hook has failed")
+
+    accelerator.register_load_state_pre_hook(fail_on_main)
+    try:
+        accelerator.load_state(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_load_state_fails_on_all_if_a_hook_fails_on_one(world, tmp_path):
+    first, second = world.run(fail_in_a_load_hook, str(tmp_path / "m"), size=2, timeout_s=100)
+
+    assert first == "OSError: the hook has failed"
+    assert second == (
+        "CheckpointError: calling the hooks of load_state failed on another process. process 0: OSError: the "
+        "hook has failed"
+    )
+
+
 # Damage, and what differs
 
 

@@ -69,11 +69,16 @@ def load_state(
     else:
         folder, reading = _open_newest(run, read)
     models = list(run.models)
-    # Hooks may take models out of the list, which they load themselves.
-    for hook in run.load_hooks.values():
-        hook(models, str(reading.folder))
     engine = run.engine
-    engine.states.check_own(reading.names)  # before anything is changed
+
+    def call_hooks() -> None:
+        # Hooks may take models out of the list, which they load themselves.
+        for hook in run.load_hooks.values():
+            hook(models, str(reading.folder))
+        engine.states.check_own(reading.names)  # before anything of accel's is changed
+
+    # Where a hook fails on one process, the others must not wait for it in the collectives below.
+    together(call_hooks, run.process, "calling the hooks of load_state")
     # Models whose weights the engine reads from its own files are not for `restore`.
     others = [model for model in models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]
