@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -217,6 +218,30 @@ class Countdown(nn.Module):
         inner = self(depth - 1) if depth else torch.ones(1, dtype=self.weight.dtype)
         assert self.tied.dtype is self.weight.dtype
         return inner * self.weight
+
+
+class _NoMemoryForIt(nn.Parameter):
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise MemoryError("no memory for the cast")
+
+
+def test_a_cast_that_fails_leaves_no_casts_behind() -> None:
+    layer = nn.Linear(7, 11)
+    layer.bias = _NoMemoryForIt(torch.ones(11))
+    attach_layerwise_casting_hooks(layer, torch.bfloat16, torch.float64)
+
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            layer(torch.ones(2, 7, dtype=torch.float64))
+
+    gc.collect()
+    casts = [
+        item
+        for item in gc.get_objects()
+        if isinstance(item, torch.Tensor) and item.shape == (11, 7) and item.dtype == torch.float64
+    ]
+    assert casts == []
+    assert layer.weight.dtype == torch.bfloat16
 
 
 def test_a_module_that_calls_itself_and_changes_a_buffer() -> None:

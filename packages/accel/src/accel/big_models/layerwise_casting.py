@@ -68,10 +68,11 @@ class LayerwiseCastingHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Put weights in the compute dtype in the places of those that are stored."""
         swaps: list[Swap] = []
-        self._calls.append(swaps)
         for name, tensor in _floating(module).items():
             cast = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
             swaps.append((_place(module, name), tensor, cast, cast._version))
+        # After all casts: where one fails for want of memory, nothing is replaced, and none of them is kept.
+        self._calls.append(swaps)
         for place, _, cast, _ in swaps:
             _put(place, cast)
         return args, kwargs
