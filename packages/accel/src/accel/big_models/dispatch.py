@@ -81,6 +81,7 @@ def dispatch_model(
         OSError: If the folder cannot be written. The model is unchanged.
     """
     _check_map(model, device_map, main_device)
+    # As devices: 0, "cuda:0" and torch.device("cuda", 0) are one.
     kinds = {
         str(device) if str(device) == "disk" else str(as_device(device)) for device in device_map.values()
     }
@@ -89,9 +90,11 @@ def dispatch_model(
             "device_map puts the whole model on the disk. Use disk_offload for that, or force_hooks=True to "
             "run it from there all the same."
         )
+    # What the caller gives comes before the values of an earlier dispatch.
     state_dict = {**_take_hooks_away(model), **(state_dict or {})}
     if len(kinds) > 1 or force_hooks:
         main = _main_device(device_map) if main_device is None else as_device(main_device)
+        # On these two, weights in the memory of the CPU need no second place: MPS shares it.
         offloaded = ("disk",) if main.type in ("cpu", "mps") else ("disk", "cpu")
 
         def place(name: str) -> str | None:
@@ -100,6 +103,7 @@ def dispatch_model(
             return kind if kind in offloaded else None
 
         wanted = collect(model, place, offload_buffers, state_dict, offload_dir, offload_index)
+        # Before anything of the model changes: values that are missing, and files that cannot be written.
         _check_resident(model, device_map, wanted)
         index = wanted.write()
         weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, index) if wanted.on_disk else None
@@ -110,6 +114,7 @@ def dispatch_model(
                 skip_keys=skip_keys,
                 preload_module_classes=preload_module_classes,
             )  # fmt: skip
+            # After attaching: it gives itself to the hooks that are there.
             use_prefetcher(model, wanted.on_disk)
             add_hook_to_module(model, MoveGuard(bool(wanted.on_disk or wanted.in_memory)), append=True)
         except BaseException:
@@ -117,6 +122,7 @@ def dispatch_model(
             raise
     else:
         _move(model, as_device(next(iter(device_map.values()))))
+    # Clients read this attribute, transformers among them.
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -192,6 +198,7 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
+        # A model wholly on the disk runs through hooks alone, so that nobody has to ask for them here.
         force_hooks=force_hooks or {str(device) for device in device_map.values()} == {"disk"},
     )
 
@@ -238,8 +245,10 @@ def _check_map(model: nn.Module, device_map: DeviceMap, main_device: Device | No
             continue
         try:
             found = as_device(device)
+            # A number means the CPU in a process without accelerators.
             if isinstance(device, int) and found.type == "cpu":
                 raise RuntimeError("this process uses no accelerator")
+            # Nothing is allocated, and a device that is absent raises.
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError, ValueError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
@@ -266,6 +275,7 @@ def _take_hooks_away(model: nn.Module) -> dict[str, torch.Tensor]:
             if isinstance(hook, AlignDevicesHook):
                 prefix = f"{path}." if path else ""
                 values |= {prefix + name: value for name, value in hook.values_of_meta().items()}
+        # Hooks of the user stay, in their order.
         others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook | EndOfForward | MoveGuard)]
         if len(others) < len(hooks):
             remove_hook_from_module(module)
@@ -323,6 +333,7 @@ def _raise_weights_to_modules(
 ) -> None:
     """Have a module offload if the map names a weight of it on its own that is offloaded."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    # What is no module is a weight.
     for name in [name for name in offload if name not in modules]:
         owner = name.rpartition(".")[0]
         if not offload.pop(name) or device_for(owner, offload, default=0) is True:
@@ -330,6 +341,8 @@ def _raise_weights_to_modules(
         inherited = device_for(owner, offload, default=0), device_for(owner, execution, default=main)
         for child, _ in modules[owner].named_children():
             path = f"{owner}.{child}" if owner else child
+            # Children that stay on a device would be offloaded with the module:
+            # they get entries of their own.
             if inherited[0] is False and path not in offload:
                 offload[path], execution[path] = False, inherited[1]
         offload[owner], execution[owner] = True, main

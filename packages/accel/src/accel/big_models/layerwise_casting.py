@@ -62,6 +62,7 @@ class LayerwiseCastingHook(ModelHook):
         for name, tensor in _floating(module).items():
             if tensor.dtype != self.storage_dtype:  # else there is nothing to undo: another layer shares it
                 self._dtypes[name] = tensor.dtype
+                # The same object with other data: optimizers and tied modules keep it.
                 tensor.data = tensor.data.to(self.storage_dtype, non_blocking=self.non_blocking)
         return module
 

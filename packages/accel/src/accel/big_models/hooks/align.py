@@ -102,6 +102,7 @@ class AlignDevicesHook(ModelHook):
         self.slots: list[Slot] = []
         self._handles: tuple[Any, ...] = ()
         self._recurrent = False
+        # Calls that are running: in several threads, or one inside another.
         self._users = 0
         self._lock = threading.Lock()
 
@@ -113,6 +114,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        # A lock can be neither copied nor pickled.
         return {key: value for key, value in vars(self).items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -280,6 +282,8 @@ class AlignDevicesHook(ModelHook):
         if self._recurrent:
             for part in module.modules():
                 if isinstance(part, nn.RNNBase):
+                    # Private in torch: RNNBase keeps it up to date in __setattr__, and
+                    # these tables are written directly.
                     part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
     def _restored(self, slot: Slot) -> torch.Tensor:
@@ -311,6 +315,7 @@ class AlignDevicesHook(ModelHook):
     def _load(self, module: nn.Module) -> None:
         with self._lock:
             self._users += 1
+            # The weights are there already; the last call takes them away.
             if self._users > 1:
                 return
             try:
@@ -360,6 +365,8 @@ class AlignDevicesHook(ModelHook):
             held = slot.table[slot.leaf]
             slot.table[slot.leaf] = slot.placeholder
             copies = {} if slot.tied is None or device is None else slot.tied
+            # The copy is forgotten with the first module that ends; others that
+            # run hold it in their own tables.
             if device in copies and copies[device] is held is not slot.placeholder:
                 del copies[device]
         self._refresh(module)

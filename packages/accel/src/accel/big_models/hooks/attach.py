@@ -160,6 +160,7 @@ class _Blocks:
         self.weighty: dict[int, bool] = {}
 
     def attach(self, module: nn.Module, name: str, block: str | None) -> None:
+        # A module under two names gets one hook.
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
@@ -173,6 +174,7 @@ class _Blocks:
                 add_hook_to_module(
                     module, options.hook(device, True, name, place_submodules=whole), append=True
                 )
+            # A module without weights computes wherever its inputs are, and needs no hook.
             elif is_block or _has_any(module, self.weighty):
                 add_hook_to_module(
                     module, options.hook(device, place_submodules=whole and not offload), append=True
@@ -180,6 +182,7 @@ class _Blocks:
         if not name:  # what leaves the model is where its inputs were
             root = replace(options, weights_map=None)
             add_hook_to_module(module, root.hook(self.devices.get(""), io_same_device=True), append=True)
+        # Else its own hook brings the weights of all modules inside it.
         if not whole:
             for child_name, child in module.named_children():
                 self.attach(child, f"{name}.{child_name}" if name else child_name, block)

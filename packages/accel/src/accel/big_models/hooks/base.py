@@ -123,6 +123,7 @@ class SequentialHook(ModelHook):
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
                 count += 1
         except BaseException:
+            # Not the one that failed, which has left the module as it was.
             for hook in self.hooks[:count]:
                 hook.forward_failed(module)
             raise
@@ -171,11 +172,13 @@ class HookedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward that the module had before, between the methods of the hook."""
+        # The hook is gone, and another wrapper still holds this forward.
         if self.retired is not None:
             return self.retired(*args, **kwargs)
         module: Any = self._module()
         if module is None:
             raise ReferenceError(f"the {self._name} of this hook has been freed: keep the module itself.")
+        # Read at each call: a hook that was appended meanwhile takes part.
         hook: ModelHook = module._hf_hook
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
         try:
@@ -195,6 +198,7 @@ class HookedForward:
         forward = state.get("retired") or (vars(module).get("_old_forward") if module is not None else None)
         if forward is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # inspect.signature(model.forward) asks for it; transformers finds a model's inputs so.
         return inspect.signature(forward) if name == "__signature__" else getattr(forward, name)
 
     def __getstate__(self) -> tuple[nn.Module | None, Callable[..., Any] | None]:
@@ -281,6 +285,7 @@ def _restore_forward(module: nn.Module) -> None:
     del attributes["_hf_hook"]
     if attributes.get("forward") is not hooked:
         hooked.retired = old  # another wrapper, which stays, may call it
+    # The class's own method, which is found without an entry in the instance.
     elif isinstance(old, WeakForward) and old.bound.__func__ is getattr(type(module), "forward", None):
         del attributes["forward"]
     else:

@@ -13,6 +13,7 @@ from accel_state.logging.warning import warn
 
 __all__ = ["MoveGuard"]
 
+# Methods of torch.nn.Module, and those that other backends add to it.
 _MOVES = ("to", "cpu", "cuda", "hpu", "ipu", "mlu", "musa", "npu", "sdaa", "xpu")
 
 
@@ -29,6 +30,7 @@ class MoveGuard(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Replace the methods."""
         for name in _MOVES:
+            # A method that somebody has replaced on this instance is left alone.
             if hasattr(type(module), name) and name not in vars(module):
                 vars(module)[name] = _GuardedMove(module, name, self.offloaded)
         return module
@@ -45,12 +47,15 @@ class _GuardedMove:
     """A method that moves a dispatched model. It holds the model weakly, which holds it."""
 
     def __init__(self, module: nn.Module, name: str, offloaded: bool) -> None:
+        # The same way as out of a pickle, which holds no weak reference.
         self.__setstate__((module, name, offloaded))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
             raise ReferenceError(f"the model of this {self._name}() has been freed.")
+        # Private in torch: what Module.to reads its arguments with; the device is
+        # None where only the dtype changes.
         if self._name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
             if self._offloaded:
                 raise RuntimeError(

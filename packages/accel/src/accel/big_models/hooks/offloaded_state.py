@@ -35,6 +35,8 @@ def keep_state(
     state = _OffloadedState(slots, value)
     untyped: Any = module
     return (
+        # Private in torch: 2.13 has public forms of both, register_state_dict_post_hook and
+        # register_load_state_dict_pre_hook.
         untyped._register_state_dict_hook(state.fill),
         untyped._register_load_state_dict_pre_hook(state.reject),
     )

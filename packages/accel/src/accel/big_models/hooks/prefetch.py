@@ -40,10 +40,12 @@ class Prefetcher:
         self._forget()
 
     def _forget(self) -> None:
+        # A fork copies this object without its threads.
         self._process = os.getpid()
         self._next: dict[int, ref[_Loading]] = {}  # weak: hooks hold this
         self._reads: dict[int, Future[_Weights]] = {}
         self._threads: list[threading.Thread] = []
+        # Each thread may run a forward of its own, in an order of its own.
         self._last = threading.local()
         self._lock = threading.Lock()
 

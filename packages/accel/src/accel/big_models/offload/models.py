@@ -134,8 +134,10 @@ class CpuOffload(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Move the model and its inputs to the device, if they are not there."""
         device = self.execution_device
+        # One is enough: the model moves as a whole.
         first = next(module.parameters(), None)
         if first is None or first.device != device:
+            # First, so that the device never holds both models.
             if self.prev_module_hook is not None:
                 self.prev_module_hook.offload()
                 clear_device_cache()
@@ -173,6 +175,7 @@ def _attach(
 ) -> None:
     ties = tied_params(model)
     try:
+        # Added first, and outermost: outputs return to where the inputs were.
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
         attach_align_device_hook(
             model,

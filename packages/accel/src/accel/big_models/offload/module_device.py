@@ -52,6 +52,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         return
     before: dict[str, torch.Tensor] = {}
     if device is not None:
+        # The parameters themselves come back at the end: optimizers hold them.
         before = {name: value for name, value in module._parameters.items() if value is not None}
         for name, value in before.items():
             module._parameters[name] = move(value, value, device)  # type: ignore[assignment]

@@ -54,6 +54,7 @@ class Offloaded:
         first: dict[int, str] = {}
         written: Index = {}
         for name, tensor in self.to_write.items():
+            # A tied weight is written once, under its first name.
             first.setdefault(id(tensor), name)
         try:
             if first:
@@ -63,6 +64,7 @@ class Offloaded:
                     offload_weight(self.to_write[name], name, self.folder, written)
                 save_offload_index(written, self.folder)
         except BaseException:
+            # Without the index, which comes last, nobody can read them.
             for name in written:
                 (self.folder / f"{name}.dat").unlink(missing_ok=True)  # type: ignore[operator]
             raise
@@ -116,6 +118,7 @@ def collect(
             continue
         given = next((state_dict[name] for name in names if name in state_dict), None)
         value = tensor if given is None else given
+        # A tied weight that one module keeps in memory is there for all.
         on_disk = all(places[name] == "disk" for name in names)
         listed = index or {}
         if value.is_meta and known is None and index is None and root is not None:

@@ -85,6 +85,7 @@ def _units(model: nn.Module, stages: int, whole: set[str]) -> list[_Unit]:
     counted: set[int] = set()
     sizes: dict[str, int] = {}
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        # A tied weight counts once, where it comes first.
         if id(parameter) not in counted:
             counted.add(id(parameter))
             sizes[name] = parameter.nbytes
@@ -132,6 +133,7 @@ def _cut(units: Sequence[_Unit], stages: int) -> list[int]:
     for _ in range(stages):
         longer: dict[int, tuple[int, list[int]]] = {}
         for end in range(1, len(units) + 1):
+            # A stage begins with a module: a weight that its parent holds is never called.
             ways = [
                 (cost + (before[end] - before[begin]) ** 2, [*begins, begin])
                 for begin, (cost, begins) in best.items()

@@ -105,6 +105,7 @@ def build_pipeline(
     """
     process = _process()
     points = _checked_split_points(model, split_points, process.world_size)
+    # Before tracing, which would make dropout a part of the graph.
     model.eval()
     if process.world_size == 1:
         return torch.no_grad()(model.to(process.device).forward)
@@ -139,6 +140,7 @@ def pippy_forward(
     process = current_process()
     if not gather_output or process.world_size == 1:
         return output
+    # The other processes have no output: they are sent its structure first, and then its values.
     last = process.world_size - 1
     (structure,) = broadcast_object_list([get_data_structure(output)], last, process=process)
     if process.rank != last:
@@ -181,13 +183,16 @@ class _Pipeline:
         self._inputs = Inputs(model.forward, args, kwargs)
         tensors = self._inputs.tensors(args, kwargs)
         self._process = process
+        # Rounded up, and padded: all chunks have the shape that is traced.
         chunk = -(-len(tensors[0]) // num_chunks)
         self._round = chunk * num_chunks
         example = [tensor[:chunk] for tensor in pad_input_tensors(tensors, len(tensors[0]), self._round)]
         self._rebuild = _output_structure(model, self._inputs, example)
+        # Every process traces the whole model, and keeps one stage.
         stages = trace_stages(model, self._inputs, example, split_points)
         self._stage = stages[process.rank].to(process.device)
         stage = PipelineStage(self._stage, process.rank, process.world_size, process.device)
+        # The simplest schedule: without a backward pass there is nothing to put in another order.
         self._schedule = ScheduleGPipe(stage, num_chunks)
 
     @torch.no_grad()
@@ -198,6 +203,7 @@ class _Pipeline:
         tensors = pad_input_tensors(tensors, size, self._round)
         results = [
             self._run([tensor[start : start + self._round] for tensor in tensors])
+            # A batch larger than the example's goes through in rounds, as the shapes are fixed.
             for start in range(0, len(tensors[0]), self._round)
         ]
         if not self._process.is_last:
@@ -246,6 +252,7 @@ def _output_structure(
             f"{path} ({type(leaf).__name__}) {shown} for a chunk of {size} samples: a pipeline joins outputs "
             "along dimension 0. Have the model leave it out (use_cache=False, say)."
         )
+    # Of its structure alone: the tensors of the example are not kept.
     return flatten(recursively_apply(lambda tensor: tensor.new_empty(0), output))[1]
 
 
@@ -256,5 +263,6 @@ def _is_uncut(leaf: Any, size: int) -> bool:
 
 
 def _process() -> Process:
+    # Joins the process group, where nothing has done so yet.
     PartialState()
     return current_process()

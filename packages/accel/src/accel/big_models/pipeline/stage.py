@@ -172,6 +172,7 @@ def trace_stages(
     """
     from torch.distributed.pipelining import SplitPoint, pipeline
 
+    # "model" is the attribute of _Flat, which is what is traced.
     spec = {f"model.{name}": SplitPoint.BEGINNING for name in split_points}
     try:
         with _forwards_kept(model, split_points), warnings.catch_warnings():
@@ -236,6 +237,7 @@ def _forwards_kept(model: nn.Module, names: list[str]) -> Iterator[None]:
     finally:
         for name, forward in kept.items():
             attributes = vars(model.get_submodule(name))
+            # Private in torch 2.13, whose tracer leaves it behind, together with the wrapped forward.
             attributes.pop("_orig_forward", None)
             attributes.pop("forward", None)
             if forward is not None:

@@ -141,6 +141,7 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
         )
     missing = [name for name in tensors if not _is_covered(name, device_map)]
     if missing:
+        # A large model has thousands of names.
         shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise ValueError(
             f"device_map gives no device for {shown}. Add their modules, or '' for all that is left."
@@ -184,6 +185,7 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
         inside = f"{name}.".startswith(f"{module_name}.") or not module_name
         added = len(cleaned) - start
         if inside and added > 1:
+            # Dicts keep their order: the newest entries are those of this module's parts.
             entries = [cleaned.popitem() for _ in range(added)]
             if len({device for _, device in entries}) == 1:
                 entries = [(name, entries[0][1])]

@@ -132,6 +132,7 @@ def _tied(users: Collection[Sequence[int]]) -> dict[int, list[int]]:
 
     def root(index: int) -> int:
         while parents[index] != index:
+            # Path halving, which keeps later searches short.
             parents[index] = index = parents[parents[index]]
         return index
 

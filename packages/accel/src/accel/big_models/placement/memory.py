@@ -122,6 +122,7 @@ def get_balanced_memory(
         least = _smallest(layout, lambda size: [_limited(everywhere[0], size), *everywhere[1:]])
         first, spread = [_limited(everywhere[0], least)], everywhere[1:]
     even = _smallest(layout, lambda size: [*first, *(_limited(target, size) for target in spread)])
+    # The last one keeps all of its room, for what cannot be spread evenly.
     limits = {t.key: t.capacity for t in [*first, *(_limited(target, even) for target in spread[:-1])]}
     return {**memory, **limits}
 
@@ -144,6 +145,7 @@ def _smallest(layout: Layout, limited: Callable[[float], Sequence[Target]]) -> f
     if _fits(layout, limited(0)):
         return 0
     total = sum(layer.size for layer in layout.layers)
+    # With room for the whole model on each device it fits: without limits it did.
     low, high = 0, math.ceil(total)
     while high - low > max(1, total / 1000):
         middle = (low + high) // 2

@@ -126,6 +126,7 @@ def make_plan(layout: Layout, targets: Sequence[Target], fallback: bool = False)
         needed_on_cpu = largest.get("disk", 0)
         if needed <= reserved and needed_on_cpu <= reserved_on_cpu:
             return Plan(found, reserved, reserved_on_cpu)
+        # Never less than before, so that the loop ends.
         reserved, reserved_on_cpu = max(reserved, needed), max(reserved_on_cpu, needed_on_cpu)
 
 
@@ -216,6 +217,7 @@ class _Filling:
 
     def room_on(self, target: Target) -> float:
         """Return the bytes that a device has for layers when it is the next to be filled."""
+        # Offloaded layers run on the first accelerator that has layers of its own.
         if target.kind == "accelerator" and not self.used_accelerator and self.empty:
             return target.capacity - self.reserved
         return target.capacity - (self.reserved_on_cpu if target.kind == "cpu" else 0)
@@ -230,6 +232,7 @@ class _Filling:
                 return True
             whole = self.cost(group, set())
             later = (target for target in self.targets[self.current + 1 :] if target.kind == kind)
+            # They wait for a later device of the kind, which has room for all of them.
             if any(whole <= self.room_on(target) for target in later):
                 return False
             self.separate[tied[0]] = kind
@@ -250,6 +253,7 @@ class _Filling:
     def put(self, group: Sequence[int]) -> bool:
         """Put layers on the current device if they fit; return whether they do."""
         only = self.layout.layers[group[0]]
+        # Most layers share nothing, and need no sets.
         cost = only.size if len(group) == 1 and not only.shared else self.cost(group, self.held)
         if cost > self.room:
             return False

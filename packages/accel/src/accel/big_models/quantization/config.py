@@ -70,6 +70,7 @@ class BnbQuantizationConfig:
 
 
 def _check(name: str, value: Any, kind: Any, allowed: str) -> None:
+    # In Python a bool is an int too.
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{name} must be {allowed}, not {value!r}.")
 

@@ -73,6 +73,7 @@ class QuantizedLayers:
     def _make(self, linear: nn.Linear) -> Any:
         config, bias = self._config, linear.bias is not None
         sizes = (linear.in_features, linear.out_features, bias)
+        # The weight comes later, so that this one takes no memory.
         with torch.device("meta"):
             if config.load_in_8bit:
                 layer = self._bnb.nn.Linear8bitLt(
@@ -104,6 +105,7 @@ class QuantizedLayers:
         )
 
     def _saved_8bit(self, parts: dict[str, torch.Tensor], device: str) -> Any:
+        # Copied, as what was read may be mapped from the file.
         weight, scales = parts["weight"].clone(), parts["SCB"].clone()
         made = self._bnb.nn.Int8Params(
             weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales

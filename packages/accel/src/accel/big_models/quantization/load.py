@@ -91,7 +91,9 @@ def load_and_quantize_model(
         warn(f"{type(model).__name__} has no linear layer that is quantized; see skip_modules.")
     device_map = _device(model, device_map)
     placing = Placing.of(device_map, None, config.torch_dtype, False, config.keep_in_fp32_modules)
+    # Before layers are replaced, which have these weights.
     own = {} if files else dict(model.state_dict())
+    # All is compared before the model changes, for which files are read twice.
     surplus = check_weights(model, names, config, _read(files) if files else own.items())
     if surplus:
         warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")

@@ -70,6 +70,7 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     """
     # Each prepare fills "auto" in anew: after free_memory() the next loader may have other batches.
     plugin.forget_filled()
+    # After forget_filled, which makes a precision that was filled in "auto" again.
     plugin.set_mixed_precision(facts.mixed_precision)
     if _ALL not in plugin.deepspeed_config:
         plugin.deepspeed_config.setdefault(_BATCH, AUTO)  # DeepSpeed needs one of them
@@ -107,6 +108,7 @@ def _unfit(plugin: DeepSpeedPlugin, facts: Facts) -> list[str]:
             else "- optimizer: DummyOptim stands for the configuration's, which has none: pass a real one"
         )
     if isinstance(facts.scheduler, DummyScheduler):
+        # One of the two has to be there, and not both.
         if has_scheduler is (facts.scheduler.lr_scheduler_callable is not None):
             found.append(
                 "- scheduler: the configuration has one, and DummyScheduler has lr_scheduler_callable"
@@ -138,6 +140,7 @@ def _values(plugin: DeepSpeedPlugin, facts: Facts) -> tuple[dict[str, Any], dict
     # A loop that marks the windows itself, as transformers' Trainer does, says 1 here.
     (compared if facts.num_steps > 1 else filled)[_STEPS] = facts.num_steps
     present = [(plugin.get_value(_BATCH), size), (plugin.get_value(_STEPS), facts.num_steps)]
+    # DeepSpeed requires that the batch of all processes is the product of these.
     sizes = [given if isinstance(given, int) else here for given, here in present]
     compared[_ALL] = math.prod(sizes) * facts.num_processes
     for name in [name for name in filled if name.startswith(("optimizer.", "scheduler."))]:
@@ -202,6 +205,7 @@ def _given(facts: Facts) -> set[str]:
     """The settings of stand-ins that the user has given: those that are not their defaults."""
     names = set()
     if isinstance(facts.optimizer, DummyOptim):
+        # The default of DummyOptim.
         own = {"lr"} if facts.optimizer.lr != 0.001 else set()
         own |= {"weight_decay"} if facts.optimizer.weight_decay else set()
         names |= {f"optimizer.params.{name}" for name in (*own, *facts.optimizer.kwargs)}

@@ -24,6 +24,7 @@ from accel_ops.modules import extract_model_from_parallel
 
 __all__ = ["ShardedModel", "check", "gather_whole", "is_sharded", "load", "save"]
 
+# DeepSpeed writes a folder of this name.
 _TAG = "pytorch_model"
 
 
@@ -122,6 +123,7 @@ def _allowed() -> list[Any]:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether an engine of DeepSpeed shards the model's parameters."""
+    # A method of DeepSpeed's engines, by which they are known without importing DeepSpeed.
     partitions = getattr(model, "zero_optimization_partition_weights", None)
     return partitions is not None and bool(partitions())
 

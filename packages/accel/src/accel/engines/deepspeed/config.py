@@ -109,6 +109,7 @@ def autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, dict):
+        # A copy, as settings that are "auto" are filled in in place.
         return copy.deepcopy(given)
     if not isinstance(given, str | os.PathLike):
         raise ValueError(

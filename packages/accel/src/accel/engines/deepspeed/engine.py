@@ -292,6 +292,7 @@ class DeepSpeedEngine(Engine):
         if isinstance(optimizer, DummyOptim):
             given = {"model_parameters": optimizer.params}
         if isinstance(facts.scheduler, DummyScheduler) and facts.scheduler.lr_scheduler_callable is not None:
+            # DeepSpeed calls it with the optimizer that it has made.
             given["lr_scheduler"] = facts.scheduler.lr_scheduler_callable
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
@@ -340,6 +341,7 @@ class DeepSpeedEngine(Engine):
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _prepare_evaluated(self, model: torch.nn.Module, put: bool, objects: Prepared) -> torch.nn.Module:
+        # Below stage 3 every process has all weights, and nothing has to gather them.
         if self.plugin.zero_stage != 3:
             return super().prepare_model(model, put, evaluation_mode=True)
         engine: torch.nn.Module = self._start(model, complete(self.plugin, self._facts(objects, model, None)))
@@ -389,5 +391,6 @@ class DeepSpeedEngine(Engine):
 def _schedules(scheduler: Any, optimizer: Any) -> bool:
     """Whether a schedule (or a stand-in, or a prepared one) is that of an optimizer."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
+    # torch's schedulers have it; a prepared optimizer is a wrapper, with the real one inside.
     own = getattr(scheduler, "optimizer", None)
     return own is optimizer or getattr(own, "optimizer", own) is optimizer

@@ -175,6 +175,7 @@ class DeepSpeedPlugin:
         setattr(self, f"offload_{what}_device", device)
         if device not in _DEVICES:
             raise ValueError(f"offload_{what}_device={device!r}; it takes {', '.join(map(repr, _DEVICES))}.")
+        # DeepSpeed offloads to NVMe at stage 3 alone.
         needed = 3 if device == "nvme" else least
         if device != "none" and (self.zero_stage or 0) < needed:
             raise ValueError(

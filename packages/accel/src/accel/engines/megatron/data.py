@@ -66,6 +66,7 @@ class MegatronLMDummyDataLoader:
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
+        # Thousandths of the data for training, validation and test.
         self.dataset_args = {"splits_string": "969,30,1", "seed": 1234} | dataset_kwargs
 
     def set_megatron_data_args(self) -> dict[str, Any]:
@@ -104,6 +105,7 @@ class MegatronLMDummyDataLoader:
             kind = getattr(found, config)
             given = {"sequence_length": args["seq_length"], **_flags(kind, plugin), **self._renamed()}
             builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
+            # The function says on which ranks datasets are built: on all, as each reads samples of its own.
             return builder(getattr(found, dataset), numbers, lambda: True, kind(**given)).build()
 
         return provide
@@ -176,10 +178,12 @@ class IndexedLoader:
         """Go on after the samples that were used; a batch is that of a whole step."""
         state = parallel_state()
         own = self.size // state.get_data_parallel_world_size()
+        # A step's samples lie together, and each process has its run of them.
         first = state.get_data_parallel_rank() * own
         while self.consumed + self.size <= len(self.dataset):
             start = self.consumed + first
             samples = [self.dataset[index] for index in range(start, start + own)]
+            # Before the batch is given out: a checkpoint inside the loop counts it as used.
             self.consumed += self.size
             yield send_to_device(torch.utils.data.default_collate(samples), self.device)
 

@@ -70,6 +70,7 @@ class MegatronLMLoaders(Loaders):
         """Loaders of Megatron's datasets: the training set's at first, then validation's, then test's."""
         if isinstance(item, IndexedLoader):
             return item
+        # The stand-in is prepared three times; the first time builds all loaders.
         if not self.engine._loaders:
             self.engine._loaders = list(item.build_train_valid_test_data_iterators(caller))
         return self.engine._loaders.pop(0)
@@ -194,12 +195,14 @@ class MegatronLMEngine(Engine):
             )
         # Before anything of megatron-core is imported, which takes seconds.
         runtime.check_device(context.process.device)
+        # Under Megatron-LM accumulation is num_micro_batches, inside one call of the model.
         if context.gradient_state.num_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps={context.gradient_state.num_steps} under Megatron-LM: it "
                 "divides a step by itself. Set MegatronLMPlugin(num_micro_batches=...)."
             )
         self.plugin.set_mixed_precision(context.precision.name)
+        # Before any process group is made, so that an error leaves nothing behind.
         check_other_arguments(self.plugin.other_megatron_args or {})
         check_transformer_engine(self.plugin)
         runtime.start(self.plugin.megatron_lm_default_args, context.process)

@@ -144,6 +144,7 @@ def build_optimizer(parts: list[Any], plugin: MegatronLMPlugin) -> Any:
 
 def _key(name: str, condition: Callable[[str, torch.nn.Parameter], bool]) -> Any:
     kinds = core("optimizer.optimizer_config")
+    # megatron-core passes (parameter, name), and the plugin's conditions take (name, parameter).
     matches = kinds.ParamWithNamePredicate(name=name, fn=lambda parameter, full: condition(full, parameter))
     return kinds.ParamKey(with_name_predicate=matches)
 
@@ -176,6 +177,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     def samples(iters: str, given: str) -> int | None:
         if args.get(given) is not None:
             return int(args[given])
+        # An iteration is a step over the global batch.
         return None if args.get(iters) is None else args[iters] * batch
 
     train = samples("train_iters", "train_samples")
@@ -205,6 +207,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         "lr_decay_style": args["lr_decay_style"],
         "start_wd": args["start_weight_decay"],
         "end_wd": args["end_weight_decay"],
+        # Over the whole training, also where the decay of the learning rate ends earlier.
         "wd_incr_steps": train if train is not None else decay,
         "wd_incr_style": args["weight_decay_incr_style"],
     }

@@ -87,6 +87,7 @@ def _gpt2(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "num_layers": config.n_layer,
         "hidden_size": config.n_embd,
         "num_attention_heads": config.n_head,
+        # None means four times the hidden size in transformers' GPT-2.
         "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
         "max_position_embeddings": config.n_positions,
         "padded_vocab_size": _padded(config.vocab_size, plugin),
@@ -115,6 +116,7 @@ def _llama(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "padded_vocab_size": _padded(config.vocab_size, plugin),
         "layernorm_epsilon": config.rms_norm_eps,
         "attention_dropout": config.attention_dropout,
+        # Llama has dropout in attention alone.
         "hidden_dropout": 0.0,
         "init_method_std": config.initializer_range,
         "seq_length": _length(plugin, batch_data, config.max_position_embeddings),
@@ -147,6 +149,7 @@ def _bert(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "seq_length": _length(plugin, batch_data, config.max_position_embeddings),
         "num_labels": config.num_labels,
         "num_tokentypes": config.type_vocab_size,
+        # By the class's name, as the configuration does not say what the model is for.
         "pretraining_flag": "pretraining" in kind or "maskedlm" in kind,
         "bert_binary_head": "pretraining" in kind,
         "share_embeddings_and_output_weights": True,
@@ -164,6 +167,7 @@ def _t5(plugin: Any, model: Any, batch_data: Any) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "kv_channels": config.d_kv,
         "ffn_hidden_size": config.d_ff,
+        # Configurations of T5 need not have it: its positions are relative.
         "max_position_embeddings": config.n_positions if hasattr(config, "n_positions") else 512,
         "padded_vocab_size": _padded(config.vocab_size, plugin),
         "layernorm_epsilon": config.layer_norm_epsilon,

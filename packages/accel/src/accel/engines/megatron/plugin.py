@@ -213,6 +213,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args: dict[str, Any] = {
             _RENAMED.get(field.name, field.name): getattr(self, field.name)
             for field in dataclasses.fields(self)
+            # The other fields are computed from what is prepared.
             if field.init
             and field.name not in _OURS
             and not field.name.startswith(("custom_", "tensorboard"))
@@ -260,6 +261,7 @@ class MegatronLMPlugin:
         assert self.num_micro_batches is not None, "filled when the plugin was made"
         self.data_parallel_size = self.schedule_moves = dp_degree
         self.micro_batch_size = micro_batch_size
+        # Samples of one step, over all processes.
         self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
         self.megatron_lm_default_args.update(
             data_parallel_size=dp_degree,
@@ -316,6 +318,7 @@ class MegatronLMPlugin:
         batch = self.megatron_lm_default_args.get("global_batch_size")  # not known before set_training_args
         if iters is not None and iters != steps:
             plugin, schedule = f"train_iters={iters}", f"{steps} of these"
+        # Rounded either way, as the last batch may be incomplete.
         elif samples is not None and batch and steps not in (samples // batch, -(-samples // batch)):
             plugin = f"train_samples={samples}"
             schedule = f"{steps} steps of {batch} samples, {steps * batch}"
@@ -347,6 +350,7 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
             "Megatron-LM makes groups of its own. Give scale_lr_cond and lr_mult to MegatronLMPlugin."
         )
     first = groups[0]
+    # The largest decay: megatron-core itself makes the groups without any.
     found = {"lr": first["lr"], "weight_decay": max(group.get("weight_decay", 0.0) for group in groups)}
     if "sgd" in kind:
         return found | {"optimizer": "sgd", "sgd_momentum": first.get("momentum", 0.0)}

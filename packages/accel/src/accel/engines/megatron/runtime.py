@@ -113,6 +113,7 @@ def _follow_group(state: Any) -> None:
     if _group is not None and _group() is not now:
         state.destroy_model_parallel()
     _group = weakref.ref(now)
+    # Its groups go before the default one, which they were made from.
     rendezvous.before_destroy(state.destroy_model_parallel)
 
 

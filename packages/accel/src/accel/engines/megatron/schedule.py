@@ -88,6 +88,7 @@ class MegatronEngine(torch.nn.Module):
                 f"{self.num_micro_batches}. Set drop_last=True in the DataLoader."
             )
         if self.training:
+            # Gradients of the call before go, whether they were used or not: one call is one step.
             self._clear()
         reported = self._run(batch, samples // self.num_micro_batches)
         if self.training:
@@ -113,6 +114,7 @@ class MegatronEngine(torch.nn.Module):
         parts = self.parts
         found = schedule(
             forward_step_func=self.train_step.forward_step,  # type: ignore[attr-defined]
+            # One for each virtual stage, as each of them reads all micro-batches.
             data_iterator=[self._micro_batches(batch, size) for _ in parts],
             model=parts,
             num_microbatches=self.num_micro_batches,

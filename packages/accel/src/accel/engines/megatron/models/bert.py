@@ -93,17 +93,20 @@ def _pretraining_loss(
     losses, order_logits = output_tensor
     if sentence_order is None or order_logits is None:
         return averaged_loss(losses, loss_mask, per_token)
+    # Two classes: the second text follows the first, or is a random one.
     order = F.cross_entropy(order_logits.reshape(-1, 2).float(), sentence_order.reshape(-1))
     *masked, report = averaged_loss(losses, loss_mask, per_token)
     report = {"loss": report["loss"] + avg_losses_across_data_parallel_group([order])[0]}
     if per_token:
         total, count = masked
+        # Times the number of tokens, by which megatron-core divides.
         return total + order * count, count, report
     return masked[0] + order, report
 
 
 def _classification_loss(num_labels: int, labels: torch.Tensor, output_tensor: Any) -> tuple[Any, ...]:
     logits = output_tensor.float()
+    # One label means regression, as in transformers.
     if num_labels == 1:
         loss = F.mse_loss(logits.reshape(-1), labels.reshape(-1).float())
     else:

@@ -87,6 +87,7 @@ def causal_mask(length: int, device: torch.device, keep: torch.Tensor | None = N
     Returns:
         True where nothing is attended to, shape (1 or batch, 1, length, length).
     """
+    # True hides, in contrast to the masks of transformers.
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
     return hidden if keep is None else hidden | hidden_from(keep, keep)[:, None]
 
@@ -101,6 +102,7 @@ def hidden_from(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     Returns:
         True where nothing is attended to, shape (batch, queries, keys).
     """
+    # Products of zeros and ones, of whatever dtype.
     return queries[:, :, None] * keys[:, None, :] < 0.5
 
 
@@ -123,9 +125,11 @@ def averaged_loss(losses: torch.Tensor, loss_mask: torch.Tensor, per_token: bool
     state = parallel_state()
     if state.get_context_parallel_world_size() > 1:
         dist.all_reduce(reported, group=state.get_context_parallel_group())
+    # Without any token that counts, the loss is 0.
     mean = reported[0] / reported[1].clamp(min=1)
     report = {"loss": avg_losses_across_data_parallel_group([mean])[0]}
     if per_token:
+        # The sum and the number: megatron-core divides by the tokens of the whole step.
         return total, count.int(), report
     return total / reported[1].clamp(min=1), report
 
