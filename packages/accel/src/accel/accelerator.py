@@ -122,7 +122,6 @@ class Accelerator(
         parallelism_config: ParallelismConfig | None = None,
         **deprecated: Any,
     ) -> None:
-        # Only then: looking at the signature costs more than all else that these lines do.
         if deprecated:
             known = inspect.signature(Accelerator).parameters
             old = arguments.resolve_old_spellings(
@@ -146,8 +145,7 @@ class Accelerator(
         accumulation = arguments.resolve_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin, choice.steps
         )
-        # Joins the process group; from here on collectives are possible.
-        state = AcceleratorState(
+        state = AcceleratorState(  # joins the process group: from here on collectives are possible
             mixed_precision=choice.mixed_precision,
             cpu=cpu,
             dynamo_plugin=arguments.resolve_dynamo(dynamo_backend, dynamo_plugin),
@@ -157,8 +155,7 @@ class Accelerator(
             **choice.plugins,
             **(self.handlers.init.to_kwargs() if self.handlers.init is not None else {}),
         )
-        # A state of this Accelerator's own: two in one program have windows of their own.
-        gradient_state = GradientState.new(accumulation)
+        gradient_state = GradientState.new(accumulation)  # two in one program have windows of their own
         # An engine may need the process group, and makes the scaler, so that it comes before the run.
         engine = start_engine(choice, state, gradient_state, **self.handlers.for_engines())
         self.run = Run(
@@ -174,8 +171,7 @@ class Accelerator(
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        # After the engine is made, which alone says what it does not read.
-        arguments.warn_unread(self.handlers, self.engine)
+        arguments.warn_unread(self.handlers, self.engine)  # the engine says what it does not read
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers = []
         self.failed_trackers = set()
