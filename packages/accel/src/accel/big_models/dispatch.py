@@ -24,7 +24,7 @@ from accel.big_models.offload.weights import (
 )
 from accel.big_models.parameters import move
 from accel.big_models.placement.device_map import infer_auto_device_map
-from accel.big_models.placement.memory import get_balanced_memory
+from accel.big_models.placement.memory import STRATEGIES, get_balanced_memory
 from accel_ckpt.weights.load import device_for, load_placed
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ckpt.weights.placement import Placing
@@ -33,8 +33,6 @@ __all__ = ["dispatch_model", "load_checkpoint_and_dispatch"]
 
 Folder = str | os.PathLike[str]
 DeviceMap = Mapping[str, Device]
-
-_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dispatch_model(
@@ -211,9 +209,9 @@ def _made_map(
     dtype: str | torch.dtype | None,
     offload_buffers: bool,
 ) -> DeviceMap:
-    if strategy not in _STRATEGIES:
+    if strategy not in STRATEGIES:
         raise ValueError(
-            f"device_map must be a dict of devices by name of a module, or one of {', '.join(_STRATEGIES)}, "
+            f"device_map must be a dict of devices by name of a module, or one of {', '.join(STRATEGIES)}, "
             f"not {strategy!r}."
         )
     if strategy != "sequential":

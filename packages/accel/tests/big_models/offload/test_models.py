@@ -340,8 +340,10 @@ def test_weights_that_torch_computes_before_the_forward_are_an_error(old: Any, o
     assert not any(weight.is_meta for weight in model.parameters())
 
 
-def test_parametrized_weights_are_offloaded(offload: Offload) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_parametrized_weights_are_offloaded(name: str, offload: Offload) -> None:
+    parametrize = getattr(nn.utils.parametrizations, name)
+    model = nn.Sequential(nn.Linear(3, 4), parametrize(nn.Linear(4, 3))).eval()
     expected = model(torch.ones(2, 3))
 
     assert torch.equal(offload(model)(torch.ones(2, 3)), expected)

@@ -169,6 +169,22 @@ def test_a_device_by_name_of_modules(bnb: Any) -> None:
     assert quantized(model) == LAYERS
 
 
+@pytest.mark.parametrize("strategy", ["auto", "sequential"])
+@pytest.mark.parametrize("options", [{}, {"keep_in_fp32_modules": ["embed"]}])
+def test_text_as_device_map_finds_the_device_with_room(bnb: Any, strategy: str, options: Any) -> None:
+    config = BnbQuantizationConfig(**EIGHT, **options)
+    model = load_and_quantize_model(make(), config, device_map=strategy)
+    layers = quantized(model)
+    counted = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+
+    assert layers
+    limits = {"cpu": counted, "disk": "1GB"}
+    same = load_and_quantize_model(make(), config, device_map=strategy, max_memory=limits)
+    assert quantized(same) == layers
+    with pytest.raises(NotImplementedError, match=f"takes {counted} bytes"):
+        load_and_quantize_model(make(), config, device_map=strategy, max_memory={"cpu": counted - 1})
+
+
 def test_weights_that_are_not_quantized_get_the_dtype(bnb: Any) -> None:
     model = load_and_quantize_model(make(), BnbQuantizationConfig(load_in_4bit=True, torch_dtype="bf16"))
 
@@ -235,8 +251,10 @@ def test_what_cannot_be_done_is_named(bnb: Any, tmp_path: Path) -> None:
     save_weights(state, tmp_path, "1GB", True)
     with pytest.raises(ValueError, match=r"no weights for: embed\.weight, gate\.weight"):
         load_and_quantize_model(empty(), config, weights_location=tmp_path)
-    with pytest.raises(NotImplementedError, match="device_map='auto': a quantized model is whole"):
-        load_and_quantize_model(make(), config, device_map="auto")
+    with pytest.raises(NotImplementedError, match=r"Net takes \d+ bytes .* has as much \(cpu: 10\)"):
+        load_and_quantize_model(make(), config, device_map="auto", max_memory={"cpu": 10})
+    with pytest.raises(ValueError, match="or one of auto, balanced, balanced_low_0, sequential, not 'best'"):
+        load_and_quantize_model(make(), config, device_map="best")
     with pytest.raises(ValueError, match="device_map says nothing about"):
         load_and_quantize_model(make(), config, device_map={"block": "cpu"})
     model = make()

@@ -15,7 +15,10 @@ from accel_ckpt.weights.files import convert_file_size_to_int
 from accel_ops.module_sizes import Dtype
 from accel_state.devices.table import DEVICES, detect
 
-__all__ = ["get_balanced_memory", "get_max_memory", "make_targets"]
+__all__ = ["STRATEGIES", "get_balanced_memory", "get_max_memory", "make_targets"]
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""What `device_map` may be in place of a map, to have one made."""
 
 _NAMED = ("mps", "cpu", "disk")
 

@@ -7,14 +7,17 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from accel.big_models.placement.memory import STRATEGIES, get_max_memory
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.big_models.quantization.layers import QuantizedLayers, check_weights
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.load import load_state_dict
 from accel_ckpt.weights.placement import DeviceMap, Placing, memory_device
+from accel_ops.module_sizes import compute_module_sizes
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
@@ -41,9 +44,12 @@ def load_and_quantize_model(
         bnb_quantization_config: 8 or 4 bits, and what is not quantized.
         weights_location: Weights to load, as `load_checkpoint_in_model` takes them; weights that
             `save_model` wrote of a quantized model too. By default the model's own are quantized.
-        device_map: Device by name of a module, the same for all. By default that of this process.
+        device_map: Device by name of a module, the same for all; by default that of this process. Or "auto"
+            ("balanced", "balanced_low_0", "sequential"): the first device with room for all, accelerators
+            before the CPU.
         no_split_module_classes: Without effect: the model is whole on one device.
-        max_memory: Without effect.
+        max_memory: Bytes (or text such as "1GB") by device, for a map that is made here; by default what is
+            free.
         offload_folder: Without effect.
         offload_state_dict: As in `load_checkpoint_in_model`: without effect, files serve for that.
 
@@ -54,9 +60,9 @@ def load_and_quantize_model(
         ImportError: If bitsandbytes is not installed; it names the extra.
         TypeError: If the configuration is no `BnbQuantizationConfig`.
         ValueError: If weights are missing: a model on the meta device needs them all; or the device map does
-            not cover the model.
-        NotImplementedError: If the device map spreads the model over devices, offloads it, or is to be
-            inferred ("auto").
+            not cover the model, or is unknown text.
+        NotImplementedError: If the device map spreads the model over devices or offloads it, or no device has
+            room for all of it.
         RuntimeError: If a shape differs.
         CheckpointError: If a file is damaged.
 
@@ -78,17 +84,20 @@ def load_and_quantize_model(
             "are with weights_location."
         )
     files = [] if weights_location is None else find_weight_files(weights_location)
-    ignored = {
+    ignored: dict[str, Any] = {
         "no_split_module_classes": no_split_module_classes,
-        "max_memory": max_memory,
         "offload_folder": offload_folder,
     }
+    if not isinstance(device_map, str):
+        ignored["max_memory"] = max_memory
     for name, value in ignored.items():
         if value is not None:
             warn(f"{name} is ignored: a quantized model is whole on one device.")
     names = _layers_to_quantize(model, config)
     if not names:
         warn(f"{type(model).__name__} has no linear layer that is quantized; see skip_modules.")
+    if isinstance(device_map, str):
+        device_map = {"": _first_with_room(model, names, config, device_map, max_memory)}
     device_map = _device(model, device_map)
     placing = Placing.of(device_map, None, config.torch_dtype, False, config.keep_in_fp32_modules)
     # Before layers are replaced, which have these weights.
@@ -143,12 +152,40 @@ def _is_in(name: str, path: str) -> bool:
     return f".{name}." in f".{path}."
 
 
+def _first_with_room(
+    model: nn.Module,
+    names: list[str],
+    config: BnbQuantizationConfig,
+    strategy: str,
+    max_memory: dict[int | str, int | str] | None,
+) -> int | str:
+    """Return the first device that has room for a model as it is after it was quantized."""
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"device_map must be a dict of devices by name of a module, or one of {', '.join(STRATEGIES)}, "
+            f"not {strategy!r}."
+        )
+    kept = {
+        name: torch.float32
+        for name, _ in model.named_parameters()
+        if any(_is_in(module, name) for module in config.keep_in_fp32_modules or ())
+    }
+    quantized = {f"{name}.weight": config.target_dtype for name in names}
+    needed = compute_module_sizes(model, config.torch_dtype, {**kept, **quantized})[""]
+    memory = {device: size for device, size in get_max_memory(max_memory).items() if device != "disk"}
+    for device, size in memory.items():
+        if needed <= size:
+            return device
+    rooms = ", ".join(f"{device}: {size:.0f}" for device, size in memory.items())
+    raise NotImplementedError(
+        f"{type(model).__name__} takes {needed:.0f} bytes when it is quantized, and no device has as much "
+        f"({rooms or 'none'}): a quantized model is whole on one device. Quantize to fewer bits, or give "
+        "more in max_memory."
+    )
+
+
 def _device(model: nn.Module, device_map: Any) -> dict[str, Any]:
     """Return the map of a model that is whole on one device."""
-    if isinstance(device_map, str):
-        raise NotImplementedError(
-            f"device_map={device_map!r}: a quantized model is whole on one device. Name it, as in {{'': 0}}."
-        )
     if device_map is None:
         return {"": current_process().device}
     Placing.of(device_map, "", None, False, None).check(Slots(model))
