@@ -68,10 +68,16 @@ def seconds_after_failure(run, end: float) -> float:
     return end - float(line.rsplit(" ", 1)[1])
 
 
-def test_a_workers_exception_ends_all_within_ten_seconds(launched):
-    run = launched(ONE_RAISES, launch_args=["--cpu"])
+@pytest.fixture(scope="module")
+def one_raises(launched):
+    """Run it once for the tests that look at it; return the run and when it ended."""
+    return launched(ONE_RAISES, launch_args=["--cpu"]), time.time()
 
-    assert seconds_after_failure(run, time.time()) < 10
+
+def test_a_workers_exception_ends_all_within_ten_seconds(one_raises):
+    run, end = one_raises
+
+    assert seconds_after_failure(run, end) < 10
     assert run.returncode == 1
     assert "RuntimeError: planted in step 3" in run.stderr
     assert "rank 1" in run.stderr.lower()
@@ -124,8 +130,8 @@ def test_a_gather_that_does_not_fit_suggests_debug_mode(launched):
     assert "accel launch --debug" in run.stderr.rstrip().splitlines()[-1]
 
 
-def test_one_exception_on_two_ranks_takes_one_traceback_and_a_line(launched):
-    run = launched(ONE_RAISES, launch_args=["--cpu"])
+def test_one_exception_on_two_ranks_takes_one_traceback_and_a_line(one_raises):
+    run, _ = one_raises
     summary = run.stderr[run.stderr.index("accel launch: ") :]
 
     assert "accel launch: rank 1 of 2" in summary

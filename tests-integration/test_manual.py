@@ -43,11 +43,11 @@ weight 0.566064
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_engine_that_the_page_on_engines_shows_trains_as_one_process_does(launched, processes):
-    run = launched(EXAMPLES / "late_average" / "train.py", num_processes=processes, timeout_s=120)
+def test_the_engine_that_the_page_on_engines_shows_trains_as_one_process_does(world, processes):
+    script = str(EXAMPLES / "late_average" / "train.py")
+    printed = world.run(run_program, script, size=processes, init=False, timeout_s=100)
 
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == ENGINE.strip()
+    assert "".join(printed).strip() == ENGINE.strip()
 
 
 def test_the_table_of_the_page_on_scale_says_yes_where_all_of_it_fits(capsys):
