@@ -66,6 +66,7 @@ def convert(config: LaunchConfig) -> tuple[LaunchConfig, list[str]]:
 
 def _sharding(config: LaunchConfig, values: dict[str, Any], section: dict[str, Any]) -> list[str]:
     """Say with version 2's settings what is sharded, in place."""
+    # Its value is read below from the checked settings.
     section.pop("fsdp_sharding_strategy", None)
     # Version 1 took the strategy under the name of version 2's setting too.
     given = section.pop("fsdp_reshard_after_forward", None)

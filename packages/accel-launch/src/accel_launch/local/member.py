@@ -85,6 +85,7 @@ class Supervised(ABC):
         """Stop waiting for a group that even SIGKILL does not end."""
         self.gone = True
         if self.returncode is None:
+            # As Popen has it for a process that was ended by a signal.
             self.returncode = -int(signal.SIGKILL)
 
     @abstractmethod

@@ -123,6 +123,7 @@ def _which(plan: Plan, hosts: list[Host]) -> list[str]:
 
 def _per_machine(plan: Plan, hosts: list[Host]) -> int:
     total = plan.settings.value("num_processes")
+    # --num_gpus is one number for all machines.
     here, rest = divmod(total, len(hosts))
     fewest = min(hosts, key=lambda host: host.slots or 0)
     if rest or here > (fewest.slots or 0):

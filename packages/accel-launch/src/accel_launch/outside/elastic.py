@@ -77,6 +77,7 @@ def elastic_summary(seen: Mapping[int, Any], folder: Path, size: int) -> str:
     Returns:
         The text, as `accel launch` shows it.
     """
+    # Any of them: on one machine global and local ranks differ by one number.
     rank, failure = next(iter(seen.items()))
     first_rank = rank - failure.local_rank  # of this machine
     raised = {first_rank + local: found for local, found in _records(folder).items()}
@@ -85,6 +86,7 @@ def elastic_summary(seen: Mapping[int, Any], folder: Path, size: int) -> str:
         for rank, failure in seen.items()
         if rank not in raised
     ]
+    # What a worker wrote down says more than its exit code.
     failures += [
         Failure(rank, socket.gethostname(), 1, found.at, found.text) for rank, found in raised.items()
     ]

@@ -27,6 +27,7 @@ def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
         plan.settings.value("main_process_port"),
         machine=(step.node, step.nodes),
     )
+    # What Slurm has given to a task, unless the user has set another number.
     if step.cores is not None:
         environ.setdefault("OMP_NUM_THREADS", str(step.cores))
     place = f"task {step.place.rank} of {step.place.world_size}"

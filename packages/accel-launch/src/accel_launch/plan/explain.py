@@ -63,6 +63,7 @@ def dry_run_text(prepared: Prepared, base: Mapping[str, str]) -> str:
     """
     environ = prepared.environ
     lines = [f"# {prepared.note}"]
+    # All of it can be pasted into a shell.
     lines += [f"unset {name}" for name in sorted(base) if name not in environ]
     lines += [
         f"export {name}={shlex.quote(mask_values(text, name))}"

@@ -145,6 +145,7 @@ def _gpu_mask(settings: Settings, machine: Machine) -> str | None:
             warnings.warn("--gpu_ids is ignored with --cpu.", UserWarning, stacklevel=5)
         return None
     names = [name.strip() for name in str(ids.value).split(",")]
+    # What is no number is a UUID, which CUDA takes too.
     wrong = [name for name in names if name.isdigit() and int(name) >= machine.gpus]
     if wrong or not machine.gpus or not all(names) or len(set(names)) < len(names):
         present = f"GPUs 0 to {machine.gpus - 1}" if machine.gpus else "no NVIDIA or AMD GPU"
@@ -165,6 +166,7 @@ def _count_processes(settings: Settings, gpus: int, machines: int) -> Settings:
         return settings
     reason = f"{gpus} visible GPUs" if gpus else "no visible GPU"
     return settings.replace(
+        # The other machines are taken to have as many GPUs as this one.
         num_processes=Effective(max(gpus, 1) * machines, Source.DETECTED, f"detected: {reason}")
     )
 
@@ -204,6 +206,7 @@ def _check_mesh(settings: Settings) -> None:
         return
     sizes = {axis: settings.value(f"parallelism_config_{axis}_size") for axis in _AXES}
     product, total = math.prod(sizes.values()), settings.value("num_processes")
+    # All axes are 1 by default, and then nothing was asked for.
     if product not in (1, total):
         shown = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1)
         raise LaunchError(

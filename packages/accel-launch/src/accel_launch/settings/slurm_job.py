@@ -85,6 +85,7 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
         return _find_batch(environ)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
+    # A step of one task is a program like any other.
     if tasks == 1:
         return None
     node = _number(environ, "SLURM_NODEID")
@@ -97,6 +98,7 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
         place=CPUInformation(
             _number(environ, "SLURM_PROCID"), tasks, _number(environ, "SLURM_LOCALID"), local_size
         ),
+        # No name has to resolve on a single machine.
         address="127.0.0.1" if nodes == 1 else first_host(environ.get("SLURM_STEP_NODELIST", "")),
         port=_port(environ),
         cores=_cores(environ, local_size),
@@ -104,6 +106,7 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def _find_batch(environ: Mapping[str, str]) -> Step | None:
+    # The name that older versions of Slurm set.
     older = _number(environ, "SLURM_NNODES", 1)
     nodes = _number(environ, "SLURM_JOB_NUM_NODES", older)
     if nodes == 1:

@@ -136,6 +136,7 @@ def _mesh_of(args: argparse.Namespace) -> MeshSizes | None:
 
 def _processes_of(args: argparse.Namespace, mesh: MeshSizes | None) -> int:
     if args.num_processes is None:
+        # The accelerators of a common machine.
         return 8 if mesh is None else mesh.processes
     if args.num_processes < 1:
         raise ValueError(f"--num_processes {args.num_processes} is not allowed; allowed: 1 or more.")
@@ -187,6 +188,7 @@ def mesh_rows(
     for dtype in dtypes:
         needed = mesh_bytes(size.shapes, split, mesh, dtype, optimizer, size.buffers)
         values = {item.name: getattr(needed, item.name) for item in fields(needed)} | {"all": needed.total}
+        # Integers cannot be trained.
         rows[dtype] = values if BYTES[dtype] >= 2 else dict.fromkeys(values)
     return rows
 

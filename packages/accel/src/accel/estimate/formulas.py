@@ -100,6 +100,7 @@ def training_bytes(
             raise ValueError(f"{word!r} is not known; known: {', '.join(known)}.")
     if processes < 1:
         raise ValueError(f"processes={processes} is not allowed; allowed: 1 or more.")
+    # Integers are for inference alone.
     if BYTES[dtype] < 2:
         return None
     if engine in _MESHES:

@@ -129,6 +129,7 @@ def mesh_bytes(
     """
     local, rest, layers = 0, 0, {"": 0}
     for name, shape in shapes.items():
+        # A parameter without dimensions has one element.
         part = list(shape) or [1]
         if name in split:
             part[split[name]] = math.ceil(part[split[name]] / mesh.tp)

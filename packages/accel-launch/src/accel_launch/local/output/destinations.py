@@ -73,6 +73,7 @@ class Output:
             captured: Let stdout pass through the launcher in any case, for workers that cannot inherit it.
         """
         tee, log_dir, role = (plan.settings.value(name) for name in ("tee", "log_dir", "role"))
+        # torchrun's numbers: 1 is stdout, 2 is stderr, and 3 both.
         prefixed = frozenset({"0": (), "1": (1,), "2": (2,), "3": (1, 2)}[tee])
         folder = None
         if log_dir is not None:
@@ -88,6 +89,7 @@ class Output:
             role="rank" if role == "default" else role,
             folder=folder,
             logged=logged,
+            # Otherwise workers write to the launcher's own stdout.
             captured=captured or 1 in prefixed | logged,
         )
 
@@ -123,6 +125,7 @@ class Output:
         return stream, writing
 
     def _on_log_error(self, error: OSError) -> None:
+        # Once: a full disk would repeat it with every line.
         if not self.log_errors:
             self.say(
                 f"accel launch: warning: the log files in {self.folder} are incomplete from here on: "

@@ -39,6 +39,7 @@ def prepare_sagemager_args_inputs(
         ConfigError: If the config lacks something, or a file that it names is missing.
         LaunchError: If the script cannot be a job's, or its arguments cannot be hyper-parameters.
     """
+    # Without this machine's variables: the job runs elsewhere.
     settings = resolve(args, sagemaker_config, {})
     script = _script(settings, args)
     value = sagemaker_config.values.get
@@ -56,6 +57,7 @@ def prepare_sagemager_args_inputs(
         "debugger_hook_config": False,  # it slows training down, and accel needs nothing of it
         "metric_definitions": read_metrics(metrics) if metrics else None,
         **_image(sagemaker_config),
+        # Last, so that the config file may replace any of these.
         **(value("additional_args") or {}),
     }
     return argparse.Namespace(**estimator), read_inputs(inputs) if inputs else {}

@@ -45,6 +45,7 @@ def run_job(config: LaunchConfig, args: argparse.Namespace) -> None:
     # The SDK's boto3 reads the account from variables.
     with patch_environment(**_account(config, args)):
         estimator = _huggingface()(**vars(estimator_args))
+        # Waits until the job ends, and shows its log.
         estimator.fit(inputs=inputs or None)
     print(f"Training job: {estimator.latest_training_job.name}")
     print(f"Model: {estimator.model_data}")

@@ -58,6 +58,7 @@ def _is_number(text: str) -> bool:
 def _value(text: str) -> Value:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    # An integer before a float, so that 10 stays 10.
     with contextlib.suppress(ValueError):
         return int(text)
     with contextlib.suppress(ValueError):
@@ -105,6 +106,7 @@ def _rows(path: str, key: str, columns: tuple[str, str]) -> list[tuple[str, str]
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         cells = [cell.strip() for cell in line.split("\t")]
+        # Empty lines, and the line with the names of the columns.
         if cells in ([""], list(columns)):
             continue
         if len(cells) != 2 or not all(cells):

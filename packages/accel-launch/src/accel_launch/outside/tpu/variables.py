@@ -35,6 +35,7 @@ def prepare_tpu(
     if getattr(args, "debug", None):
         found["PT_XLA_DEBUG"] = "1"
     settings = argparse.Namespace(**vars(args))
+    # On this machine they are inherited; the machines of a pod get them on their command lines.
     if not pod:
         return settings, {**current_env, **found}
     env.put(found, "ACCELERATE_IN_TPU_POD", True)

@@ -90,6 +90,7 @@ class Setting:
         Raises:
             ValueError: If it is not allowed; the message names the value and what is allowed.
         """
+        # A flag that may be repeated has a list already; a variable or a key may have one value.
         if self.repeated:
             return [str(item) for item in given] if isinstance(given, (list, tuple)) else [str(given)]
         try:

@@ -194,6 +194,7 @@ class WholeFlatOptimizer:
             for number, name in zip(group["params"], own, strict=True)
         }
         named: dict[str, Any] = {
+            # torch's functions for the states of sharded models take names.
             "state": {names[number]: values for number, values in state["state"].items()},
             "param_groups": [
                 {**group, "params": own} for group, own in zip(state["param_groups"], self.names, strict=True)

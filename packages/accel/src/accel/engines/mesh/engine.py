@@ -105,6 +105,7 @@ class MeshStates(ShardedStates):
         """The whole state, on the first process of each machine; others take part and get an empty dict."""
         state = self.engine.unwrap_model(model, keep_torch_compile=False).state_dict(keep_vars=True)
         keep = self.engine.context.process.is_local_main
+        # A collective: on every process, before those that drop the result return.
         whole = gather_whole(state, keep)
         return {name: _detached(value) for name, value in whole.items()} if keep else {}
 

@@ -33,6 +33,7 @@ class MeshOwner(ShardOwner):
         super().__init__(process)
         self.replaced = Replaced()
         self._parts: weakref.WeakKeyDictionary[FSDPModule, None] = weakref.WeakKeyDictionary()
+        # By identity, as `==` of tensors compares elements.
         self._shards: Any = WeakIdKeyDictionary()
 
     def add(self, model: torch.nn.Module, before: dict[torch.nn.Parameter, list[str]]) -> None:

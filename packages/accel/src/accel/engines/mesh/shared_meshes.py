@@ -20,6 +20,7 @@ class SharedMeshes:
     """The mesh objects that stay: the first of those that are equal."""
 
     def __init__(self) -> None:
+        # torch's meshes are equal where their ranks, axes and device type are.
         self._known: dict[DeviceMesh, DeviceMesh] = {}
 
     def put_into(self, module: FSDPModule) -> None:
@@ -31,6 +32,7 @@ class SharedMeshes:
             for name, value in vars(parameter).items():
                 if isinstance(value, DeviceMesh):
                     setattr(parameter, name, self._shared(value))
+                # Private in torch: where a DTensor has its mesh.
                 layout = value._spec if isinstance(value, DTensor) else value
                 mesh = getattr(layout, "mesh", None)
                 if isinstance(mesh, DeviceMesh) and mesh is not self._shared(mesh):

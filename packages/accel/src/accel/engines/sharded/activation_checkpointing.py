@@ -26,7 +26,9 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward, to be run again in backward."""
         if not self.offload:
+            # The reentrant kind takes no keyword arguments, and needs an input that requires a gradient.
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        # What is still saved for backward are the inputs.
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 

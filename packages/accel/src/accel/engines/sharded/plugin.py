@@ -132,6 +132,7 @@ class FullyShardedDataParallelPlugin:
         warn_of_unused(self)
 
     def _set_sharding(self, given: set[str]) -> None:
+        # torch's _HYBRID_SHARD_ZERO2 is known with and without its underscore.
         strategies = {item.name.lstrip("_"): item for item in fsdp.ShardingStrategy}
         strategies |= {item.name: item for item in fsdp.ShardingStrategy}
         if self.fsdp_version == 1:
@@ -146,6 +147,7 @@ class FullyShardedDataParallelPlugin:
                 )
             self.sharding_strategy = self.reshard_after_forward = chosen
             return
+        # Of the script alone: that of the environment is version 1's.
         if "sharding_strategy" in given:
             strategy = choice("sharding_strategy", self.sharding_strategy, strategies)
             if strategy.name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
@@ -156,6 +158,7 @@ class FullyShardedDataParallelPlugin:
                 )
             if self.reshard_after_forward is None:
                 self.reshard_after_forward = strategy.name == "FULL_SHARD"
+        # Version 2 has reshard_after_forward in its place.
         self.sharding_strategy = None
         words = {"TRUE": True, "FALSE": False, "1": True, "0": False}
         value = or_env(self.reshard_after_forward, "FSDP_RESHARD_AFTER_FORWARD")
@@ -265,11 +268,13 @@ class FullyShardedDataParallelPlugin:
             chosen = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         kinds = {item.name: item for item in fsdp.StateDictType}
         if self.fsdp_version == 2:
+            # These are flat parameters, which version 2 does not have.
             del kinds["LOCAL_STATE_DICT"]
         self.state_dict_type = choice("state_dict_type", chosen, kinds)
         if self.fsdp_version == 2:
             return
         if self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT:
+            # Else every process would have the whole state, on its device.
             full = {"offload_to_cpu": True, "rank0_only": True}
             self.state_dict_config = self.state_dict_config or fsdp.FullStateDictConfig(**full)
             self.optim_state_dict_config = self.optim_state_dict_config or fsdp.FullOptimStateDictConfig(
@@ -320,6 +325,7 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(policy, override=True)
         elif isinstance(policy, dict):
             kind = fsdp.MixedPrecisionPolicy if self.fsdp_version == 2 else fsdp.MixedPrecision
+            # torch's MixedPrecision has private fields too.
             known = {field.name for field in dataclasses.fields(kind) if field.name[0] != "_"}
             if unknown := sorted(set(policy) - known):
                 raise ValueError(

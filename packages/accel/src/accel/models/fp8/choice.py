@@ -76,6 +76,7 @@ def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
                 "mixed_precision='fp8' to train in fp8.",
             )
         return None
+    # The script comes before the environment, and both before what is installed.
     asked = env.get("ACCELERATE_FP8_BACKEND")
     backend = _backend_of(recipe) or asked or _installed()
     if asked is not None and asked != backend:
@@ -87,6 +88,7 @@ def resolve_fp8(mixed_precision: str, recipe: Any) -> Fp8 | None:
 
 
 def _backend_of(recipe: Any) -> str | None:
+    # The old class has the settings of two libraries, and says which it means.
     if isinstance(recipe, FP8RecipeKwargs):
         return recipe.backend
     return next((name for name, kind in _RECIPES.items() if isinstance(recipe, kind)), None)

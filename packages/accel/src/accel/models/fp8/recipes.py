@@ -176,6 +176,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             "FP8RecipeKwargs is the old name; write TERecipeKwargs or MSAMPRecipeKwargs.",
             FutureWarning,
         )
+        # Both by their names: neither calls the other.
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
         chosen = str(self.backend or env.get("ACCELERATE_FP8_BACKEND") or "").upper()

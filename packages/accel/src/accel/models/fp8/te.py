@@ -101,6 +101,7 @@ def _linear(target: Any, layer: Any) -> torch.nn.Module:
         bias=bias is not None,
         **_made_for(target, layer.weight),
     )
+    # The same parameter, which an optimizer may have already.
     made.weight = layer.weight
     if bias is not None:
         made.bias = bias

@@ -32,6 +32,7 @@ def _language_models(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _arguments(kind: type[torch.nn.Module]) -> tuple[str, ...]:
+    # Without self.
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 

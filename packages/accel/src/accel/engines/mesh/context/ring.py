@@ -104,6 +104,8 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         call = {"query": query, "key": key, "value": value, "is_causal": is_causal, "scale": scale}
         with _torch_ring(ring, query.dtype, is_causal) as torch_ring:
+            # torch has no function for the CPU's kernel, as it has for those of CUDA:
+            # the template is called itself.
             if query.device.type == "cpu":
                 out, sums, *rest = torch_ring._templated_ring_attention(
                     ring.mesh.get_group(),
@@ -112,6 +114,7 @@ class _RingAttention(torch.autograd.Function):
                     dropout_p=0.0,
                     **call,
                 )
+            # Flash attention takes fp16 and bf16 alone.
             elif query.dtype.itemsize == 2:
                 out, sums, *rest = torch_ring._scaled_dot_product_ring_flash_attention(ring.mesh, **call)
             else:
@@ -145,6 +148,7 @@ class _RingAttention(torch.autograd.Function):
                 call |= {"philox_seed": rest[0], "philox_offset": rest[1], "bias": None}
                 call["grad_input_mask"] = (True, True, True, False)
                 found = torch_ring._scaled_dot_product_ring_efficient_attention_backward(mesh, **call)
+        # Gradients of query, key and value; the other arguments are no tensors.
         return (*found[:3], None, None, None)
 
 
@@ -161,7 +165,9 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
         rotation = module._RotateMethod[ROTATIONS[ring.rotation]]
         wanted = {
             "rotate_method": rotation,
+            # Only a causal mask depends on the order of keys.
             "enable_load_balance": is_causal,
+            # Partial results are added up in fp32, which would round float64.
             "convert_to_f32": dtype is not torch.float64,
         }
         before = {name: getattr(options, name) for name in wanted}

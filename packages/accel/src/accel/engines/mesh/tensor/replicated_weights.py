@@ -38,6 +38,7 @@ class SummedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
+        # Put back after the call: optimizers and state dicts need the leaves.
         own = dict(self.module._parameters)
         for name, parameter in own.items():
             if parameter is not None and parameter.requires_grad:
@@ -52,10 +53,12 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
+        # Another tensor over the same memory, so that the parameter itself stays a leaf.
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A copy, as the sum is made in place and others may hold this gradient.
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -120,6 +120,8 @@ def _split_dim(model: torch.nn.Module, name: str, plan: Mapping[str, ParallelSty
     style = plan.get(name)
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
+        # Weights of linear layers are (out, in), so that columns are cut along 0; those of
+        # embeddings are (words, features).
         return int(is_embedding == isinstance(style, ColwiseParallel))
     return None if style is None else type(style).__name__
 
@@ -164,6 +166,7 @@ def split_weights(
     inside = set(group.modules())
     shared = [names for names in aliases(model).values() if len(names) > 1]
     for name in [name for name in pending if model.get_submodule(name) in inside]:
+        # Taken out of the plan: each module is split once, with the innermost group that has it.
         module, style = model.get_submodule(name), pending.pop(name)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, done, filling)
@@ -215,6 +218,7 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     Returns:
         The size of the tensor-parallel group; None if no weight is split.
     """
+    # Models of transformers say it themselves.
     known: int | None = getattr(model, "tp_size", None)
     if known is not None:
         return known
