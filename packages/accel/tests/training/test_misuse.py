@@ -479,10 +479,14 @@ def is_hooked() -> bool:
     return misuse._before_step in _global_optimizer_pre_hooks.values()
 
 
+def checked_runs() -> list[Any]:
+    return [run for held in misuse._checked_runs if (run := held()) is not None]
+
+
 @pytest.fixture
 def no_other_run():
     """No run of another test, which trained little, is checked any more."""
-    for run in list(misuse._checked_runs):
+    for run in [*checked_runs(), None]:
         misuse._stop(run)
 
 
@@ -539,7 +543,7 @@ def test_an_accelerator_that_is_gone_is_not_called(monkeypatch):
     model, optimizer = accelerator.prepare(model, sgd(model))
     train(accelerator, model, optimizer, steps=1)
     del accelerator
-    assert not misuse._checked_runs
+    assert not checked_runs()
     monkeypatch.delattr("accel.training.misuse.Watch.before_step")
     optimizer.step()
 
@@ -567,7 +571,7 @@ def test_an_accelerator_that_is_collected_within_a_step_does_no_harm():
     finally:
         handle.remove()
     assert not held
-    assert not misuse._checked_runs
+    assert not checked_runs()
     accelerator, model = Accelerator(), Net()
     train(accelerator, *accelerator.prepare(model, sgd(model)), steps=2)  # removes what is left behind
     assert not is_hooked()

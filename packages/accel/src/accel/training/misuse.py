@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Watch"]
 
 # Runs whose steps are checked. Weakly, as torch keeps the hook for all optimizers, and must not keep a run.
-_checked_runs: WeakSet[Run] = WeakSet()
+# No WeakSet: going through one takes microseconds, in each step of loops that never call `backward` here.
+_checked_runs: list[ref[Run]] = []
 _hooks: list[Any] = []  # the handle of the hook, while there is one
 _MOST = 100  # steps or backward passes: past warmup, and small beside any run
 
@@ -168,22 +169,25 @@ class Watch:
 
 def _start(run: Run) -> None:
     """Check the steps of a run."""
-    _checked_runs.add(run)
+    if all(held() is not run for held in _checked_runs):
+        _checked_runs.append(ref(run))
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _stop(run: Run) -> None:
     """Check the steps of a run no longer; without any other, torch calls nothing."""
-    _checked_runs.discard(run)
+    _checked_runs[:] = [held for held in _checked_runs if held() not in (None, run)]
     if not _checked_runs and _hooks:
         _hooks.pop().remove()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():  # a compiled step would trace the hook
-        for run in _checked_runs:
-            run.watch.before_step(run, optimizer)
+        for held in _checked_runs:
+            run = held()
+            if run is not None:
+                run.watch.before_step(run, optimizer)
 
 
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
