@@ -12,6 +12,7 @@ from accel_ops.modules import (
     has_compiled_regions,
     is_compiled_module,
     model_has_dtensor,
+    model_is_sharded,
     recursive_getattr,
 )
 
@@ -114,6 +115,20 @@ def check_dtensor() -> None:
     local = torch.zeros(1, 2)
     model.b.weight = torch.nn.Parameter(DTensor.from_local(local, mesh))
     assert model_has_dtensor(model)
+
+
+def check_sharded() -> list[bool]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    found = [model_is_sharded(Outer())]
+    model = Outer()
+    fully_shard(model.a)
+    found.append(model_is_sharded(model))
+    return [*found, model_is_sharded(FullyShardedDataParallel(Outer(), device_id=torch.device("cpu")))]
+
+
+def test_models_that_are_sharded_are_found(world):
+    assert world.run(check_sharded) == [[False, True, True]] * 2
 
 
 def test_dtensors_are_found(world):

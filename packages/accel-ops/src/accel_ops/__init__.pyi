@@ -35,6 +35,7 @@ from accel_ops.modules import get_pretty_name as get_pretty_name
 from accel_ops.modules import has_compiled_regions as has_compiled_regions
 from accel_ops.modules import is_compiled_module as is_compiled_module
 from accel_ops.modules import model_has_dtensor as model_has_dtensor
+from accel_ops.modules import model_is_sharded as model_is_sharded
 from accel_ops.modules import recursive_getattr as recursive_getattr
 from accel_ops.rng import set_seed as set_seed
 from accel_ops.rng import synchronize_rng_state as synchronize_rng_state

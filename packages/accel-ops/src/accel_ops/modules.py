@@ -19,6 +19,7 @@ __all__ = [
     "has_compiled_regions",
     "is_compiled_module",
     "model_has_dtensor",
+    "model_is_sharded",
     "recursive_getattr",
     "weak_forward",
 ]
@@ -30,6 +31,9 @@ _CONTAINERS = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("deepspeed", "DeepSpeedEngine"),
 )
+
+# Of torch.distributed.fsdp; `fully_shard` derives a model's class from the second.
+_SHARDED_CLASSES = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def extract_model_from_parallel(
@@ -189,6 +193,18 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
     # Not imported to ask: a model without DTensors may be in a program that never loads them.
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
+
+
+def model_is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether FSDP, of either version, has sharded a model or a part of it.
+
+    Args:
+        model: The model.
+    """
+    # A model can only be sharded by a module of torch that is loaded.
+    library = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(getattr(library, name) for name in _SHARDED_CLASSES) if library is not None else ()
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import resource
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from accel import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_ckpt.errors import CheckpointError
 
 
@@ -36,7 +41,6 @@ class Tied(nn.Module):
 
 
 IDS = torch.tensor([1, 2, 3, 10])
-MADE = ["auto", "sequential"]
 MAPS = {
     "memory": {"": "cpu"},
     "disk": {"embedding": "cpu", "head": "cpu", "shift": "cpu", "blocks": "disk"},
@@ -50,6 +54,17 @@ MAPS = {
     },
     "a tied head on the disk": {"embedding": "cpu", "shift": "cpu", "blocks": "disk", "head": "disk"},
 }
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Have the system refuse to make files larger than some bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
@@ -81,18 +96,179 @@ def test_what_is_on_the_disk_takes_no_memory(net, tmp_path: Path):
     assert not net.embedding.weight.is_meta
 
 
-def test_ways_to_be_wrong_change_nothing(net, tmp_path: Path):
-    def rejects(match: str, device_map: dict, **options) -> None:
-        with pytest.raises(ValueError, match=match):
-            dispatch_model(net, device_map, **options)
-        assert not any(tensor.is_meta for tensor in net.state_dict().values())
-        assert not hasattr(net, "hf_device_map")
+WRONG = {
+    "names no module": ({"nothing": "cpu"}, {}, ValueError, r"no device for embedding\.weight.*'nothing'"),
+    "misses modules": ({"blocks": "cpu", "shift": "cpu"}, {}, ValueError, r"no device for embedding\.weight"),
+    "is no map": ("auto", {}, TypeError, "device_map must be a dict .* not 'auto'"),
+    "a number of an accelerator": ({"": 99}, {}, ValueError, "puts '' on 99, which is not there"),
+    "a device that is not there": (
+        {"": "cpu", "head": "cuda:99"}, {}, ValueError, "puts 'head' on 'cuda:99', which is not there",
+    ),
+    "no device": ({"": "cpu", "head": "gpu"}, {}, ValueError, "puts 'head' on 'gpu', which is not there"),
+    "a main device that is not there": (
+        MAPS["disk"], {"main_device": "cuda:99"}, ValueError, "^main_device is 'cuda:99', which is not there",
+    ),
+    "all on the disk": ({"": "disk"}, {}, ValueError, "Use disk_offload"),
+    "no folder": (MAPS["disk"], {}, ValueError, r"blocks\.0\.0\.weight.* to be on the disk.*offload_dir="),
+    "a folder that cannot be made": (
+        MAPS["disk"], {"offload_dir": "FILE"}, OSError, r"folder for offloaded weights cannot be made.*FILE",
+    ),
+    "a folder on a file system that takes none": (
+        MAPS["disk"], {"offload_dir": "/proc/offload"}, OSError, "cannot be made.*/proc/offload",
+    ),
+    "a damaged index": (
+        MAPS["disk"], {"offload_dir": "DAMAGED"}, CheckpointError, r"index\.json is no index of offloaded",
+    ),
+}  # fmt: skip
 
-    rejects("nothing", {"": "cpu", "nothing": "cpu"})
-    rejects("embedding", {"blocks": "cpu", "shift": "cpu"})
-    rejects("99", {"": 99})
-    rejects("disk_offload", {"": "disk"})
-    rejects("offload_dir|folder", MAPS["disk"])
+
+def picture(model: nn.Module) -> list:
+    """Take down all that a dispatch may change: tensors, methods and hooks."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [
+        [(name, id(tensor)) for name, tensor in tensors],
+        [(name, sorted(vars(module))) for name, module in model.named_modules()],
+        [(len(module._state_dict_hooks), module.forward) for module in model.modules()],
+    ]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_named_and_the_model_is_as_before(net, tmp_path: Path, wrong: str, monkeypatch):
+    device_map, options, kind, message = WRONG[wrong]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("")
+    (tmp_path / "DAMAGED").mkdir()
+    (tmp_path / "DAMAGED" / "index.json").write_text("{")
+    before = picture(net)
+
+    with pytest.raises(kind, match=message):
+        dispatch_model(net, device_map, **options)
+
+    assert picture(net) == before
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["DAMAGED", "FILE", "index.json"]
+
+
+def test_a_full_disk_leaves_model_and_folder_as_they_were(net, tmp_path: Path):
+    before = picture(net)
+    with largest_file(100), pytest.raises(OSError, match=r"the weight blocks\.0\.0\.weight \(256 bytes\)"):
+        dispatch_model(net, MAPS["disk"], offload_dir=tmp_path)
+
+    assert picture(net) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_the_model_lacks_are_warned_of_and_change_nothing(net):
+    plain = copy.deepcopy(net)
+    device_map = {"": "cpu", "vision": "disk", "blocks.9.weight": "cpu"}
+    with pytest.warns(UserWarning, match=r"names 'vision', 'blocks\.9\.weight', which Tied does not have"):
+        model = dispatch_model(net, device_map)
+
+    assert model.hf_device_map == device_map
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+
+
+def test_a_client_may_switch_the_check_of_the_map_off(net, tmp_path: Path, monkeypatch):
+    plain = copy.deepcopy(net)
+    monkeypatch.setattr("accel.big_modeling.check_device_map", lambda *args: None)
+    dispatch_model(
+        net,
+        {"blocks": "disk", "lost": "cpu", "lost.weight": "disk"},
+        offload_dir=tmp_path,
+        main_device="cpu",
+        force_hooks=True,
+    )
+
+    assert net.embedding.weight.device.type == "cpu"
+    with torch.no_grad():
+        assert torch.equal(net(IDS), plain(IDS))
+
+
+def test_a_model_without_tensors_needs_no_device():
+    model = nn.Sequential(nn.ReLU())
+
+    assert dispatch_model(model, {}).hf_device_map == {}
+    assert model(torch.tensor([-1.0])).item() == 0
+
+
+def dispatched_from_files(net: nn.Module, folder: Path) -> nn.Module:
+    """Dispatch a model whose blocks are read in place, and have no values but there."""
+    with init_empty_weights():
+        empty = Tied().eval()
+    empty.head.weight = empty.embedding.weight
+    return load_checkpoint_and_dispatch(empty, _save(net, folder / "model.safetensors"), MAPS["disk"])
+
+
+@pytest.mark.parametrize("device_map", MAPS.values(), ids=MAPS)
+def test_a_dispatched_model_is_dispatched_anew(net, device_map, tmp_path: Path):
+    model = dispatched_from_files(net, tmp_path)
+    dispatch_model(model, device_map, offload_dir=tmp_path / "offloaded")
+    (tmp_path / "model.safetensors").unlink()  # what it was read from before
+
+    assert model.head.weight is model.embedding.weight
+    on_disk = {name for name, p in model.named_parameters() if p.is_meta}
+    assert bool(on_disk) is ("disk" in device_map.values())
+    with torch.no_grad():
+        assert torch.equal(model(IDS), net(IDS))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("wrong", ["no folder", "a full disk", "a device that is not there"])
+def test_a_model_that_cannot_be_dispatched_anew_runs_as_before(net, wrong: str, tmp_path: Path):
+    model = dispatched_from_files(net, tmp_path)
+    before = picture(model)
+    folder = tmp_path / "offloaded"
+
+    if wrong == "a full disk":
+        with largest_file(100), pytest.raises(OSError, match="cannot be offloaded"):
+            dispatch_model(model, MAPS["mixed"], offload_dir=folder)
+    else:
+        device_map = MAPS["mixed"] if wrong == "no folder" else {"": "cuda:99"}
+        with pytest.raises(ValueError, match="offload_dir=" if wrong == "no folder" else "cuda:99"):
+            dispatch_model(model, device_map)
+
+    assert picture(model) == before
+    assert model.hf_device_map == MAPS["disk"]
+    with torch.no_grad():
+        assert torch.equal(model(IDS), net(IDS))
+
+
+def test_other_hooks_stay_when_a_model_is_dispatched_anew(net, tmp_path: Path):
+    mine = ModelHook()
+    add_hook_to_module(net.blocks[0], mine)
+    dispatch_model(net, MAPS["disk"], offload_dir=tmp_path)
+    dispatch_model(net, {"": "cpu"})
+
+    assert net.blocks[0]._hf_hook is mine
+    assert [name for name, module in net.named_modules() if hasattr(module, "_hf_hook")] == ["blocks.0"]
+
+
+def test_a_file_that_is_gone_is_named_where_it_is_read_in_place(net, tmp_path: Path):
+    model = dispatched_from_files(net, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    for _ in range(2):
+        with pytest.raises(
+            FileNotFoundError, match=r"model\.safetensors, where the weight blocks\.0\.0\.weight"
+        ):
+            model(IDS)
+        assert all(weight.is_meta for weight in model.blocks.parameters())
+
+
+def test_a_module_that_is_deleted_goes_with_its_hook(net, tmp_path: Path):
+    model = dispatch_model(net, MAPS["mixed"], offload_dir=tmp_path)
+    with torch.no_grad():
+        model(IDS)
+        forward, gone = model.blocks[2].forward, weakref.ref(model.blocks[2])
+        del model.blocks[2]
+        expected = model(IDS)
+        assert torch.equal(model(IDS), expected)
+        assert gone() is None
+        with pytest.raises(ReferenceError, match="the Sequential of this hook has been freed"):
+            forward(torch.ones(1, 8))
+        remove_hook_from_submodules(model)
+        assert torch.equal(model(IDS), expected)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])

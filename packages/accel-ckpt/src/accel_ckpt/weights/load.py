@@ -238,6 +238,12 @@ def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
             f"{name} has the shape {list(value.shape)} in {file} and {list(own.shape)} in "
             f"{type(slots.model).__name__}."
         )
+    # DTensors are loaded elsewhere; a plain tensor would replace a quantized weight of torchao.
+    if hasattr(own, "__tensor_flatten__") and not hasattr(value, "__tensor_flatten__"):
+        raise RuntimeError(
+            f"{name} is a plain tensor in {file}, and of the class {type(own).__name__} in "
+            f"{type(slots.model).__name__}. Load the weights before the model is quantized."
+        )
 
 
 def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:

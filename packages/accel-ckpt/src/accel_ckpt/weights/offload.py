@@ -33,6 +33,7 @@ __all__ = [
     "PrefixedDataset",
     "extract_submodules_state_dict",
     "load_offloaded_weight",
+    "make_offload_folder",
     "offload_state_dict",
     "offload_weight",
     "read_offload_index",
@@ -43,6 +44,22 @@ INDEX = "index.json"
 
 Folder = str | os.PathLike[str]
 Index = dict[str, dict[str, Any]]
+
+
+def make_offload_folder(folder: Folder) -> None:
+    """Make the folder for offloaded weights, if it is not there.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        reason = f"the folder for offloaded weights cannot be made: {error.strerror}"
+        raise OSError(error.errno, reason, str(folder)) from error
 
 
 def offload_weight(
@@ -60,13 +77,19 @@ def offload_weight(
         `index`.
 
     Raises:
-        ValueError: If the name would lead out of the folder.
+        ValueError: If the name would lead out of the folder, or the tensor is made of others (DTensor and
+            the quantized ones of torchao).
         OSError: If the file cannot be written; nothing of it is left.
     """
     if not weight_name or not {"/", os.sep, "\0"}.isdisjoint(weight_name):
         raise ValueError(
             f"weight_name must be usable as the name of a file, not {weight_name!r}. Name weights as a "
             "state dict does, such as 'encoder.weight'."
+        )
+    if hasattr(weight, "__tensor_flatten__"):
+        raise ValueError(
+            f"{weight_name} is of the class {type(weight).__name__}, whose tensors are made of others and "
+            'cannot be written to the disk. Keep it in memory: on "cpu" in a device map, or with cpu_offload.'
         )
     value = weight.detach().cpu()
     content = as_bytes(value) if value.numel() else torch.zeros(1, dtype=torch.uint8)
@@ -161,7 +184,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
         save_dir: The folder. It is made if needed; weights that are there already stay.
         state_dict: Tensors by name.
     """
-    os.makedirs(save_dir, exist_ok=True)
+    make_offload_folder(save_dir)
     entries: Index = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, entries)

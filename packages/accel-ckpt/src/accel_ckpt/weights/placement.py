@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accel_ckpt.weights.by_name import Slots
-from accel_ckpt.weights.offload import offload_weight, save_offload_index
+from accel_ckpt.weights.offload import make_offload_folder, offload_weight, save_offload_index
 from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
 
@@ -172,7 +172,7 @@ class Placing:
                 f"{file} is no safetensors file, from which {name} could be read in place: say where to "
                 'write weights of "disk" with offload_folder=.'
             )
-        self.offload_folder.mkdir(parents=True, exist_ok=True)
+        make_offload_folder(self.offload_folder)
         offload_weight(value.to(dtype) if self.in_place else value, name, self.offload_folder, self.index)
 
     def _device_of(self, slots: Slots, name: str) -> str:

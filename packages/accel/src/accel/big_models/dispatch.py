@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from accel.big_models.hooks.base import add_hook_to_module, remove_hook_from_mod
 from accel.big_models.hooks.move_guard import MoveGuard
 from accel.big_models.hooks.prefetch import EndOfForward
 from accel.big_models.offload.weights import (
-    Offloaded,
+    check_not_sharded,
     collect,
+    fill_meta,
     hooks_of,
     named_tensors,
+    offloaded_values,
     tied_params,
     use_prefetcher,
 )
@@ -56,7 +58,7 @@ def dispatch_model(
     Args:
         model: The model. It gets `hf_device_map`, a copy of the map.
         device_map: Device by name of a module or weight; of several names that fit the longest counts, and ""
-            is the whole model. "disk" is one.
+            is the whole model. "disk" is one. Names that the model does not have are warned of.
         main_device: Where offloaded modules run; by default the first device of the map that is neither "cpu"
             nor "disk", or else the CPU.
         state_dict: The weights of what is on "cpu"; by default the model's.
@@ -74,11 +76,17 @@ def dispatch_model(
         The model.
 
     Raises:
-        ValueError: If the map does not fit the model, or names a device that is not there; if all is on the
-            disk (use `disk_offload`); if a weight has no values. The model is unchanged.
+        TypeError: If the map is not a mapping.
+        ValueError: If the map does not cover the model, or names a device that is not there; if all is on the
+            disk (use `disk_offload`); if a weight has no values, or is of a class that cannot be written to
+            the disk; if the model is sharded by FSDP. The model is unchanged.
         OSError: If the folder cannot be written. The model is unchanged.
     """
     _check_map(model, device_map, main_device)
+    check_not_sharded(model)
+    whole_map, names = device_map, {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= named_tensors(model).keys()
+    device_map = {name: device for name, device in whole_map.items() if name in names}
     # As devices: 0, "cuda:0" and torch.device("cuda", 0) are one.
     kinds = {
         str(device) if str(device) == "disk" else str(as_device(device)) for device in device_map.values()
@@ -88,8 +96,8 @@ def dispatch_model(
             "device_map puts the whole model on the disk. Use disk_offload for that, or force_hooks=True to "
             "run it from there all the same."
         )
-    # What the caller gives comes before the values of an earlier dispatch.
-    state_dict = {**_take_hooks_away(model), **(state_dict or {})}
+    # What an earlier dispatch has offloaded; its hooks stay until nothing can be wrong any more.
+    earlier = offloaded_values(model)
     if len(kinds) > 1 or force_hooks:
         main = _main_device(device_map) if main_device is None else as_device(main_device)
         # On these two, weights in the memory of the CPU need no second place: MPS shares it.
@@ -100,10 +108,12 @@ def dispatch_model(
             kind = str(device_for(name, device_map, default=main))
             return kind if kind in offloaded else None
 
-        wanted = collect(model, place, offload_buffers, state_dict, offload_dir, offload_index)
-        # Before anything of the model changes: values that are missing, and files that cannot be written.
-        _check_resident(model, device_map, wanted)
+        # What the caller gives comes before the values of an earlier dispatch.
+        values = {**earlier, **(state_dict or {})}
+        wanted = collect(model, place, offload_buffers, values, offload_dir, offload_index)
+        _check_resident(model, device_map, wanted.names | earlier.keys())
         index = wanted.write()
+        _take_hooks_away(model, {name: earlier[name] for name in earlier.keys() - wanted.names})
         weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, index) if wanted.on_disk else None
         try:
             _attach(
@@ -118,10 +128,15 @@ def dispatch_model(
         except BaseException:
             remove_hook_from_module(model, recurse=True)
             raise
-    else:
-        _move(model, as_device(next(iter(device_map.values()))))
+    elif device_map:
+        device = as_device(next(iter(device_map.values())))
+        _check_resident(model, device_map, earlier.keys())
+        _take_hooks_away(model, earlier)
+        # Models of quantized weights reject to() even where there is nothing to move.
+        if any(tensor.device != device for tensor, _ in named_tensors(model).values()):
+            model.to(device)
     # Clients read this attribute, transformers among them.
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    model.hf_device_map = dict(whole_map)  # type: ignore[assignment]
     return model
 
 
@@ -250,9 +265,10 @@ def _check_map(model: nn.Module, device_map: DeviceMap, main_device: Device | No
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError, ValueError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
+            said = "main_device is" if name == "main_device" else f"device_map puts {name!r} on"
             raise ValueError(
-                f"device_map puts {name!r} on {device!r}, which is not there: {reason}. Name a device of "
-                'this machine, "cpu" or "disk".'
+                f"{said} {device!r}, which is not there: {reason}. Name a device of this machine, "
+                '"cpu" or "disk".'
             ) from error
 
 
@@ -261,35 +277,29 @@ def _main_device(device_map: DeviceMap) -> torch.device:
     return as_device(next(others, "cpu"))
 
 
-def _take_hooks_away(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Remove the hooks of an earlier dispatch, and return values that come from the disk alone.
+def _take_hooks_away(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Remove the hooks of an earlier dispatch, and give weights values that they had from the hooks alone.
 
     Hooks of other kinds are added again.
     """
-    values: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
+    for module in model.modules():
         hooks = hooks_of(module)
-        for hook in hooks:
-            if isinstance(hook, AlignDevicesHook):
-                prefix = f"{path}." if path else ""
-                values |= {prefix + name: value for name, value in hook.values_of_meta().items()}
         # Hooks of the user stay, in their order.
         others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook | EndOfForward | MoveGuard)]
         if len(others) < len(hooks):
             remove_hook_from_module(module)
             for hook in others:
                 add_hook_to_module(module, hook, append=True)
-    return values
+    fill_meta(model, values)
 
 
-def _check_resident(model: nn.Module, device_map: DeviceMap, wanted: Offloaded) -> None:
+def _check_resident(model: nn.Module, device_map: DeviceMap, given: Collection[str]) -> None:
     """Check that what is not offloaded has values, before anything moves."""
-    offloaded = wanted.on_disk | wanted.in_memory.keys()
     lost = [
         name
         for name, (tensor, _) in named_tensors(model).items()
         if tensor.is_meta
-        and name not in offloaded
+        and name not in given
         and str(device_for(name, device_map, default="meta")) not in ("meta", "disk")
     ]
     if lost:
@@ -357,16 +367,3 @@ def _place_tied(
         device = as_device(device_for(name, execution))
         if device not in copies:
             copies[device] = move(tensor, tensor, device)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    tensors = named_tensors(model)
-    lost = [name for name, (tensor, _) in tensors.items() if tensor.is_meta]
-    if lost and device.type != "meta":
-        raise ValueError(
-            f"{type(model).__name__} has no values for {', '.join(lost)} (on the meta device). Load its "
-            "weights before it is dispatched, or with load_checkpoint_and_dispatch."
-        )
-    # Models of quantized weights reject to() even where there is nothing to move.
-    if any(tensor.device != device for tensor, _ in tensors.values()):
-        model.to(device)

@@ -277,15 +277,29 @@ def test_the_size_of_each_tensor_is_asked_for_once_and_untied_layers_are_placed_
     assert len(filled) < 60  # a search by halves, in which the number of layers does not count
 
 
-def test_a_map_must_cover_the_model_and_name_nothing_else():
+def test_names_that_a_model_lacks_are_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"names 'third', 'nor', which Net does not have.*first, norm, second"
+    ):
+        check_device_map(Net(), {"": 0, "third": 1, "nor": 2})
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", ["first"]])
+def test_what_is_no_map_is_named(device_map):
+    with pytest.raises(
+        TypeError,
+        match=rf"device_map must be a dict of devices by name .* not {re.escape(repr(device_map))}\.",
+    ):
+        check_device_map(Net(), device_map)
+
+
+def test_a_map_must_cover_the_model():
     check_device_map(Net(), {"": 0})
     check_device_map(Net(), {"first": 0, "norm": "cpu", "second.weight": "disk", "second.bias": 1})
     with pytest.raises(ValueError, match=r"no device for second\.weight, second\.bias\. Add"):
         check_device_map(Net(), {"first": 0, "norm": 0})
-    with pytest.raises(
-        ValueError, match=r"names 'third', 'nor', which Net does not have.*first, norm, second"
-    ):
-        check_device_map(Net(), {"": 0, "third": 1, "nor": 2})
+    with pytest.raises(ValueError, match=r"no device for norm\..*names 'nor', which Net does not have"):
+        check_device_map(Net(), {"first": 0, "second": 0, "nor": 0})
     many = nn.Sequential(*(nn.Linear(1, 1) for _ in range(9)))
     with pytest.raises(ValueError, match=r"4\.bias and 8 more\."):
         check_device_map(many, {})

@@ -272,10 +272,9 @@ class AlignDevicesHook(ModelHook):
         there = {slot.name for slot in self.slots if slot.tied is not None and device in slot.tied}
         return {slot.name: bring_in(self._value(slot)) for slot in self.slots if slot.name not in there}
 
-    def values_of_meta(self) -> dict[str, torch.Tensor]:
-        """Return the weights that `detach_hook` leaves on the meta device, where they were before."""
-        names = [slot for slot in self.slots if self.original_devices[slot.name] == META]
-        return {slot.name: self._value(slot) for slot in names}
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the offloaded weights by name; those on the disk are mapped, and read when they are used."""
+        return {slot.name: self._value(slot) for slot in self.slots}
 
     def _refresh(self, module: nn.Module) -> None:
         """Give recurrent modules, which keep a list of their weights, what is in its place now."""

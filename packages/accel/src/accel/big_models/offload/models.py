@@ -12,7 +12,7 @@ from torch import nn
 from accel.big_models.hooks.align import AlignDevicesHook, Device, as_device
 from accel.big_models.hooks.attach import attach_align_device_hook
 from accel.big_models.hooks.base import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
-from accel.big_models.offload.weights import collect, tied_params, use_prefetcher
+from accel.big_models.offload.weights import check_not_sharded, collect, tied_params, use_prefetcher
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ops.memory import clear_device_cache
 from accel_ops.trees.send import send_to_device
@@ -42,8 +42,9 @@ def cpu_offload(
         The model, with hooks. `remove_hook_from_submodules` undoes it.
 
     Raises:
-        ValueError: If a weight is neither in the model nor in `state_dict`.
+        ValueError: If a weight is neither in the model nor in `state_dict`, or FSDP has sharded the model.
     """
+    check_not_sharded(model)
     device = _execution_device(model, execution_device)
     wanted = collect(model, lambda name: "cpu", offload_buffers, dict(state_dict or {}))
     _attach(model, device, wanted.in_memory, offload_buffers, preload_module_classes)
@@ -70,9 +71,11 @@ def disk_offload(
         The model, with hooks. `remove_hook_from_submodules` undoes it.
 
     Raises:
-        ValueError: If a weight is neither in the model nor in the folder.
+        ValueError: If a weight is neither in the model nor in the folder, or is of a class that cannot be
+            written to the disk (DTensor, those of torchao), or FSDP has sharded the model.
         OSError: If a weight cannot be written; the model is unchanged, and what was written is deleted.
     """
+    check_not_sharded(model)
     device = _execution_device(model, execution_device)
     wanted = collect(model, lambda name: "disk", offload_buffers, {}, offload_dir)
     weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, wanted.write())

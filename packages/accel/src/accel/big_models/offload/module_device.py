@@ -61,7 +61,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     finally:
         for name, value in before.items():
             held = module._parameters[name]
-            if held is not None and held is not value and value.device != META:
+            if held is not None and held is not value and META not in (held.device, value.device):
                 with torch.no_grad():
                     value.copy_(held)  # what was changed meanwhile
             module._parameters[name] = value  # type: ignore[assignment]

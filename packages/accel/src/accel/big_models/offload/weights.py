@@ -14,9 +14,26 @@ from torch import nn
 from accel.big_models.hooks.align import AlignDevicesHook, TiedParameters, tied_key
 from accel.big_models.hooks.base import ModelHook, SequentialHook, add_hook_to_module
 from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher
-from accel_ckpt.weights.offload import offload_weight, read_offload_index, save_offload_index
+from accel.big_models.parameters import move
+from accel_ckpt.weights.offload import (
+    make_offload_folder,
+    offload_weight,
+    read_offload_index,
+    save_offload_index,
+)
+from accel_ops.modules import model_is_sharded
 
-__all__ = ["Offloaded", "collect", "hooks_of", "named_tensors", "tied_params", "use_prefetcher"]
+__all__ = [
+    "Offloaded",
+    "check_not_sharded",
+    "collect",
+    "fill_meta",
+    "hooks_of",
+    "named_tensors",
+    "offloaded_values",
+    "tied_params",
+    "use_prefetcher",
+]
 
 Index = dict[str, dict[str, Any]]
 
@@ -42,6 +59,11 @@ class Offloaded:
         """The names of weights that are, or will be, on the disk."""
         return self.index.keys() | self.to_write.keys()
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all offloaded weights."""
+        return self.on_disk | self.in_memory.keys()
+
     def write(self) -> Index:
         """Write what is to be written.
 
@@ -50,6 +72,7 @@ class Offloaded:
 
         Raises:
             OSError: If a weight cannot be written; what was written before is deleted.
+            ValueError: If a weight is of a class that cannot be written; likewise.
         """
         first: dict[int, str] = {}
         written: Index = {}
@@ -59,7 +82,7 @@ class Offloaded:
         try:
             if first:
                 assert self.folder is not None
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_offload_folder(self.folder)
                 for name in first.values():
                     offload_weight(self.to_write[name], name, self.folder, written)
                 save_offload_index(written, self.folder)
@@ -153,6 +176,60 @@ def _check(model: nn.Module, found: Offloaded, lost: list[str]) -> None:
             f"{', '.join(found.to_write)} of {type(model).__name__} are to be on the disk: say where with "
             "offload_dir=."
         )
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Check that a model is not sharded: hooks would take weights away that are gathered by themselves.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if model_is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is sharded by FSDP, which places its weights by itself: it cannot be "
+            "dispatched or offloaded. Let FSDP offload it: with cpu_offload of the FSDP plugin, or "
+            "CPUOffloadPolicy of fully_shard."
+        )
+
+
+def offloaded_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that the hooks of a model keep, under all their names.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Weights by name; those on the disk are mapped, and read when they are used.
+    """
+    values: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook):
+                values |= {prefix + name: value for name, value in hook.values().items()}
+    return values
+
+
+def fill_meta(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give tensors of a model that are on the meta device their values, on the CPU; tied ones stay tied.
+
+    Args:
+        model: The model.
+        values: Values by name; others stay on the meta device.
+    """
+    filled: dict[int, torch.Tensor] = {}
+    for name, (tensor, _) in named_tensors(model).items():
+        if tensor.is_meta and name in values:
+            if id(tensor) not in filled:
+                # A copy, as the value may be mapped from a file.
+                filled[id(tensor)] = move(values[name].clone(), tensor, torch.device("cpu"))
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            table[leaf] = filled[id(tensor)]
 
 
 def named_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, str]]:

@@ -121,21 +121,28 @@ def _warn_of_buffers(layout: Layout, targets: list[Target], plan: Plan) -> None:
 
 
 def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a device map covers a model, and names nothing else.
+    """Check that a device map covers a model; warn of names that the model does not have.
 
     Args:
         model: The model.
         device_map: Device by name of a module or tensor, "" for the whole model.
 
     Raises:
-        ValueError: If a parameter or buffer has no device, or a name is not in the model.
+        TypeError: If the map is not a mapping.
+        ValueError: If a parameter or buffer has no device.
     """
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            "device_map must be a dict of devices by name of a module, such as {'': 'cpu'}, not "
+            f"{device_map!r}."
+        )
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     known = {"", *tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     unknown = [name for name in device_map if name not in known]
+    surplus = ""
     if unknown:
-        raise ValueError(
+        surplus = (
             f"device_map names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have. "
             f"Its modules: {', '.join(name for name, _ in model.named_children()) or 'none'}."
         )
@@ -144,8 +151,11 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
         # A large model has thousands of names.
         shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise ValueError(
-            f"device_map gives no device for {shown}. Add their modules, or '' for all that is left."
+            f"device_map gives no device for {shown}. Add their modules, or '' for all that is left. "
+            f"{surplus}".rstrip()
         )
+    if surplus:  # maps are often written for a family of models, of which some lack a module
+        warn(surplus)
 
 
 def _is_covered(name: str, device_map: Mapping[str, Device]) -> bool:
