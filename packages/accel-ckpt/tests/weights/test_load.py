@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
+import re
+import resource
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.weights.files import save_weights
-from accel_ckpt.weights.load import load_checkpoint_in_model, load_state_dict
+from accel_ckpt.weights.load import load_checkpoint_in_model, load_placed, load_state_dict
+from accel_ckpt.weights.offload import OffloadedWeightsLoader
+from accel_ckpt.weights.placement import Placing
 
 # Damaged files
 
@@ -128,3 +134,203 @@ def test_an_index_may_have_any_name(tmp_path: Path, name: str, bare: bool) -> No
         (tmp_path / name).write_text(empty)
         with pytest.raises(CorruptCheckpointError, match=f"{name} is no index of weights"):
             load_checkpoint_in_model(other, tmp_path / name)
+
+
+# Weights of the disk that are read where they are
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, another one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.b.weight = self.a.weight
+        self.register_buffer("seen", torch.ones(3))
+
+
+def tied(device: str = "cpu") -> nn.Module:
+    model = Tied()
+    with torch.no_grad():
+        for index, value in enumerate(model.state_dict().values()):
+            value.fill_(index + 1)
+    return model.to(device) if device == "cpu" else _retied(model.to(device))
+
+
+def _retied(model: nn.Module) -> nn.Module:
+    model.b.weight = model.a.weight
+    return model
+
+
+def saved(folder: Path, suffix: str = "safetensors") -> Path:
+    file = folder / f"model.{suffix}"
+    if suffix == "safetensors":
+        save_model(tied(), file)
+    else:
+        torch.save(tied().state_dict(), file)
+    return file
+
+
+def load_in_place(
+    model: nn.Module,
+    file: Path,
+    device_map: Any,
+    folder: Path | None = None,
+    dtype: str | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Load weights, leave those of the disk in safetensors, and return their entries."""
+    placing = Placing.of(device_map, folder, dtype, offload_buffers, in_place=True)
+    load_placed(model, file, placing, strict=False, full_state_dict=True, broadcast_from_rank0=False)
+    return placing.index
+
+
+DISK = {"": "cpu", "a": "disk", "b": "disk", "seen": "disk"}
+
+
+def test_weights_of_the_disk_stay_in_their_file(tmp_path: Path) -> None:
+    model = tied("meta")
+    index = load_in_place(model, saved(tmp_path), DISK, offload_buffers=True)
+
+    assert set(index) == {"a.weight", "a.bias", "b.bias", "seen"} | ({"b.weight"} & set(index))
+    assert {entry["safetensors_file"] for entry in index.values()} == {str(tmp_path / "model.safetensors")}
+    assert model.a.weight.is_meta
+    assert model.b.weight is model.a.weight
+    assert torch.equal(model.c.weight, tied().c.weight)
+    weights = OffloadedWeightsLoader(index=index)
+    assert all(torch.equal(weights[name], tied().state_dict()[name]) for name in index)
+    assert list(tmp_path.iterdir()) == [tmp_path / "model.safetensors"]
+
+
+def test_tied_weights_have_one_place_in_the_file_under_any_name(tmp_path: Path) -> None:
+    index = load_in_place(tied("meta"), saved(tmp_path), DISK)
+    loader = OffloadedWeightsLoader(index=index)
+    there = [name for name in ("a.weight", "b.weight") if name in index]
+
+    assert there
+    assert len({index[name]["weight_name"] for name in there}) == 1
+    assert torch.equal(loader[there[0]], tied().a.weight)
+
+
+@pytest.mark.parametrize("map_of", [{"": "cpu", "a": "disk"}, {"": "cpu", "b": "disk"}])
+def test_a_tied_weight_of_memory_and_disk_is_in_memory(tmp_path: Path, map_of: Any) -> None:
+    model = tied("meta")
+    index = load_in_place(model, saved(tmp_path), map_of)
+
+    assert "a.weight" not in index
+    assert "b.weight" not in index
+    assert model.a.weight is model.b.weight
+    assert torch.equal(model.a.weight, tied().a.weight)
+
+
+def test_buffers_are_in_memory_unless_they_are_offloaded_too(tmp_path: Path) -> None:
+    model = tied("meta")
+    index = load_in_place(model, saved(tmp_path), {"": "disk"})
+
+    assert "seen" not in index
+    assert torch.equal(model.seen, tied().seen)
+
+
+def test_another_dtype_is_written_where_there_is_a_folder_and_converted_where_not(tmp_path: Path) -> None:
+    file, folder = saved(tmp_path), tmp_path / "offloaded"
+    in_place = load_in_place(tied("meta"), file, {"": "disk"}, dtype="bfloat16")
+    written = load_in_place(tied("meta"), file, {"": "disk"}, folder, dtype="bfloat16")
+
+    assert all("safetensors_file" in entry for entry in in_place.values())
+    assert not any("safetensors_file" in entry for entry in written.values())
+    assert (folder / "c.weight.dat").stat().st_size == 4 * 4 * 2
+    for loader in (OffloadedWeightsLoader(index=in_place), OffloadedWeightsLoader(save_folder=folder)):
+        assert torch.equal(loader["c.weight"], tied().c.weight.bfloat16())
+
+
+def test_torch_files_are_written_to_the_folder_and_need_one(tmp_path: Path) -> None:
+    file, folder = saved(tmp_path, "bin"), tmp_path / "offloaded"
+    model = tied("meta")
+    with pytest.raises(ValueError, match=r"model\.bin is no safetensors file, .*a\.weight .*offload_folder="):
+        load_in_place(model, file, {"": "disk"})
+    assert all(value.is_meta for value in model.state_dict().values())
+
+    index = load_in_place(model, file, {"": "disk"}, folder)
+    loader = OffloadedWeightsLoader(save_folder=folder, index=index)
+    assert all(torch.equal(loader[name], tied().state_dict()[name]) for name in index)
+    assert {"c.weight", "c.bias"} <= set(index)
+
+
+@pytest.mark.parametrize("wrong", ["a full disk", "a folder that cannot be made", "a damaged index"])
+def test_a_folder_that_cannot_be_written_leaves_the_model_empty_and_the_folder_as_it_was(
+    tmp_path: Path, wrong: str
+) -> None:
+    file, folder, model = saved(tmp_path, "bin"), tmp_path / "offloaded", tied("meta")
+    parameters = list(model.parameters())
+    if wrong == "a folder that cannot be made":
+        folder.write_text("")
+    elif wrong == "a damaged index":
+        folder.mkdir()
+        (folder / "index.json").write_text("[")
+    before = sorted(tmp_path.rglob("*"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = {
+        "a full disk": r"the weight a\.weight \(64 bytes\) cannot be offloaded",
+        "a folder that cannot be made": "the folder for offloaded weights cannot be made.*offloaded",
+        "a damaged index": r"index\.json is no index of offloaded weights",
+    }[wrong]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40 if wrong == "a full disk" else soft, hard))
+    try:
+        with pytest.raises((OSError, CheckpointError), match=message):
+            load_in_place(model, file, {"c": "cpu", "": "disk"}, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    assert all(value.is_meta for value in model.state_dict().values())
+    assert [path for path in sorted(tmp_path.rglob("*")) if path != folder] == [
+        p for p in before if p != folder
+    ]
+
+
+def test_a_second_file_that_is_damaged_leaves_the_model_empty(tmp_path: Path) -> None:
+    save_weights(tied().state_dict(), tmp_path, max_shard_size=100)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-8])
+    model = tied("meta")
+    with pytest.raises(CheckpointError, match=re.escape(last.name)):
+        load_in_place(model, tmp_path, {"": "cpu"})
+
+    assert all(value.is_meta for value in model.state_dict().values())
+
+
+def test_plain_weights_do_not_replace_quantized_ones(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    kind = type(model[0].weight)
+    for device_map in (None, {"": "cpu"}):
+        with pytest.raises(
+            RuntimeError, match=rf"0\.weight is a plain tensor .* of the class {kind.__name__}"
+        ):
+            load_in_place(model, tmp_path, device_map)
+        assert type(model[0].weight) is kind
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_in_place_take_no_memory(tmp_path: Path) -> None:
+    size = 2**25
+    model = nn.Linear(2**12, 2**11, bias=False)
+    save_file({"weight": model.weight.detach()}, tmp_path / "model.safetensors")
+    model.to("meta")
+    gc.collect()
+    before = private_bytes()
+    index = load_in_place(model, tmp_path, {"": "disk"})
+    weight = OffloadedWeightsLoader(index=index)["weight"]
+
+    assert weight.nbytes == size
+    assert weight.abs().sum() > 0
+    assert private_bytes() - before < size / 4
+
+
+def private_bytes() -> int:
+    """The memory of this process that no file stands for."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024

@@ -17,6 +17,7 @@ from accel_ops.trees.walk import (
     honor_type,
     is_namedtuple,
     is_torch_tensor,
+    merge_dicts,
     recursively_apply,
 )
 
@@ -306,6 +307,25 @@ def test_flatten_can_require_tensors() -> None:
     assert flatten([ONE, "text"])[0] == [ONE]
     with pytest.raises(TypeError, match=r"gather takes .* data\[1\] is of type str: 'text'"):
         flatten([ONE, "text"], required_by="gather")
+
+
+def test_dicts_are_merged_at_every_level_and_the_source_counts() -> None:
+    destination: dict[str, Any] = {"optimizer": {"lr": 1, "betas": {"first": 0.9}}, "kept": [1], "text": "x"}
+    source = {"optimizer": {"lr": 2, "betas": {"second": 0.99}}, "new": {"a": None}, "text": {"now": "dict"}}
+    before = {**source}
+
+    assert merge_dicts(source, destination) is destination
+    assert destination == {
+        "optimizer": {"lr": 2, "betas": {"first": 0.9, "second": 0.99}},
+        "kept": [1],
+        "text": {"now": "dict"},
+        "new": {"a": None},
+    }
+    assert source == before
+    destination["new"]["a"] = 1  # a dict of its own
+    assert source["new"] == {"a": None}
+    assert merge_dicts({"optimizer": 3}, destination)["optimizer"] == 3
+    assert merge_dicts({}, {}) == {}
 
 
 def assert_same(one: Any, other: Any) -> None:

@@ -205,6 +205,28 @@ def _split_and_gather(length: int) -> tuple[list[int], list[int]]:
     return [item for part in gathered for item in part], torch.cat(blocks)[:length].tolist()
 
 
+def _split_dictionary(length: int, padding: bool) -> dict[str, Any]:
+    inputs = {"ids": torch.arange(length), "more": {"text": [f"{number}" for number in range(length)]}}
+    with PartialState().split_between_processes(inputs, apply_padding=padding) as part:
+        return {"ids": part["ids"].tolist(), "text": part["more"]["text"]}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_dictionary_is_split_alike_on_every_process(world: World, size: int, padding: bool) -> None:
+    length = 4
+    parts = world.run(_split_dictionary, length, padding, size=size)
+    together = [number for part in parts for number in part["ids"]]
+
+    assert [[f"{number}" for number in part["ids"]] for part in parts] == [part["text"] for part in parts]
+    if padding:
+        assert {len(part["ids"]) for part in parts} == {-(-length // size)}
+        assert together[:length] == list(range(length))
+        assert set(together[length:]) <= {length - 1}
+    else:
+        assert together == list(range(length))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("length", [2, 5, 9])
 def test_split_inputs_gather_to_the_inputs(world: World, size: int, length: int) -> None:

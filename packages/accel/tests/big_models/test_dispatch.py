@@ -40,6 +40,7 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.tensor([1, 2, 3, 10])
 MAPS = {
     "memory": {"": "cpu"},
@@ -316,6 +317,54 @@ def test_a_map_of_an_unknown_kind_is_named(net, tmp_path: Path):
 
     with pytest.raises(ValueError, match=r"balanced_low_0.*'best'"):
         load_checkpoint_and_dispatch(net, file, "best")
+
+
+GPU_MAP = {
+    "embedding": 0,
+    "shift": 0,
+    "blocks.0": 0,
+    "blocks.1": "cpu",
+    "blocks.2": "disk",
+    "head": 0,
+}
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(
+    "device_map", [GPU_MAP, {**GPU_MAP, "head": "cpu"}, {"": 0}], ids=["", "ties", "gpu"]
+)
+def test_a_model_over_gpu_memory_and_disk_computes_as_on_the_gpu(net, device_map, tmp_path: Path):
+    plain = copy.deepcopy(net).to("cuda:0")
+    model = dispatch_model(net, device_map, offload_dir=tmp_path, force_hooks=True)
+
+    assert model.embedding.weight.device == model.shift.device == torch.device("cuda:0")
+    assert model.head.weight is model.embedding.weight
+    assert model.blocks[2][0].weight.is_meta is (device_map != {"": 0})
+    with torch.no_grad():
+        for ids in (IDS, IDS.cuda(), IDS):
+            found = model(ids)
+            assert found.device == ids.device  # comes back to where its inputs were
+            assert torch.equal(found.cpu(), plain(IDS.cuda()).cpu())
+    assert all(
+        torch.equal(model.state_dict()[name].cpu(), value.cpu()) for name, value in plain.state_dict().items()
+    )
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("device_map", [{"": 0}, GPU_MAP, "auto"], ids=["gpu", "all", "auto"])
+def test_a_checkpoint_is_loaded_to_the_gpu(net, device_map, suffix, tmp_path: Path):
+    file = _save(net, tmp_path / f"model.{suffix}")
+    with init_empty_weights():
+        empty = Tied().eval()
+    empty.head.weight = empty.embedding.weight
+    model = load_checkpoint_and_dispatch(empty, file, device_map, offload_folder=tmp_path / "offloaded")
+
+    assert model.embedding.weight.device == torch.device("cuda:0")
+    with torch.no_grad():
+        assert torch.equal(model(IDS.cuda()), net.to("cuda:0")(IDS.cuda()))
 
 
 def _save(net: nn.Module, file: Path) -> Path:

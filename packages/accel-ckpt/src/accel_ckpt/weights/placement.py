@@ -123,9 +123,9 @@ class Placing:
             source: The file of the weight and its name there, if it can be read in place.
         """
         own = slots.get(name)
-        if own.is_meta:
+        if own.is_meta and self.before.keys().isdisjoint(slots.names(name)):
             # Only what was without values can be put back; weights that were filled in place are overwritten.
-            self.before.setdefault(name, own)
+            self.before[name] = own
         dtype = self._dtype_of(name, own)
         if self.device_map is None:
             if own.is_meta:

@@ -40,7 +40,11 @@ def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) ->
             return value
         if type(value).to is not torch.Tensor.to:  # it is quantized already, and knows how to move
             return value.to(device)
-    return moved(own, value, device)
+    made = moved(own, value, device)
+    if getattr(made, "SCB", made) is None:
+        # An int8 weight of a bitsandbytes layer that has run: the layer has its statistics, and asks no more.
+        made.CB = None  # type: ignore[attr-defined]
+    return made
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

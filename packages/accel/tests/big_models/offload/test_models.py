@@ -32,6 +32,7 @@ from accel.hooks import (
 from accel_ckpt.errors import CorruptCheckpointError
 
 META = torch.device("meta")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 Offload = Callable[[nn.Module], nn.Module]
 
 
@@ -468,6 +469,38 @@ def test_the_previous_model_goes_when_the_next_one_comes() -> None:
 
     assert went == ["offload"]
     remove_hook_from_module(model)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_offloaded_models_run_on_the_gpu(net: nn.Module, tmp_path: Path) -> None:
+    plain, ids = copy.deepcopy(net).to("cuda:0"), IDS.cuda()
+    for model in (
+        cpu_offload(copy.deepcopy(net), "cuda:0"),
+        cpu_offload(copy.deepcopy(net), 0, offload_buffers=True),
+        disk_offload(copy.deepcopy(net), tmp_path, "cuda:0"),
+    ):
+        assert devices(model) == {META}
+        for _ in range(3):
+            assert torch.equal(model(ids).logits, plain(ids).logits)
+        assert devices(model) == {META}
+        remove_hook_from_submodules(model)
+        assert devices(model) == {torch.device("cpu")}
+        assert_equal_outputs(model, net, times=1)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_model_with_a_hook_stays_on_the_gpu_until_the_next_one_runs() -> None:
+    first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cuda:0")
+    second, last = cpu_offload_with_hook(nn.Linear(2, 2), "cuda:0", prev_module_hook=hook)
+    x = torch.ones(1, 2)
+    assert first(x).device == first.weight.device == torch.device("cuda:0")
+    assert second(first(x)).is_cuda
+
+    assert (first.weight.device.type, second.weight.device.type) == ("cpu", "cuda")
+    last.offload()
+    assert second.weight.device.type == "cpu"
 
 
 def test_compiled_models_run(offload: Offload) -> None:

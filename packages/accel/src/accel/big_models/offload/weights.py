@@ -220,12 +220,14 @@ def fill_meta(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         model: The model.
         values: Values by name; others stay on the meta device.
     """
-    filled: dict[int, torch.Tensor] = {}
-    for name, (tensor, _) in named_tensors(model).items():
-        if tensor.is_meta and name in values:
-            if id(tensor) not in filled:
-                # A copy, as the value may be mapped from a file.
-                filled[id(tensor)] = move(values[name].clone(), tensor, torch.device("cpu"))
+    tensors = {name: tensor for name, (tensor, _) in named_tensors(model).items() if tensor.is_meta}
+    # A copy, as the value may be mapped from a file.
+    filled = {
+        id(tensors[name]): move(values[name].clone(), tensors[name], torch.device("cpu"))
+        for name in tensors.keys() & values.keys()
+    }
+    for name, tensor in tensors.items():
+        if id(tensor) in filled:
             path, _, leaf = name.rpartition(".")
             owner = model.get_submodule(path)
             table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
