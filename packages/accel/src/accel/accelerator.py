@@ -182,7 +182,7 @@ class Accelerator(
 
     @property
     def multi_device(self) -> bool:
-        """Whether several accelerator devices train together (MULTI_GPU and its kin)."""
+        """Whether several accelerator devices train together (MULTI_GPU and the like)."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property

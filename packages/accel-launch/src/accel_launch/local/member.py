@@ -97,7 +97,7 @@ class Supervised(ABC):
         """Collect what has ended in the group.
 
         Returns:
-            True if the worker itself ended since the last call. `gone` tells whether anything is left.
+            True if the worker itself ended since the last call. `gone` says whether anything is left.
         """
 
     @abstractmethod

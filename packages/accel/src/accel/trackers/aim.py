@@ -44,6 +44,7 @@ class AimTracker(GeneralTracker):
         """Begin the run."""
         self._aim = require("aim", extra="aim")
         repo = None if self.logging_dir is None else os.fspath(self.logging_dir)
+        # A repository among the arguments comes before the folder.
         self.writer = self._aim.Run(**{"repo": repo, **self._kwargs})
         self.writer.name = self.run_name
 

@@ -42,6 +42,7 @@ class ClearMLTracker(GeneralTracker):
     def start(self) -> None:
         """Begin the task, or take the one that runs."""
         clearml = require("clearml", extra="clearml")
+        # A script may have begun a task, and then ends it itself.
         self.task = clearml.Task.current_task()
         self._ours = self.task is None
         if self._ours:
@@ -114,6 +115,7 @@ class ClearMLTracker(GeneralTracker):
 
 
 def _title_and_series(name: str) -> tuple[str, str]:
+    # transformers' Trainer begins the names of metrics so.
     for series in ("eval", "test", "train"):
         if name.startswith(f"{series}_"):
             return name.removeprefix(f"{series}_"), series

@@ -37,6 +37,7 @@ class CometMLTracker(GeneralTracker):
     def start(self) -> None:
         """Begin the experiment."""
         comet_ml = require("comet_ml", extra="comet_ml")
+        # A project among the arguments comes before the run's name.
         self.writer = comet_ml.start(**{"project_name": self.run_name, **self._kwargs})
 
     @on_main_process

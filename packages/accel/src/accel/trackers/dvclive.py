@@ -58,6 +58,7 @@ class DVCLiveTracker(GeneralTracker):
             self.live.step = step
         for key, value in {**metrics, **text}.items():
             self.live.log_metric(key, value, **kwargs)
+        # DVCLive counts steps by these calls, and writes its summary and report in them.
         self.live.next_step()
 
     @on_main_process

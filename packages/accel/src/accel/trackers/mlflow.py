@@ -98,6 +98,7 @@ class MLflowTracker(GeneralTracker):
         for key, value in values.items():
             for index, image in enumerate(images(value)):
                 name = _valid_name(key if index == 0 else f"{key}/{index}")
+                # To the active run: this function of MLflow takes no run_id.
                 self._mlflow.log_image(image, key=name, step=step or 0, **kwargs)
 
     @on_main_process
@@ -153,4 +154,5 @@ class MLflowTracker(GeneralTracker):
 
 
 def _valid_name(name: str) -> str:
+    # What MLflow allows in names.
     return re.sub(r"[^\w\-. :/]", "_", name)

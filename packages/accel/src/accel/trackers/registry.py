@@ -112,6 +112,7 @@ def filter_trackers(
             chosen.append(item)
             continue
         name = str(getattr(item, "value", item))
+        # Built-in names in any case; those that are registered as their classes have them.
         name = name if is_known(name) else name.lower()
         _check_known(name)
         if name not in get_available_trackers():

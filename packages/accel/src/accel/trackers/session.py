@@ -53,8 +53,10 @@ class TrackerControl:
         self._warn_unknown(init_kwargs)
         for item in self.log_with:
             kind = type(item) if isinstance(item, GeneralTracker) else tracker_class(item)
+            # Not even made, so that the other processes need no login and no network.
             if kind.main_process_only and not self.run.process.is_main:
                 continue
+            # A copy, to which the folder may be added.
             options = dict(init_kwargs.get(kind.name, {}))
             tracker = self._attempt(kind.name, "start", self._start, item, kind, project_name, options)
             if tracker is not None:

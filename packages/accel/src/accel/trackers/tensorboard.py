@@ -73,6 +73,7 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
             else:
                 self.writer.add_text(key, str(value), global_step=step, **kwargs)
+        # Shown at once, and not lost if the process is killed.
         self.writer.flush()
 
     @on_main_process

@@ -26,6 +26,7 @@ def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         other: Converts larger tensors and arrays, and other objects, instead; `unchanged` leaves them to a
             library that has types of its own for media.
     """
+    # Exact types: numpy's float64 is a float, and an IntEnum an int, that not every library writes.
     if value is None or type(value) in (int, float, str, bool):
         return value
     if isinstance(value, Mapping):
@@ -36,6 +37,7 @@ def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         return plain(value.value, other)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    # Tensors and arrays of any library, without importing it.
     shape = getattr(value, "shape", None)
     if shape is not None and math.prod(shape) == 1:
         return plain(value.item(), str)  # a complex number, for one, is text
@@ -79,6 +81,7 @@ def numbers(values: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str
         The numbers (booleans as 0 and 1), and the rest, in which objects without a plain form are unchanged.
     """
     flat = flatten(plain(values, unchanged))
+    # Booleans become 0 and 1, which can be plotted.
     found = {key: int(value) if value is True or value is False else value for key, value in flat.items()}
     return (
         {key: value for key, value in found.items() if is_number(value)},
@@ -128,10 +131,13 @@ def _image(tensor: torch.Tensor, channels_first: bool) -> Any:
         )
     if tensor.ndim == 3:
         first, last = tensor.shape[0] in (1, 3, 4), tensor.shape[2] in (1, 3, 4)
+        # Tensors have channels first, as torch has them; arrays last, unless only their
+        # first dimension can be channels.
         if first and (channels_first or not last):
             tensor = tensor.permute(1, 2, 0)
         if tensor.shape[2] == 1:  # grey: libraries disagree about a single channel
             tensor = tensor[:, :, 0]
+    # Such images have values from 0 to 1.
     if tensor.is_floating_point():
         tensor = (tensor.float() * 255).round()
     return tensor.clamp(0, 255).to(torch.uint8).contiguous().numpy()

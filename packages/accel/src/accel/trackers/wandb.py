@@ -37,11 +37,13 @@ class WandBTracker(GeneralTracker):
     def start(self) -> None:
         """Begin the run."""
         wandb = require("wandb", extra="wandb")
+        # A project among the arguments comes before the run's name.
         self.run = wandb.init(**{"project": self.run_name, **self._kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store `values`, nested as they are, in the run's `config`."""
+        # A run that is resumed has values already, which wandb would not let change.
         self.run.config.update(plain(values), allow_val_change=True)
 
     @on_main_process

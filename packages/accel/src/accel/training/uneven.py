@@ -46,6 +46,7 @@ def warn_of_uneven(joining: Joining | None, counts: tuple[int, ...] | None) -> N
             it cannot join them.
         counts: Batches of each process; None if they are not known.
     """
+    # Processes that are joined do not wait for each other.
     if joining is not None and joining.active:
         return
     if counts is None:

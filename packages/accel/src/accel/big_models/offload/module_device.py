@@ -16,7 +16,7 @@ __all__ = ["align_module_device", "has_offloaded_params"]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Tell whether a module has a hook that offloads its weights.
+    """Return whether a module has a hook that offloads its weights.
 
     Args:
         module: The module.

@@ -222,7 +222,7 @@ def _stages(graph_module: fx.GraphModule) -> list[Stage]:
 def _crosses(
     node: fx.Node, place: int, made_by: dict[fx.Node, int], order: dict[fx.Node, int], output: fx.Node
 ) -> bool:
-    """Tell whether a value is there after a stage, and is needed by a later one."""
+    """Return whether a value is there after a stage, and is needed by a later one."""
     return made_by[node] <= place and any(
         user is output or order.get(user, -1) > place for user in node.users
     )

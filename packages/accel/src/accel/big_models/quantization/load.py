@@ -112,7 +112,7 @@ def load_and_quantize_model(
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Tell whether a layer of a model is one of bitsandbytes' 4-bit layers.
+    """Return whether a layer of a model is one of bitsandbytes' 4-bit layers.
 
     Args:
         model: The model.
@@ -148,7 +148,7 @@ def _output_layers(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, path: str) -> bool:
-    """Tell whether a name, or the end of a dotted path, leads to a module or to one that it is inside of."""
+    """Return whether a name, or the end of a dotted path, leads to a module or to one around it."""
     return f".{name}." in f".{path}."
 
 

@@ -1,4 +1,4 @@
-"""The seam between training and engines: four classes, of which an engine overrides what it changes."""
+"""The interface between training and engines: four classes, of which an engine overrides what it changes."""
 
 from accel.engines.base.engine import Engine
 from accel.engines.base.gradients import Gradients

@@ -1,4 +1,4 @@
-"""How training is parallelized: the first part of the seam.
+"""How training is parallelized: the first part of the engine interface.
 
 Every default is right for processes that each have the whole model and data of their own, so that an engine
 overrides only what it changes. An engine is made once per Accelerator from a frozen context.

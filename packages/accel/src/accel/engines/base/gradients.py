@@ -1,4 +1,4 @@
-"""What an engine does with gradients: the second part of the seam."""
+"""What an engine does with gradients: the second part of the engine interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine's processes share data: the fourth part of the seam."""
+"""How an engine's processes share data: the fourth part of the engine interface."""
 
 from __future__ import annotations
 

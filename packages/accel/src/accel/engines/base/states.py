@@ -1,4 +1,4 @@
-"""How an engine's models and optimizers are saved and loaded: the third part of the seam."""
+"""How an engine's models and optimizers are saved and loaded: the third part of the engine interface."""
 
 from __future__ import annotations
 

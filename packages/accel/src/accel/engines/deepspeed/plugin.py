@@ -334,6 +334,7 @@ class DeepSpeedPlugin:
         It keeps a weak reference to `dschf`, so that the configuration lives as long as this plugin. With
         `zero3_init_flag=False` it finds none.
         """
+        # Kept here, as transformers refers to it weakly.
         self.dschf = show_to_transformers(self.deepspeed_config) if self.zero3_init_flag else None
         if self.dschf is None:
             show_to_transformers(None)

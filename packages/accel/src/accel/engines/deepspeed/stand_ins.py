@@ -24,7 +24,9 @@ class DummyOptim(OptimizerStandIn):
         self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
     ) -> None:
         self.params = [
-            {**item, "params": list(item["params"])} if isinstance(item, dict) else item for item in params
+            # As lists: parameters may come as generators, which can be read once.
+            {**item, "params": list(item["params"])} if isinstance(item, dict) else item
+            for item in params
         ]
         self.lr = lr
         self.weight_decay = weight_decay

@@ -372,4 +372,5 @@ def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
             f"for each machine, and {size} processes with {local} on this one are not that. Start as many on "
             "each, or set FULL_SHARD."
         )
+    # Shards inside of a machine, where links are fast, and replicas over machines.
     return init_device_mesh(kind, (size // local, local), mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -139,6 +139,7 @@ def reduce(models: Iterable[torch.nn.Module]) -> None:
     """Reduce the gradients that are held back, as a backward pass outside of `no_sync` does."""
     for module, handle in parts(models):
         flat = handle.flat_param
+        # Nothing to reduce, or reduced already.
         if flat.grad is None or not (is_held(handle) or not handle.uses_sharded_strategy):
             continue
         # As torch's post-backward hook does it, which `no_sync` leaves out.
@@ -241,6 +242,7 @@ def owners_by_name(root: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
     paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
     for module, handle in parts([root]):
+        # The flat parameter itself is the module's then, and its members have no names.
         if not handle._use_orig_params:
             prefix = f"{paths[module]}." if paths[module] else ""
             shared = (
@@ -286,6 +288,7 @@ def local_state(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
     for module, handle in parts([root]):
         flat = handle.flat_param
+        # The part of this process, also while the whole parameter is gathered.
         found[f"{paths[module]}.flat_param".lstrip(".")] = getattr(flat, "_local_shard", flat.data)
     owned = managed([root])
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):

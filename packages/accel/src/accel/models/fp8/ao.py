@@ -43,7 +43,7 @@ def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def has_ao_layers(model: torch.nn.Module) -> bool:
-    """Tell whether a layer of the model is torchao's.
+    """Return whether a layer of the model is torchao's.
 
     Args:
         model: The model.
@@ -53,7 +53,7 @@ def has_ao_layers(model: torch.nn.Module) -> bool:
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
-    """Tell whether a linear layer is neither the first nor the last of a model.
+    """Return whether a linear layer is neither the first nor the last of a model.
 
     These two take the input and give the output, where rounding hurts most: training stays stable when they
     compute in higher precision.

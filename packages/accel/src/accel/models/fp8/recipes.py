@@ -54,7 +54,7 @@ class AORecipeKwargs(KwargsHandler):
                 )
 
     def asks_for(self, name: str) -> bool:
-        """Tell whether a setting was made on purpose, and is on; a default is not."""
+        """Return whether a setting was made on purpose, and is on; a default is not."""
         given = getattr(self, name) if self.config is None else getattr(self.config, name)
         if given is None and env.is_set(_AO_FIELDS[name]):
             given = env.get(_AO_FIELDS[name])

@@ -46,7 +46,7 @@ def library() -> Any:
 
 
 def has_transformer_engine_layers(model: torch.nn.Module) -> bool:
-    """Tell whether a layer of the model is Transformer Engine's.
+    """Return whether a layer of the model is Transformer Engine's.
 
     Args:
         model: The model.
