@@ -17,9 +17,9 @@ from accel_ckpt.file_names import MANIFEST, role_of
 from accel_ckpt.files import digests
 from accel_ckpt.folder import manifest, recovery
 from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import staged
 from accel_ckpt.run.load import Objects, restore
-from accel_ckpt.run.reader import open_checkpoint
 from accel_ckpt.run.save import save_accelerator_state, save_custom_state
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process.state import current_process

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.folder.staging import release_memory, staged
-from accel_ckpt.run.reader import Reading, open_checkpoint
 from accel_ckpt.sharded import dcp_reader, save_load
 from accel_ckpt.sharded import optimizer as optimizer_state
 from accel_ckpt.sharded.save_load import (

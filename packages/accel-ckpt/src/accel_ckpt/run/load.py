@@ -18,11 +18,11 @@ from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import plain_file
 from accel_ckpt.folder import recovery
 from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.run.compare import Expected, Findings, audit
 from accel_ckpt.run.gradients import set_gradients
 from accel_ckpt.run.models import compare_models, load_models
 from accel_ckpt.run.optimizer_groups import match_groups, schedules_of
-from accel_ckpt.run.reader import Reading, open_checkpoint
 from accel_ckpt.run.rng import set_rng_state
 from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
 from accel_state.logging.warning import warn

@@ -9,8 +9,8 @@ import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.files import tensors
+from accel_ckpt.folder.reader import Reading
 from accel_ckpt.run.optimizer_groups import without_wrapper_names
-from accel_ckpt.run.reader import Reading
 from accel_ops.modules import extract_model_from_parallel
 
 __all__ = ["compare_models", "load_models"]

@@ -13,8 +13,8 @@ from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.folder import manifest, recovery, rotation
 from accel_ckpt.folder.agree import collect, from_main, together
+from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.run.load import Objects, restore
-from accel_ckpt.run.reader import Reading, open_checkpoint
 from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
 

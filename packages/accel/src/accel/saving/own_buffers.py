@@ -20,8 +20,8 @@ from accel_ckpt.run.registered import digest
 
 if TYPE_CHECKING:
     from accel.training.run import Run
+    from accel_ckpt.folder.reader import Reading
     from accel_ckpt.folder.staging import Staging
-    from accel_ckpt.run.reader import Reading
 
 __all__ = ["load_own_buffers", "save_own_buffers"]
 

@@ -11,8 +11,8 @@ import torch
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.file_names import model_file, optimizer_file
-from accel_ckpt.run import reader
-from accel_ckpt.run.reader import Reading, open_checkpoint
+from accel_ckpt.folder import reader
+from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.run.save import save_accelerator_state
 from accel_state.process.state import current_process
 
