@@ -1,7 +1,7 @@
-"""A run that logs to one tracker, for the tests of systems with their real libraries.
+"""A run that logs everything to one tracker, for the tests of trackers with their real libraries.
 
-Started as `python offline_run.py NAME OPTIONS`, with the tracker's init_kwargs as JSON, in a folder of its
-own. Prints the warnings that accel gave, and the type of the library's run object, as JSON on its last line.
+Started as `python offline_run.py NAME OPTIONS`, with the tracker's init_kwargs as JSON. Prints RESULT and, as
+JSON, the warnings of accel and the type of the library's run object.
 """
 
 from __future__ import annotations
@@ -9,45 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
+import struct
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 CONFIG = {"lr": 0.1, "model": {"sizes": [1, 2], "deep": {"norm": None, "eps": 1e-5}}, 3: "number as a key"}
-NAN_STEP, DEEP_STEP = 4, 5
 
 
-def run_offline(
-    folder: Path, name: str, options: dict[str, Any] | None = None, **environment: str
-) -> dict[str, Any]:
-    """Run this file in `folder`, its home and working folder; skip where the library is missing."""
-    from accel.trackers.registry import TRACKERS
-    from accel_state.imports.packages import is_package_available
-
-    library = TRACKERS[name].library
-    if library is not None and not is_package_available(library):
-        pytest.skip(f"{library} is not installed; `hatch run trackers:test` has it")
-    kept = {
-        key: value for key, value in os.environ.items() if key in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-    }
-    run = subprocess.run(
-        [sys.executable, __file__, name, json.dumps(options or {})],
-        cwd=folder,
-        env={**kept, "HOME": str(folder), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(run.stdout.rpartition("RESULT ")[2].splitlines()[0])
-
-
-def log_everything(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Log steps 1 to 3, NaN at NAN_STEP, nested values at DEEP_STEP, images, and a table."""
+def log_everything(name, options):
+    """Log steps 1 to 3, NaN at 4, nested values at 5, images at 6, and a table at 7."""
     import numpy
     import torch
 
@@ -61,18 +32,32 @@ def log_everything(name: str, options: dict[str, Any]) -> dict[str, Any]:
         run = accelerator.get_tracker(name, unwrap=True)
         for step, loss in [(1, 3.0), (2, torch.tensor(2.0)), (3, numpy.float32(1.0))]:
             accelerator.log({"train/loss": loss}, step=step)
-        accelerator.log({"train/loss": math.nan}, step=NAN_STEP)
-        accelerator.log(
-            {"deep": {"x": {"y": torch.tensor([0.5])}}, "flag": True, "note": "text"}, step=DEEP_STEP
-        )
+        accelerator.log({"train/loss": math.nan}, step=4)
+        accelerator.log({"deep": {"x": {"y": torch.tensor([0.5])}}, "flag": True, "note": "text"}, step=5)
         colors = numpy.zeros((4, 5, 3), dtype=numpy.uint8)
         colors[:, :, 0] = 200
         accelerator.log_images({"picture": [colors, torch.ones(3, 6, 4)]}, step=6)
         accelerator.log_table("table", columns=["a", "b"], data=[[1, "x"], [2, "y"]], step=7)
         accelerator.end_training()
         accelerator.log({"late": 1})  # after the end: nothing
-    ours = [str(item.message) for item in caught if "tracker" in str(item.message)]
+    ours = [str(item.message) for item in caught if " tracker " in str(item.message)]
     return {"warnings": ours, "run": f"{type(run).__module__}.{type(run).__qualname__}"}
+
+
+def records(path):
+    """Yield the records of a file of W&B or SwanLab: a header of 7 bytes, then the log format of LevelDB."""
+    data = Path(path).read_bytes()
+    place, parts = 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # no record begins in the last bytes of a block
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
 
 
 if __name__ == "__main__":

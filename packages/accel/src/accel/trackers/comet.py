@@ -81,6 +81,8 @@ class CometMLTracker(GeneralTracker):
         """Log a table as the file `table_name.csv`, or `table_name_STEP.csv`; `kwargs` go to `log_table`."""
         columns, rows = table_rows(columns, data, dataframe)
         name = table_name if step is None else f"{table_name}_{step}"
+        if step is not None:
+            self.writer.set_step(step)  # log_table takes none
         self.writer.log_table(f"{name}.csv", tabular_data=rows, headers=columns, **kwargs)
 
     @on_main_process

@@ -1,0 +1,51 @@
+"""Runs with the real library of a tracker, each in a process and a folder of its own, without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel.trackers.registry import TRACKERS
+from accel_state.imports.packages import is_package_available
+
+SCRIPT = Path(__file__).with_name("offline_run.py")
+
+
+def python(folder, *command, **environment):
+    """Run Python in `folder`, which is its home too; return what it printed as RESULT."""
+    kept = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV") if key in os.environ}
+    places = {"HOME": str(folder), "PYTHONPATH": str(SCRIPT.parent)}
+    run = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**kept, **places, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(run.stdout.rpartition("RESULT ")[2].splitlines()[0])
+
+
+@pytest.fixture
+def run_offline(tmp_path):
+    """Log everything of `offline_run.py` to a tracker; skip where its library is missing."""
+
+    def run(name, options=None, **environment):
+        library = TRACKERS[name].library
+        if not is_package_available(library):
+            pytest.skip(f"{library} is not installed; `hatch run trackers:test` has it")
+        return python(tmp_path, SCRIPT, name, json.dumps(options or {}), **environment)
+
+    return run
+
+
+@pytest.fixture
+def read_back(tmp_path):
+    """Run a script with a library, which the tests do not import, and return what it printed as RESULT."""
+    return lambda script: python(tmp_path, "-c", script)
