@@ -48,7 +48,9 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], 
     try:
         entries = json.loads(raw)
     except ValueError as error:
-        raise ValueError(f"{path} is not a safetensors file: its header is no JSON ({error}).") from error
+        raise ValueError(
+            f"{path} is not a safetensors file: its header is not valid JSON ({error})."
+        ) from error
     if not isinstance(entries, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object.")
     metadata = entries.pop("__metadata__", {})

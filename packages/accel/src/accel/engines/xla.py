@@ -101,7 +101,7 @@ class XLAEngine(Engine):
         if context.settings is not None:
             raise ValueError(
                 "fsdp_plugin, megatron_lm_plugin and deepspeed_plugin, and the variables that ask for them, "
-                "are not there on XLA devices, where every process holds the whole model. Leave them out."
+                "are not supported on XLA devices, where every process holds the whole model. Leave them out."
             )
         self._known: weakref.WeakKeyDictionary[XLAOptimizer, None] = weakref.WeakKeyDictionary()  # in order
 

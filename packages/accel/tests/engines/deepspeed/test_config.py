@@ -56,7 +56,7 @@ def test_what_is_no_configuration_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds a list"):
         HfDeepSpeedConfig(file)
     file.write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         HfDeepSpeedConfig(file)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
         HfDeepSpeedConfig("nowhere.json")

@@ -72,7 +72,9 @@ def _script(settings: Settings, args: argparse.Namespace) -> Path:
         raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
     path = Path(script).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise LaunchError(f"SageMaker runs a Python file; {script!r} is none that exists here.")
+        raise LaunchError(
+            f"SageMaker runs a Python file, and {script!r} is not an existing one. Name the file."
+        )
     return path
 
 

@@ -121,7 +121,9 @@ def _read(given: Any) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error}), as a DeepSpeed configuration has to be.") from error
+        raise ValueError(
+            f"{path} is not valid JSON ({error}), as a DeepSpeed configuration has to be."
+        ) from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is an object.")
     return config

@@ -120,7 +120,7 @@ class MegatronLMGradients(Gradients):
         Raises:
             ValueError: Always.
         """
-        raise ValueError("clip_grad_value_ is not there under Megatron-LM: use clip_grad_norm_.")
+        raise ValueError("clip_grad_value_ is not supported under Megatron-LM: use clip_grad_norm_.")
 
 
 class MegatronLMStates(States):

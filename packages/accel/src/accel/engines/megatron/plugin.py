@@ -246,7 +246,7 @@ class MegatronLMPlugin:
         """
         if mixed_precision not in ("no", "fp16", "bf16"):
             raise ValueError(
-                f"mixed_precision={mixed_precision!r} is not there under Megatron-LM; allowed: no, fp16, "
+                f"mixed_precision={mixed_precision!r} is not supported under Megatron-LM; allowed: no, fp16, "
                 "bf16."
             )
         self.megatron_lm_default_args.update(fp16=mixed_precision == "fp16", bf16=mixed_precision == "bf16")

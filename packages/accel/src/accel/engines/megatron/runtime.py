@@ -39,7 +39,7 @@ def core(module: str) -> Any:
         module: Its name below `megatron.core`.
 
     Raises:
-        ImportError: If it is not there; the message names the command that installs it.
+        ImportError: If it is not installed; the message names the command that installs it.
     """
     require("megatron.core", "megatron")
     return require(f"megatron.core.{module}", "megatron")

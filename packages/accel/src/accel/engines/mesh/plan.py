@@ -174,7 +174,7 @@ def find_meshes(context: EngineContext) -> Meshes:
     if tensor is not None and config.tp_handler is not None and config.tp_handler.enable_async_tp:
         warn(
             "TorchTensorParallelConfig(enable_async_tp=True) is ignored: only compiled code on accelerators "
-            "can overlap these, and that is not there yet. Leave it out.",
+            "can overlap these, which is not supported yet. Leave it out.",
         )
     if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
         # Replicas alone, each one shard, on one mesh with the axis that splits weights.

@@ -44,7 +44,7 @@ class Fp8:
             gathers: Whether FSDP2 is going to shard it, and gathers its weights for computing.
 
         Raises:
-            ImportError: If the library is not there.
+            ImportError: If the library is not installed.
         """
         if self.backend == "AO":
             from accel.models.fp8 import ao

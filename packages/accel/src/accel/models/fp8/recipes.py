@@ -67,7 +67,7 @@ class AORecipeKwargs(KwargsHandler):
             gathers: Whether FSDP2 gathers the weights; otherwise they are plain, whatever the setting says.
 
         Raises:
-            ImportError: If torchao is not there.
+            ImportError: If torchao is not installed.
         """
         from accel_state.imports.packages import require
 

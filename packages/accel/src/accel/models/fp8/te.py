@@ -33,7 +33,7 @@ def library() -> Any:
     """Import Transformer Engine's module for torch.
 
     Raises:
-        ImportError: If it is not there, or not its part for torch; the message names what to install.
+        ImportError: If it, or its part for torch, is not installed; the message names what to install.
     """
     try:
         return import_module("transformer_engine.pytorch")
@@ -76,7 +76,7 @@ def convert_model(
         _convert_ln: Whether `LayerNorm` layers are replaced.
 
     Raises:
-        ImportError: If Transformer Engine is not there.
+        ImportError: If Transformer Engine is not installed.
     """
     te = library()
     source, target = (torch.nn, te) if to_transformer_engine else (te, torch.nn)
@@ -164,7 +164,7 @@ def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: TERecipeKwarg
         `model`.
 
     Raises:
-        ImportError: If Transformer Engine is not there.
+        ImportError: If Transformer Engine is not installed.
     """
     from accel.models.fp8.recipes import TERecipeKwargs
 
@@ -194,7 +194,7 @@ def contextual_fp8_autocast(
         The forward to put into its place.
 
     Raises:
-        ImportError: If Transformer Engine is not there.
+        ImportError: If Transformer Engine is not installed.
         TypeError: If it is not bound to a module.
     """
     module = getattr(model_forward, "__self__", None)

@@ -194,8 +194,8 @@ def _t5(
 ) -> Any:
     if config.pipeline_model_parallel_size > 1:
         raise ValueError(
-            f"pp_degree={config.pipeline_model_parallel_size} with a T5 model is not there: use pp_degree=1 "
-            "and tp_degree."
+            f"pp_degree={config.pipeline_model_parallel_size} with a T5 model is not supported: use "
+            "pp_degree=1 and tp_degree."
         )
     specs = core("models.T5.t5_spec")
     encoder = transformer_config({**args, "num_layers": args["encoder_num_layers"]})

@@ -68,7 +68,7 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
         regex = re.escape(pattern).replace(r"\*", r"[^.]+")
         found = [name for name in modules if re.fullmatch(regex, name)]
         if not found:
-            raise ValueError(f"the tp plan of {kind} names {pattern!r}, and no module is called so.")
+            raise ValueError(f"the tp plan of {kind} names {pattern!r}, and no module has that name.")
         if not isinstance(style, ParallelStyle) and style not in _STYLES:
             raise ValueError(
                 f"the tp plan of {kind} has the style {style!r} for {pattern!r}; known: {', '.join(_STYLES)} "
