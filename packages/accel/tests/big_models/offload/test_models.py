@@ -30,6 +30,7 @@ from accel.hooks import (
     remove_hook_from_submodules,
 )
 from accel_ckpt.errors import CorruptCheckpointError
+from accel_state.process.state import current_process
 
 META = torch.device("meta")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -416,6 +417,15 @@ def test_a_damaged_file_is_named(net: nn.Module, tmp_path: Path, damage: str) ->
         with pytest.raises(kind, match=r"scale\.dat"):
             model(IDS)
         assert devices(model) == {META}
+
+
+@pytest.mark.parametrize("way", [cpu_offload, cpu_offload_with_hook])
+def test_a_number_without_accelerators_is_an_error(net: nn.Module, way: Callable[..., Any]) -> None:
+    if current_process().device.type != "cpu":
+        pytest.skip("there is an accelerator")
+    with pytest.raises(ValueError, match="this process uses no accelerator, and has no device 0"):
+        way(net, 0)
+    assert "_hf_hook" not in vars(net)
 
 
 def test_a_full_disk_leaves_model_and_folder_as_they_were(net: nn.Module, tmp_path: Path) -> None:

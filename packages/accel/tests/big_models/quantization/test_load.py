@@ -17,6 +17,7 @@ from accel.utils import (
     load_and_quantize_model,
 )
 from accel_ckpt.weights.files import save_weights
+from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -255,6 +256,9 @@ def test_what_cannot_be_done_is_named(bnb: Any, tmp_path: Path) -> None:
         load_and_quantize_model(make(), config, device_map="auto", max_memory={"cpu": 10})
     with pytest.raises(ValueError, match="or one of auto, balanced, balanced_low_0, sequential, not 'best'"):
         load_and_quantize_model(make(), config, device_map="best")
+    if current_process().device.type == "cpu":
+        with pytest.raises(ValueError, match="this process uses no accelerator, and has no device 0"):
+            load_and_quantize_model(make(), config, device_map={"": 0})
     with pytest.raises(ValueError, match="device_map says nothing about"):
         load_and_quantize_model(make(), config, device_map={"block": "cpu"})
     model = make()

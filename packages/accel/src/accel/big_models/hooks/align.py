@@ -19,6 +19,7 @@ from accel.big_models.parameters import META, check_no_computed_weights, move, o
 from accel_ckpt.weights.placement import memory_device
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device
+from accel_state.process.state import current_process
 
 __all__ = ["AlignDevicesHook", "Device", "Slot", "TiedParameters", "as_device", "tied_key"]
 
@@ -29,7 +30,13 @@ TiedParameters = dict[int, dict[torch.device, torch.Tensor]]
 
 
 def as_device(device: Device) -> torch.device:
-    """Read a device; a number counts the accelerators."""
+    """Read a device; a number counts the accelerators.
+
+    Raises:
+        ValueError: If it is a number, and this process uses no accelerator.
+    """
+    if isinstance(device, int) and current_process().device.type == "cpu":
+        raise ValueError(f'this process uses no accelerator, and has no device {device}. Use "cpu".')
     return device if isinstance(device, torch.device) else torch.device(memory_device(device))
 
 

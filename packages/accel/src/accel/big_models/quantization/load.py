@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.big_models.hooks.align import as_device
 from accel.big_models.placement.memory import STRATEGIES, get_max_memory
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.big_models.quantization.layers import QuantizedLayers, check_weights
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.load import load_state_dict
-from accel_ckpt.weights.placement import DeviceMap, Placing, memory_device
+from accel_ckpt.weights.placement import DeviceMap, Placing
 from accel_ops.module_sizes import compute_module_sizes
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
@@ -60,7 +61,7 @@ def load_and_quantize_model(
         ImportError: If bitsandbytes is not installed; it names the extra.
         TypeError: If the configuration is no `BnbQuantizationConfig`.
         ValueError: If weights are missing: a model on the meta device needs them all; or the device map does
-            not cover the model, or is unknown text.
+            not cover the model, names a device that is not there, or is unknown text.
         NotImplementedError: If the device map spreads the model over devices or offloads it, or no device has
             room for all of it.
         RuntimeError: If a shape differs.
@@ -195,7 +196,7 @@ def _device(model: nn.Module, device_map: Any) -> dict[str, Any]:
             f"device_map puts {type(model).__name__} on {', '.join(sorted(devices))}: a quantized model is "
             "whole on one device, in memory. Give it one, as in {'': 'cpu'}."
         )
-    return {"": memory_device(next(iter(device_map.values())))}
+    return {"": as_device(next(iter(device_map.values())))}
 
 
 def _read(files: list[Any]) -> Iterator[tuple[str, Any]]:
