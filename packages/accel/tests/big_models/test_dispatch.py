@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import resource
 import weakref
 from collections.abc import Iterator
@@ -310,6 +312,49 @@ def test_a_checkpoint_that_is_damaged_or_cut_off_leaves_the_model_empty(net, tmp
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         load_checkpoint_and_dispatch(empty, file, {"": "cpu"})
     assert all(weight.is_meta for weight in empty.parameters())
+
+
+def _index(file: str) -> str:
+    return json.dumps({"metadata": {}, "weight_map": dict.fromkeys(Tied().state_dict(), file)})
+
+
+def _link_outside(folder: Path) -> None:
+    (folder / "part.safetensors").rename(folder.parent / "outside.safetensors")
+    (folder / "part.safetensors").symlink_to(folder.parent / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(_index("part.safetensors"))
+
+
+BAD_FILES = {
+    "empty": (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"model\.safetensors cannot"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "model.safetensors"), r"model\.safetensors is a pipe"),
+    "an index out of the folder": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(_index("../part.safetensors")),
+        r"names the file '\.\./part\.safetensors', which is not inside",
+    ),
+    "a link out of the folder": (_link_outside, r"part\.safetensors is a symbolic link"),
+    "an index of a file that is not there": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(_index("lost.safetensors")),
+        r"names lost\.safetensors, and .* has no such file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_checkpoint_is_named_and_nothing_is_placed(net, kind: str, tmp_path: Path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    _save(net, folder / "part.safetensors")
+    damage, message = BAD_FILES[kind]
+    damage(folder)
+    with init_empty_weights():
+        empty = Tied().eval()
+    before = picture(empty)
+
+    with pytest.raises((CheckpointError, FileNotFoundError), match=message):
+        load_checkpoint_and_dispatch(empty, folder, MAPS["disk"], offload_folder=tmp_path / "offloaded")
+
+    assert picture(empty) == before
+    assert not (tmp_path / "offloaded").exists()
 
 
 def test_a_map_of_an_unknown_kind_is_named(net, tmp_path: Path):
