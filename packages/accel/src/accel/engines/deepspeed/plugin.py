@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from functools import partialmethod
 from typing import Any, Literal
 
 import torch
@@ -235,8 +234,6 @@ class DeepSpeedPlugin:
         differs = ds_key_long in kwargs and section[name] != kwargs[ds_key_long]
         if must_match and differs and mismatches is not None:
             mismatches.append(f"- {ds_key_long}={section[name]!r}, and here it is {kwargs[ds_key_long]!r}")
-
-    fill_only = partialmethod(fill_match, must_match=False)
 
     def deepspeed_config_process(
         self,
