@@ -22,6 +22,7 @@ from accel import (
 )
 from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.weights.files import save_weights
 
 
 class Tied(nn.Module):
@@ -301,6 +302,26 @@ def test_safetensors_on_the_disk_are_read_where_they_are(net, tmp_path: Path):
     load_checkpoint_and_dispatch(empty, file, MAPS["disk"], offload_folder=offloaded)
 
     assert not list(offloaded.rglob("*.dat"))
+
+
+def test_safetensors_on_the_cpu_stay_mapped_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    plain[1].weight = plain[0].weight
+    save_weights(plain.state_dict(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    before = file.read_bytes()
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    load_checkpoint_and_dispatch(model, tmp_path, {"": "cpu"})
+
+    if Path("/proc/self/maps").exists():
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [line.split()[0].split("-") for line in lines if line.endswith(str(file))]
+        assert any(int(a, 16) <= model[0].weight.data_ptr() < int(b, 16) for a, b in spans)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(model[1].weight, plain[1].weight)  # one in the file, and not tied in this model
+    assert file.read_bytes() == before
 
 
 def test_a_checkpoint_that_is_damaged_or_cut_off_leaves_the_model_empty(net, tmp_path: Path):

@@ -23,6 +23,7 @@ __all__ = [
     "kind_of",
     "plain_file",
     "regular_file",
+    "regular_size",
     "verify",
 ]
 
@@ -136,10 +137,24 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
         FileNotFoundError: If there is nothing.
         CorruptCheckpointError: If it is something else.
     """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise CorruptCheckpointError(f"{path} is {kind_of(mode)} where a file is expected")
+    regular_size(path)
     return Path(path)
+
+
+def regular_size(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of a regular file, as `regular_file` checks that it is one.
+
+    Args:
+        path: The path.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        CorruptCheckpointError: If it is something else.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpointError(f"{path} is {kind_of(status.st_mode)} where a file is expected")
+    return status.st_size
 
 
 def kind_of(mode: int) -> str:

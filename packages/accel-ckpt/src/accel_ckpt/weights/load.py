@@ -133,6 +133,8 @@ def load_placed(
 ) -> None:
     """Load weights as `load_checkpoint_in_model`, which has the arguments, placed as is said.
 
+    Those of "cpu" become memory as they are used, mapped from there, and what is written to them is private.
+
     Args:
         model: The model.
         checkpoint: A file, an index or a folder.

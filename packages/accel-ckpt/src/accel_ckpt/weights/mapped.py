@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.files.safetensors_writer import DTYPES
 
 __all__ = ["SafetensorsFiles", "map_tensor", "read_pages"]
 
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
+
+# Mapping takes longer than reading this many bytes that the system has in its cache.
+_READ_AT_ONCE = 16 << 10
 
 # (names of tensors with their place, where these begin)
 _Header = tuple[dict[str, dict[str, Any]], int]
@@ -36,14 +39,14 @@ def map_tensor(
         dtype: Its dtype.
 
     Returns:
-        A tensor on the CPU whose pages are read when they are used. What is written to it is its own, and
-        never reaches the file.
+        A tensor on the CPU whose pages are read when they are used; a small one is read at once. What is
+        written to it is its own, and never reaches the file.
 
     Raises:
         CorruptCheckpointError: If the file ends before the tensor, or is no regular file.
     """
     size = math.prod(shape) * dtype.itemsize
-    found = regular_file(path).stat().st_size
+    found = regular_size(path)
     if begin + size > found:
         raise CorruptCheckpointError(
             f"{path} has {found} bytes and is cut off: a weight of it, {shape} of {dtype}, ends at byte "
@@ -51,14 +54,21 @@ def map_tensor(
         )
     if not size:
         return torch.empty(shape, dtype=dtype)
+    if size <= _READ_AT_ONCE:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(begin)
+            content = bytearray(size)
+            if file.readinto(content) != size:
+                raise CorruptCheckpointError(f"{path} became shorter while a weight was read. Copy it anew.")
+        return torch.frombuffer(content, dtype=dtype).reshape(shape)
     start = begin - begin % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb") as file:
         # Of this tensor alone, so that its memory is free again when the tensor is.
         pages = mmap.mmap(file.fileno(), begin - start + size, offset=start, access=mmap.ACCESS_COPY)
-    content = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=begin - start)
+    mapped = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=begin - start)
     if begin % dtype.itemsize:  # the format allows that, and torch wants elements where they are aligned
-        content = content.clone()
-    return content.view(dtype).reshape(shape)
+        mapped = mapped.clone()
+    return mapped.view(dtype).reshape(shape)
 
 
 def read_pages(tensor: torch.Tensor) -> None:

@@ -15,15 +15,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.files.digests import regular_file
+from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.paths import check_inside, listed_file
 from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
 from accel_ops.collectives.pack_parts import as_bytes
@@ -117,7 +119,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     count = math.prod(shape)
     # At least one byte, also for a tensor without elements: mmap rejects empty files.
     expected = max(count * dtype.itemsize, 1)
-    size = regular_file(weight_file).stat().st_size
+    size = regular_size(weight_file)
     # An empty file is taken for a tensor without elements as well.
     if size != expected and (count or size):
         raise CorruptCheckpointError(
@@ -204,8 +206,12 @@ def extract_submodules_state_dict(
         The entries, in their order and under their full names.
     """
     wanted = set(submodule_names)
-    inside = tuple(f"{name}." for name in wanted)
-    return {key: value for key, value in state_dict.items() if key in wanted or key.startswith(inside)}
+
+    def is_wanted(key: str) -> bool:
+        parts = accumulate(key.split("."), "{}.{}".format)
+        return not wanted.isdisjoint(parts)
+
+    return {key: value for key, value in state_dict.items() if is_wanted(key)}
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -274,6 +280,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.save_folder = save_folder
         self.device = device
         self._in_place = SafetensorsFiles()
+        self._files: dict[str, str] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -282,12 +289,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if "safetensors_file" in entry:
             value = self._in_place.load(key, entry)
         else:
-            assert self.save_folder is not None
-            folder = Path(self.save_folder)
-            value = load_offloaded_weight(
-                listed_file(folder, f"{entry.get('weight_name', key)}.dat", folder / INDEX), entry
-            )
+            value = load_offloaded_weight(self._file(str(entry.get("weight_name", key))), entry)
         return value if self.device is None else value.to(self.device)
+
+    def _file(self, name: str) -> str:
+        """Find the file of a weight in the folder; one that was found before only has to be a file still."""
+        known = self._files.get(name)
+        with suppress(OSError):
+            if known is not None and stat.S_ISREG(os.lstat(known).st_mode):
+                return known
+        assert self.save_folder is not None
+        folder = Path(self.save_folder)
+        self._files[name] = found = str(listed_file(folder, f"{name}.dat", folder / INDEX))
+        return found
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index

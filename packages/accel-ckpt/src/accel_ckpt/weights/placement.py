@@ -67,7 +67,8 @@ class Placing:
         dtype: What floating-point weights become; None for what they are in the model.
         offload_buffers: Whether buffers go to "disk" too.
         fp32_modules: Modules whose weights are float32 if `dtype` is given.
-        in_place: Leave weights of "disk" in the safetensors files that have them, in their dtype.
+        in_place: Leave weights in the safetensors files that have them in their dtype: those of "disk" until
+            they are used, and those of "cpu" as memory that is mapped from there.
         index: Entries of the weights that are on the disk.
         before: What was on the meta device before it got a value, by name.
     """
@@ -119,7 +120,7 @@ class Placing:
         Args:
             slots: The weights of the model.
             name: Name of the weight.
-            value: The weight as the checkpoint has it; it is copied.
+            value: The weight as the checkpoint has it; it is copied, unless it can stay where it is mapped.
             source: The file of the weight and its name there, if it can be read in place.
         """
         own = slots.get(name)
@@ -138,7 +139,7 @@ class Placing:
             self._offload(name, value, dtype, source)
             slots.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
         else:
-            slots.put(name, value.to(device, dtype, copy=True))
+            slots.put(name, value.to(device, dtype, copy=not self._stays_mapped(name, source)))
 
     def finish(self) -> None:
         """Write the index of what went to the disk."""
@@ -154,11 +155,19 @@ class Placing:
             if "safetensors_file" not in entry and self.offload_folder is not None:
                 (self.offload_folder / f"{name}.dat").unlink(missing_ok=True)
 
+    def _stays_mapped(self, name: str, source: tuple[Path, str] | None) -> bool:
+        """Whether a weight may share its memory with what was read.
+
+        That is one mapping for each weight of safetensors, of which writes stay private. A weight that the
+        file has under another name, too, needs memory of its own, as it may not be tied in the model.
+        """
+        return self.in_place and source is not None and _is_safetensors(source[0]) and source[1] == name
+
     def _offload(
         self, name: str, value: torch.Tensor, dtype: torch.dtype, source: tuple[Path, str] | None
     ) -> None:
         file, inside = source or (None, name)
-        readable = self.in_place and file is not None and file.name.endswith(".safetensors")
+        readable = self.in_place and file is not None and _is_safetensors(file)
         # Weights of another dtype would be converted at each use; where there is a folder, they are once.
         if file is not None and readable and (value.dtype == dtype or self.offload_folder is None):
             self.index[name] = {
@@ -190,6 +199,10 @@ class Placing:
         path = f".{name.rpartition('.')[0]}."
         kept = any(f".{module}." in path or module == name for module in self.fp32_modules)
         return torch.float32 if kept else self.dtype
+
+
+def _is_safetensors(file: Path) -> bool:
+    return file.name.endswith(".safetensors")
 
 
 def _fill(own: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:

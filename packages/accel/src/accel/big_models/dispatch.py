@@ -159,9 +159,10 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, each weight to its place, and dispatch the model.
 
-    Files are mapped into memory, and weights go from there to their device one by one. Those on "disk" are
-    left in safetensors files where these have them in the right dtype: keep the checkpoint while the model is
-    in use.
+    Files are mapped into memory, and weights go from there to their device one by one. Those on "cpu" and on
+    "disk" are left in safetensors files where these have them in the right dtype: the former become memory as
+    they are used, and what is written to them never reaches the file. While the model is in use keep the
+    checkpoint, and replace its files rather than writing into them.
 
     Args:
         model: The model, usually made under `init_empty_weights`.

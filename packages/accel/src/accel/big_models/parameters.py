@@ -40,6 +40,8 @@ def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) ->
             return value
         if type(value).to is not torch.Tensor.to:  # it is quantized already, and knows how to move
             return value.to(device)
+    if there and type(value) is torch.Tensor and type(own) is torch.nn.Parameter and not vars(own):
+        return torch.nn.Parameter(value, own.requires_grad)  # what `moved` returns, without its checks
     made = moved(own, value, device)
     if getattr(made, "SCB", made) is None:
         # An int8 weight of a bitsandbytes layer that has run: the layer has its statistics, and asks no more.

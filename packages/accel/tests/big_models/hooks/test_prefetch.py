@@ -7,15 +7,19 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from accel import disk_offload
+from accel.big_models.hooks import prefetch
 from accel.big_models.hooks.align import tied_key
 from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher, bring_in
 from accel.hooks import AlignDevicesHook, add_hook_to_module
+from accel_ckpt.weights.offload import OffloadedWeightsLoader
 
 X = torch.ones(1, 2)
 THREAD = "accel-prefetch"
@@ -122,7 +126,8 @@ def test_no_thread_reads_when_the_forward_has_ended(plain: Chain) -> None:
     assert all(layer.weight.is_meta for layer in model.layers)
 
 
-def test_no_thread_reads_when_the_forward_has_failed(plain: Chain) -> None:
+def test_no_thread_reads_when_the_forward_has_failed(plain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "_BYTES_AHEAD", 1)
     model, weights, _ = fetched(plain)
     model(X)
     readers(weights)
@@ -267,3 +272,78 @@ def test_a_tied_weight_that_is_there_is_not_read() -> None:
 )
 def test_any_weight_is_brought_in_as_it_is(value: torch.Tensor) -> None:
     assert bring_in(value) is value
+
+
+Reads = list[tuple[str, int]]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """The name of each weight that is read, with the thread that reads it."""
+    found: Reads = []
+    get = OffloadedWeightsLoader.__getitem__
+
+    def record(loader: OffloadedWeightsLoader, name: str) -> torch.Tensor:
+        found.append((name, threading.get_ident()))
+        return get(loader, name)
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", record)
+    return found
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(count)))
+
+
+def test_one_thread_reads_many_small_modules(reads: Reads, tmp_path: Path) -> None:
+    model = disk_offload(layers(20), tmp_path, execution_device="cpu")
+    expected = model(torch.ones(1, 32))
+    reads.clear()
+    assert torch.equal(model(torch.ones(1, 32)), expected)
+
+    assert [name for name, _ in reads] == [f"{index}.weight" for index in range(20)]
+    (first, *others) = [thread for _, thread in reads]
+    assert first == threading.get_ident()
+    assert len(set(others)) == 1
+    assert others[0] != first
+    assert not [thread for thread in threading.enumerate() if thread.name == "accel-prefetch"]
+
+
+def test_large_modules_are_read_one_ahead(
+    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_BYTES_AHEAD", 32 * 32 * 4)
+    model = disk_offload(layers(6), tmp_path, execution_device="cpu")
+    seen: list[int] = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.append(_count(reads)))
+    model(torch.ones(1, 32))
+    reads.clear()
+    seen.clear()
+    model(torch.ones(1, 32))
+
+    assert seen == [2, 3, 4, 5, 6, 6]
+
+
+def test_a_small_module_does_not_keep_the_large_one_after_it_from_being_read(
+    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_BYTES_AHEAD", 32 * 32 * 4)
+    model = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(32, 32), nn.LayerNorm(32))))
+    disk_offload(model, tmp_path, execution_device="cpu")
+    model(torch.ones(1, 32))
+    reads.clear()
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(_count(reads)))
+    model(torch.ones(1, 32))
+
+    assert seen == [6]
+    assert {name.partition(".")[0] for name, _ in reads[:6]} == {"0", "1", "2"}
+
+
+def _count(reads: Reads) -> int:
+    """Count reads, those of a thread that is reading included."""
+    for thread in threading.enumerate():
+        if thread.name == "accel-prefetch":
+            thread.join()
+    return len(reads)

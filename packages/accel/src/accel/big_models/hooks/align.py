@@ -82,6 +82,10 @@ class AlignDevicesHook(ModelHook):
         skip_keys: Keyword arguments, keys and fields at any depth that are not moved.
         tied_params_map: Copies of tied weights by device, by address of the weight, shared between the hooks
             of a model so that each device has one copy.
+
+    Attributes:
+        prefetcher: Reads weights of the modules that run next, for the hooks of a model with weights on the
+            disk; None to read each module's when it runs.
     """
 
     def __init__(
@@ -268,6 +272,11 @@ class AlignDevicesHook(ModelHook):
     def is_loaded(self) -> bool:
         """Whether the offloaded weights are in their places now."""
         return self._users > 0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes of the offloaded weights."""
+        return sum(slot.placeholder.nbytes for slot in self.slots)
 
     def fetch(self) -> dict[str, torch.Tensor]:
         """Read the offloaded weights, without putting them in their places.

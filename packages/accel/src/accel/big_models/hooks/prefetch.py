@@ -1,4 +1,4 @@
-"""Reading the weights of the module that runs next while the current one runs."""
+"""Reading the weights of the modules that run next while the current one runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ __all__ = ["EndOfForward", "Prefetcher", "bring_in"]
 
 _Weights = dict[str, torch.Tensor]
 
+# Modules are read ahead until they have this many bytes. Starting a thread takes 0.1 ms, as does reading some
+# 100 KiB: one for each small module would cost more than it saves.
+_BYTES_AHEAD = 8 << 20
+
 
 class _Loading(Protocol):
     """A hook that loads the weights of its module, as AlignDevicesHook does."""
@@ -26,14 +30,18 @@ class _Loading(Protocol):
     @property
     def is_loaded(self) -> bool: ...
 
+    @property
+    def offloaded_bytes(self) -> int: ...
+
     def fetch(self) -> _Weights: ...
 
 
 class Prefetcher:
-    """The order in which the modules of a model ran, and the weights of the next one.
+    """The order in which the modules of a model ran, and the weights of those that run next.
 
-    The first forward learns the order; from the second on, a thread fetches what comes next, and ends with
-    that. Where the order changes, what was fetched in vain is dropped, and the module reads for itself.
+    The first forward learns the order; from the second on, a thread fetches what comes next: modules until
+    they have 8 MiB together, so one, if it is large. Where the order changes, what was fetched in vain is
+    dropped, and the module reads for itself.
     """
 
     def __init__(self) -> None:
@@ -43,7 +51,9 @@ class Prefetcher:
         # A fork copies this object without its threads.
         self._process = os.getpid()
         self._next: dict[int, ref[_Loading]] = {}  # weak: hooks hold this
-        self._reads: dict[int, Future[_Weights]] = {}
+        self._reads: dict[int, _Read] = {}
+        self._ahead = 0  # bytes of these
+        self._end: ref[_Loading] | None = None  # the last of these
         self._threads: list[threading.Thread] = []
         # Each thread may run a forward of its own, in an order of its own.
         self._last = threading.local()
@@ -68,9 +78,13 @@ class Prefetcher:
             self._forget()
         with self._lock:
             read = self._reads.pop(id(hook), None)
-        if read is None or read.exception() is not None:
+            if read is None:  # another module was expected
+                self._drop()
+            else:
+                self._ahead -= read.size
+        if read is None or read.weights.exception() is not None:
             return {}  # the module reads for itself, and raises what there is to raise
-        return read.result()
+        return read.weights.result()
 
     def start_next(self, hook: _Loading) -> None:
         """Fetch what ran after a module the last time.
@@ -79,25 +93,49 @@ class Prefetcher:
             hook: The hook of the module that begins to run.
         """
         before = getattr(self._last, "hook", None)
-        if before is not None:
+        if before is not None and before is not hook:
             self._next[id(before)] = ref(hook)
         self._last.hook = hook
-        weak = self._next.get(id(hook))
-        following = weak() if weak is not None else None
-        if following is None or following is hook:
-            return
         with self._lock:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            if id(following) in self._reads or following.is_loaded:
+            if self._ahead > _BYTES_AHEAD // 2:  # one thread for several small modules, not one for each
                 return
-            read: Future[_Weights] = Future()
-            thread = threading.Thread(target=_read, args=(following, read), name="accel-prefetch")
+            end = self._end() if self._end is not None else None
+            reads = self._following(hook if end is None else end)
+            if not reads:
+                return
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            thread = threading.Thread(target=_read, args=(reads,), name="accel-prefetch")
             try:
                 thread.start()
             except RuntimeError:  # no thread can be started any more: the interpreter ends
                 return
-            self._reads[id(following)] = read
+            self._reads.update((id(hook), read) for hook, read in reads)
+            self._ahead += sum(read.size for _, read in reads)
+            self._end = ref(reads[-1][0])
             self._threads.append(thread)
+
+    def _following(self, hook: _Loading) -> list[tuple[_Loading, _Read]]:
+        """Return what is to be read after a module."""
+        reads: list[tuple[_Loading, _Read]] = []
+        ahead, seen = self._ahead, {id(hook)}
+        while ahead < _BYTES_AHEAD:
+            weak = self._next.get(id(hook))
+            following = weak() if weak is not None else None
+            if following is None or id(following) in seen or id(following) in self._reads:
+                break
+            if following.is_loaded:  # for a module that it is inside of
+                break
+            hook = following
+            seen.add(id(hook))
+            reads.append((hook, _Read(hook.offloaded_bytes)))
+            ahead += hook.offloaded_bytes
+        return reads
+
+    def _drop(self) -> None:
+        for read in self._reads.values():
+            read.wanted = False
+        self._reads.clear()
+        self._ahead, self._end = 0, None
 
     def finish(self) -> None:
         """End a forward of the model: what was fetched in vain is dropped, and no thread reads any more."""
@@ -105,10 +143,19 @@ class Prefetcher:
         if self._process != os.getpid():
             return
         with self._lock:
-            self._reads.clear()
+            self._drop()
             threads, self._threads = self._threads, []
         for thread in threads:
             thread.join()
+
+
+class _Read:
+    """The weights of one module that are fetched: their bytes, and the weights once they are there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.weights: Future[_Weights] = Future()
+        self.wanted = True
 
 
 class EndOfForward(ModelHook):
@@ -131,11 +178,16 @@ class EndOfForward(ModelHook):
         run_untraced(Prefetcher.finish, self.prefetcher)
 
 
-def _read(hook: _Loading, read: Future[_Weights]) -> None:
-    try:
-        read.set_result(hook.fetch())
+def _read(reads: list[tuple[_Loading, _Read]]) -> None:
+    for hook, read in reads:
+        _fetch(hook, read)
+
+
+def _fetch(hook: _Loading, read: _Read) -> None:
+    try:  # where nobody wants it any more, somebody may still wait for it
+        read.weights.set_result(hook.fetch() if read.wanted else {})
     except BaseException as error:  # whoever takes it sees it
-        read.set_exception(error)
+        read.weights.set_exception(error)
 
 
 def bring_in(value: torch.Tensor) -> torch.Tensor:
