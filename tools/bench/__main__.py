@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from .accumulate import accumulate_row
+from .big_models import hook_rows, load_peak_row, placed_load_rows, planning_rows, prefetch_row
 from .checkpoints import load_rows, save_async_row, save_row
 from .clipping import clip_rows
 from .collectives import gather_rows
@@ -46,6 +47,11 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "async": save_async_row,
     "load": load_rows,
     "merge": merge_row,
+    "big-load": placed_load_rows,
+    "big-load-memory": load_peak_row,
+    "placement": planning_rows,
+    "hooks": hook_rows,
+    "prefetch": prefetch_row,
     "import": import_rows,
     "help": help_row,
     "dry-run": dry_run_row,
