@@ -204,6 +204,22 @@ def test_threads_that_run_one_model_each_have_an_order(plain: Chain) -> None:
     assert all(layer.weight.is_meta for layer in model.layers)
 
 
+def test_each_thread_learns_the_order_of_its_calls(plain: Chain) -> None:
+    model, weights, prefetcher = fetched(plain)
+    first, second, third = (layer._hf_hook for layer in model.layers)
+    prefetcher.start_next(first)
+    other = threading.Thread(target=prefetcher.start_next, args=(third,))
+    other.start()
+    other.join()
+    prefetcher.start_next(second)
+    prefetcher.finish()
+    readers(weights)
+    prefetcher.start_next(first)
+    prefetcher.finish()
+
+    assert readers(weights) == [("1", "thread")]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked on this system")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(plain: Chain) -> None:
