@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.values import images, plain, unchanged
+from accel.trackers.values import images, plain, table_rows, unchanged
 from accel_state.imports.packages import require
 
 __all__ = ["TrackioTracker"]
@@ -71,6 +71,8 @@ class TrackioTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Log a `trackio.Table`; `kwargs` go to it."""
+        if dataframe is None:
+            columns, data = table_rows(columns, data, None)
         table = self._trackio.Table(columns=columns, data=data, dataframe=dataframe, **kwargs)
         self.run.log({table_name: table}, step=step)
 

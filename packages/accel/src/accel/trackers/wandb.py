@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.values import images, plain, unchanged
+from accel.trackers.values import images, plain, table_rows, unchanged
 from accel_state.imports.packages import require
 
 __all__ = ["WandBTracker"]
@@ -70,6 +70,8 @@ class WandBTracker(GeneralTracker):
     ) -> None:
         """Log a `wandb.Table`; `kwargs` go to `wandb.Run.log`."""
         wandb = require("wandb", extra="wandb")
+        if dataframe is None:
+            columns, data = table_rows(columns, data, None)
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({table_name: table}, step=step, **kwargs)
 
