@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor, read_pages
+from accel_ckpt.weights.mapped import SafetensorsFiles, converted, map_tensor, read_pages
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -181,3 +181,34 @@ def test_pages_come_when_they_are_used_and_go_with_the_tensor(tmp_path: Path) ->
 )
 def test_pages_of_any_tensor_can_be_read(value: torch.Tensor) -> None:
     read_pages(value)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (4, 3), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_converted_is_what_to_gives(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    value = torch.nn.Parameter(torch.randn(shape))
+
+    found = converted(value, dtype)
+
+    assert found.dtype == dtype
+    assert not found.requires_grad
+    assert torch.equal(found, value.detach().to(dtype))
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+
+
+@on_linux
+def test_what_is_converted_one_after_the_other_takes_the_memory_of_one() -> None:
+    value = torch.ones(2**20)
+    kept = []  # what stands for each weight in a model, in the same heap
+    converted(value, torch.bfloat16)
+    before = anonymous_bytes()
+    for _ in range(50):
+        found = converted(value, torch.bfloat16)
+        kept.append(torch.nn.Parameter(torch.empty_like(found, device="meta")))
+        del found
+
+    assert anonymous_bytes() - before < 5 * value.numel() * 2

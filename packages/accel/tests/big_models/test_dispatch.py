@@ -218,6 +218,24 @@ def test_a_dispatched_model_is_dispatched_anew(net, device_map, tmp_path: Path):
     assert all(torch.equal(model.state_dict()[name], value) for name, value in net.state_dict().items())
 
 
+@pytest.mark.parametrize("device_map", MAPS.values(), ids=MAPS)
+def test_an_index_says_where_weights_are_that_come_to_memory(net, device_map, tmp_path: Path):
+    model = dispatched_from_files(net, tmp_path)
+    remove_hook_from_submodules(model)  # as peft does, which keeps an index
+    lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    assert lost
+    index = {name: {"safetensors_file": str(tmp_path / "model.safetensors")} for name in lost}
+
+    dispatch_model(model, device_map, offload_dir=tmp_path / "offloaded", offload_index=index)
+
+    for number in range(3):
+        place = device_map.get(f"blocks.{number}", device_map.get("blocks", "cpu"))
+        assert model.blocks[number][0].weight.is_meta == (place == "disk")
+    with torch.no_grad():
+        assert torch.equal(model(IDS), net(IDS))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in net.state_dict().items())
+
+
 @pytest.mark.parametrize("wrong", ["no folder", "a full disk", "a device that is not there"])
 def test_a_model_that_cannot_be_dispatched_anew_runs_as_before(net, wrong: str, tmp_path: Path):
     model = dispatched_from_files(net, tmp_path)

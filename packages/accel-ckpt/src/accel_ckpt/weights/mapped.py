@@ -16,7 +16,7 @@ from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.files.safetensors_writer import DTYPES
 
-__all__ = ["SafetensorsFiles", "map_tensor", "read_pages"]
+__all__ = ["SafetensorsFiles", "converted", "map_tensor", "read_pages"]
 
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 
@@ -71,6 +71,25 @@ def map_tensor(
     return mapped.view(dtype).reshape(shape)
 
 
+def converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in a dtype, for a short time: its memory goes back to the system when it is freed.
+
+    Args:
+        value: A tensor on the CPU.
+        dtype: The dtype.
+
+    Returns:
+        A contiguous tensor without a gradient; `value`'s own memory if it has the dtype already.
+    """
+    value = value.detach()
+    if value.dtype == dtype or not value.numel():
+        return value.to(dtype)
+    # Not from the heap: torch asks for aligned memory, and glibc (seen in 2.36) then takes new memory for
+    # each weight below 32 MB, since small objects beside it keep the freed block from being used again.
+    pages = mmap.mmap(-1, value.numel() * dtype.itemsize, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(pages, dtype=dtype).reshape(value.shape).copy_(value)
+
+
 def read_pages(tensor: torch.Tensor) -> None:
     """Bring the pages of a mapped tensor into memory, by looking at a byte of each.
 
@@ -115,7 +134,7 @@ class SafetensorsFiles:
         value = map_tensor(path, begin + first, shape, dtype)
         # An unknown or missing dtype means the file's own.
         wanted = getattr(torch, str(entry.get("dtype", "")).removeprefix("torch."), dtype)
-        return value.to(wanted)
+        return converted(value, wanted)
 
     def _header(self, path: str, name: str) -> _Header:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.mapped import converted
 from accel_ckpt.weights.offload import make_offload_folder, offload_weight, save_offload_index
 from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
@@ -182,7 +183,8 @@ class Placing:
                 'write weights of "disk" with offload_folder=.'
             )
         make_offload_folder(self.offload_folder)
-        offload_weight(value.to(dtype) if self.in_place else value, name, self.offload_folder, self.index)
+        content = converted(value, dtype) if self.in_place else value
+        offload_weight(content, name, self.offload_folder, self.index)
 
     def _device_of(self, slots: Slots, name: str) -> str:
         assert self.device_map is not None

@@ -64,8 +64,8 @@ def dispatch_model(
         state_dict: The weights of what is on "cpu"; by default the model's.
         offload_dir: The folder for what is on "disk". What the model has is written; for weights on the meta
             device the folder's are used.
-        offload_index: Where weights of "disk" are, by name, as for `OffloadedWeightsLoader`; by default as
-            the folder's index says.
+        offload_index: Where weights are on the disk, by name, as for `OffloadedWeightsLoader`; by default as
+            the folder's index says. What the map has in memory, and the model on the meta device, is read.
         offload_buffers: Offload buffers too.
         skip_keys: Keyword arguments, keys and fields whose values are not moved between devices.
         preload_module_classes: Names of classes that use the weights of modules inside of them without
@@ -111,6 +111,7 @@ def dispatch_model(
         # What the caller gives comes before the values of an earlier dispatch.
         values = {**earlier, **(state_dict or {})}
         wanted = collect(model, place, offload_buffers, values, offload_dir, offload_index)
+        earlier = {**_listed_values(model, wanted.names, offload_dir, offload_index), **earlier}
         _check_resident(model, device_map, wanted.names | earlier.keys())
         index = wanted.write()
         _take_hooks_away(model, {name: earlier[name] for name in earlier.keys() - wanted.names})
@@ -130,6 +131,7 @@ def dispatch_model(
             raise
     elif device_map:
         device = as_device(next(iter(device_map.values())))
+        earlier = {**_listed_values(model, (), offload_dir, offload_index), **earlier}
         _check_resident(model, device_map, earlier.keys())
         _take_hooks_away(model, earlier)
         # Models of quantized weights reject to() even where there is nothing to move.
@@ -288,6 +290,26 @@ def _take_hooks_away(model: nn.Module, values: Mapping[str, torch.Tensor]) -> No
             for hook in others:
                 add_hook_to_module(module, hook, append=True)
     fill_meta(model, values)
+
+
+def _listed_values(
+    model: nn.Module,
+    offloaded: Collection[str],
+    folder: Folder | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+) -> dict[str, torch.Tensor]:
+    """Map weights that an index lists, and that are on the meta device and will not be offloaded."""
+    if not index:
+        return {}
+    weights = OffloadedWeightsLoader(save_folder=folder, index=index)
+    tensors = {name: tensor for name, (tensor, _) in named_tensors(model).items() if tensor.is_meta}
+    # An index may have any of the names of a tied weight.
+    listed = {id(tensors[name]): name for name in tensors.keys() & index.keys()}
+    return {
+        name: weights[listed[id(tensor)]]
+        for name, tensor in tensors.items()
+        if id(tensor) in listed and name not in offloaded
+    }
 
 
 def _check_resident(model: nn.Module, device_map: DeviceMap, given: Collection[str]) -> None:
