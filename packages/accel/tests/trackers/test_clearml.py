@@ -54,7 +54,9 @@ MORE = """
 import glob, json, zipfile
 import clearml
 from accel.tracking import ClearMLTracker
+from offline_run import skip_analysis
 
+skip_analysis()
 task = clearml.Task.init("project", "script's own", auto_connect_frameworks=False)
 tracker = ClearMLTracker("project")
 tracker.start()
