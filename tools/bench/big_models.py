@@ -143,7 +143,9 @@ def hook_rows(*, quick: bool = False) -> list[Row]:
     }
     rows = []
     for kind, name in kinds.items():
-        samples: Samples = run_workers("big_models:measure_hooks", 1, kind=kind, rounds=5 if quick else 60)
+        samples: Samples = run_workers(
+            "big_models:measure_hooks", 1, kind=kind, rounds=5 if quick else 20 if kind == "disk" else 60
+        )
         added = differences(samples)
         shares = [
             (ours - plain) / (theirs - plain)
@@ -278,8 +280,6 @@ def measure_prefetch(rank: int, size: int, modules: int, width: int, rounds: int
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model = _layers(modules, width)
-        rows = 64
-        computing = _best(partial(model, torch.ones(rows, width)))
         disk_offload(model, folder, execution_device="cpu")
         tiny = torch.ones(1, width)
         model(tiny)
@@ -295,7 +295,11 @@ def measure_prefetch(rank: int, size: int, modules: int, width: int, rounds: int
             return time.perf_counter() - start
 
         reading = min(forward(tiny, ahead=False) for _ in range(3))
-        inputs = torch.ones(max(1, round(rows * reading / computing)), width)
+        layer, rows, computing = nn.Linear(width, width, bias=False), 64, 0.0
+        while computing < reading:
+            rows += rows // 8
+            computing = modules * _best(partial(layer, torch.ones(rows, width)))
+        inputs = torch.ones(rows, width)
         measures: dict[str, Callable[[], float]] = {
             BASELINE: partial(forward, inputs, ahead=False),
             CONTROL: partial(forward, inputs, ahead=False),
@@ -303,7 +307,7 @@ def measure_prefetch(rank: int, size: int, modules: int, width: int, rounds: int
         }
         samples = interleave(measures, rounds=rounds, warmup=2)
         size_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.dat"))
-    return {"samples": samples, "bytes": size_bytes, "compute": computing * len(inputs) / rows}
+    return {"samples": samples, "bytes": size_bytes, "compute": computing}
 
 
 def _layers(count: int, width: int) -> nn.Sequential:

@@ -97,7 +97,8 @@ def load_checkpoint_in_model(
         offload_buffers: Write the buffers of modules on "disk" there too. By default they go to the CPU.
         keep_in_fp32_modules: Names of modules, or the ends of their dotted paths, that are float32 whatever
             `dtype` says.
-        offload_8bit_bnb: Place weights that bitsandbytes quantized to 8 bits on the CPU or the disk.
+        offload_8bit_bnb: Not supported: `accel.utils.load_and_quantize_model` quantizes models while they
+            are loaded.
         strict: Raise if the model or the checkpoint has weights that the other lacks; by default, warn of
             those that the checkpoint lacks, and log those that the model lacks.
         full_state_dict: Each process's files have whole tensors, of which a sharded model takes its part; if
@@ -116,8 +117,8 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise NotImplementedError(
-            "offload_8bit_bnb=True needs models quantized by bitsandbytes, which cannot be loaded yet. Load "
-            "the weights before they are quantized, with offload_8bit_bnb=False."
+            "offload_8bit_bnb=True: weights that bitsandbytes quantized are not offloaded. Quantize a model "
+            "while it is loaded, with accel.utils.load_and_quantize_model, which keeps it on one device."
         )
     placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
     load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)

@@ -65,6 +65,11 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.fixture(autouse=True)
+def no_module_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "_SMALL_BYTES", 0)
+
+
 @pytest.fixture
 def plain() -> Chain:
     torch.manual_seed(0)
@@ -355,6 +360,31 @@ def test_a_small_module_does_not_keep_the_large_one_after_it_from_being_read(
 
     assert seen == [6]
     assert {name.partition(".")[0] for name, _ in reads[:6]} == {"0", "1", "2"}
+
+
+def test_small_modules_read_for_themselves_and_the_large_one_after_them_is_read_ahead(
+    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_SMALL_BYTES", 1000)
+    model = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(32, 32), nn.LayerNorm(32))))
+    disk_offload(model, tmp_path, execution_device="cpu")
+    for _ in range(2):
+        reads.clear()
+        model(torch.ones(1, 32))
+
+    by_thread = {name for name, thread in reads if thread != threading.get_ident()}
+    assert by_thread == {"2.weight", "2.bias", "4.weight", "4.bias"}
+
+
+def test_a_model_of_small_modules_starts_no_thread(
+    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_SMALL_BYTES", 1 << 16)
+    model = disk_offload(layers(30), tmp_path, execution_device="cpu")
+    for _ in range(2):
+        model(torch.ones(1, 32))
+
+    assert {thread for _, thread in reads} == {threading.get_ident()}
 
 
 def _count(reads: Reads) -> int:

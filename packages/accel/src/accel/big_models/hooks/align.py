@@ -86,6 +86,7 @@ class AlignDevicesHook(ModelHook):
     Attributes:
         prefetcher: Reads weights of the modules that run next, for the hooks of a model with weights on the
             disk; None to read each module's when it runs.
+        offloaded_bytes: Bytes of the offloaded weights.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self.prefetcher: Prefetcher | None = None
         self.slots: list[Slot] = []
+        self.offloaded_bytes = 0
         self._handles: tuple[Any, ...] = ()
         self._recurrent = False
         # Calls that are running: in several threads, or one inside another.
@@ -218,6 +220,7 @@ class AlignDevicesHook(ModelHook):
         elif own:  # the hook has been moved to another module, whose weights count
             self.weights_map = ChainMap(own, self.weights_map)  # type: ignore[arg-type]
         self.slots = slots
+        self.offloaded_bytes = sum(slot.placeholder.nbytes for slot in slots)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Bring weights and inputs to the execution device."""
@@ -272,11 +275,6 @@ class AlignDevicesHook(ModelHook):
     def is_loaded(self) -> bool:
         """Whether the offloaded weights are in their places now."""
         return self._users > 0
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """The bytes of the offloaded weights."""
-        return sum(slot.placeholder.nbytes for slot in self.slots)
 
     def fetch(self) -> dict[str, torch.Tensor]:
         """Read the offloaded weights, without putting them in their places.

@@ -19,9 +19,14 @@ __all__ = ["EndOfForward", "Prefetcher", "bring_in"]
 
 _Weights = dict[str, torch.Tensor]
 
-# Modules are read ahead until they have this many bytes. Starting a thread takes 0.1 ms, as does reading some
-# 100 KiB: one for each small module would cost more than it saves.
+# Modules are read ahead until they have this many bytes, as starting a thread for each takes 0.1 ms.
 _BYTES_AHEAD = 8 << 20
+
+# Reading this much takes less time than waiting for a thread that reads it.
+_SMALL_BYTES = 64 << 10
+
+# How many small modules are passed over in looking for one to read ahead.
+_PASSED_OVER = 8
 
 
 class _Loading(Protocol):
@@ -40,8 +45,8 @@ class Prefetcher:
     """The order in which the modules of a model ran, and the weights of those that run next.
 
     The first forward learns the order; from the second on, a thread fetches what comes next: modules until
-    they have 8 MiB together, so one, if it is large. Where the order changes, what was fetched in vain is
-    dropped, and the module reads for itself.
+    they have 8 MiB together, so one, if it is large. Modules of 64 KiB or less read for themselves. Where the
+    order changes, what was fetched in vain is dropped, and the module reads for itself.
     """
 
     def __init__(self) -> None:
@@ -78,10 +83,10 @@ class Prefetcher:
             self._forget()
         with self._lock:
             read = self._reads.pop(id(hook), None)
-            if read is None:  # another module was expected
-                self._drop()
-            else:
+            if read is not None:
                 self._ahead -= read.size
+            elif hook.offloaded_bytes > _SMALL_BYTES:  # another module was expected
+                self._drop()
         if read is None or read.weights.exception() is not None:
             return {}  # the module reads for itself, and raises what there is to raise
         return read.weights.result()
@@ -117,8 +122,8 @@ class Prefetcher:
     def _following(self, hook: _Loading) -> list[tuple[_Loading, _Read]]:
         """Return what is to be read after a module."""
         reads: list[tuple[_Loading, _Read]] = []
-        ahead, seen = self._ahead, {id(hook)}
-        while ahead < _BYTES_AHEAD:
+        ahead, seen, passed_over = self._ahead, {id(hook)}, 0
+        while ahead < _BYTES_AHEAD and passed_over < _PASSED_OVER:
             weak = self._next.get(id(hook))
             following = weak() if weak is not None else None
             if following is None or id(following) in seen or id(following) in self._reads:
@@ -127,8 +132,12 @@ class Prefetcher:
                 break
             hook = following
             seen.add(id(hook))
+            if hook.offloaded_bytes <= _SMALL_BYTES:
+                passed_over += 1
+                continue
             reads.append((hook, _Read(hook.offloaded_bytes)))
             ahead += hook.offloaded_bytes
+            passed_over = 0
         return reads
 
     def _drop(self) -> None:
