@@ -260,7 +260,10 @@ def measure_hooks(rank: int, size: int, kind: str, rounds: int) -> Samples:
     """Time calls of small modules, plain and with the hooks of each contestant; runs in a worker."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad():
-        models = {BASELINE: _layers(TINY_MODULES, TINY), CONTROL: _layers(TINY_MODULES, TINY)}
+        models: dict[str, nn.Module] = {
+            BASELINE: _layers(TINY_MODULES, TINY),
+            CONTROL: _layers(TINY_MODULES, TINY),
+        }
         for library in ("accel", "accelerate"):
             models[library] = _hooked(library, kind, Path(folder) / library)
         inputs = torch.ones(1, TINY)
@@ -283,7 +286,7 @@ def measure_prefetch(rank: int, size: int, modules: int, width: int, rounds: int
         disk_offload(model, folder, execution_device="cpu")
         tiny = torch.ones(1, width)
         model(tiny)
-        hooks = {module: module._hf_hook for module in model}
+        hooks: dict[nn.Module, Any] = {module: module._hf_hook for module in model}
         prefetchers = {module: hook.prefetcher for module, hook in hooks.items()}
 
         def forward(inputs: torch.Tensor, ahead: bool) -> float:
