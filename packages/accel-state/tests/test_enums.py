@@ -17,7 +17,7 @@ DOCUMENTED = {
     "CustomDtype": "fp8 int2 int4",
     "DynamoBackend": "AOT_EAGER AOT_TORCHXLA_TRACE_ONCE AOT_TS_NVFUSER CUDAGRAPHS EAGER FX2TRT HPU_BACKEND "
     "INDUCTOR NEURON NO NVPRIMS_NVFUSER OFI ONNXRT TENSORRT TORCHXLA_TRACE_ONCE TVM",
-    "LoggerType": "aim all clearml comet_ml dvclive mlflow swanlab tensorboard trackio wandb",
+    "LoggerType": "aim all clearml comet_ml dvclive jsonl mlflow swanlab tensorboard trackio wandb",
     "PrecisionType": "bf16 fp16 fp8 no",
     "RNGType": "cuda generator hpu mlu musa neuron npu sdaa torch xla xpu",
     "SageMakerDistributedType": "DATA_PARALLEL MODEL_PARALLEL NO",

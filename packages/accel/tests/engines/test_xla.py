@@ -182,7 +182,7 @@ def test_one_process_reduces_nothing(monkeypatch):
 def test_what_is_not_there_on_xla_devices_is_refused():
     context = Accelerator(cpu=True).engine.context
     for plugin in (FullyShardedDataParallelPlugin(), MegatronLMPlugin()):
-        with pytest.raises(ValueError, match=r"not there on XLA devices.*Leave them out"):
+        with pytest.raises(ValueError, match=r"not supported on XLA devices.*Leave them out"):
             XLAEngine(replace(context, settings=plugin))
     engine = XLAEngine(context)
     assert engine.prepare(Prepared()) == Prepared()
