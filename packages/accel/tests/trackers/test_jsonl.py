@@ -23,8 +23,14 @@ def refuse(name):
     raise AssertionError(f"{name} is not JSON")
 
 
+def complete(path):
+    """Return what is there up to the last newline; what follows is being written, or was at a kill."""
+    text = path.read_text()
+    return text[: text.rfind("\n") + 1]
+
+
 def lines(path):
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [json.loads(line, parse_constant=refuse) for line in complete(path).splitlines()]
 
 
 def without_time(path):
@@ -111,7 +117,7 @@ def test_what_was_logged_before_a_kill_is_there_and_the_run_goes_on_in_the_file(
     assert found[0]["config"] == {"lr": 0.1}
     assert [line["step"] for line in found[1:]] == list(range(1, len(found)))
 
-    path.write_text(path.read_text() + '{"half')  # as after a crash of the machine
+    path.write_text(complete(path) + '{"half')  # as after a kill within a write
     tracker = JSONLTracker("run", tmp_path)
     tracker.start()
     tracker.log({"loss": 0.0}, step=99)
@@ -134,11 +140,16 @@ def test_a_closed_file_and_a_full_disk_are_errors(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
         with pytest.raises(OSError, match="only 10 of"):
             tracker.log({"loss": 1.0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        tracker.log({"loss": 2.0})  # there is room again
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
         tracker.finish()
     tracker.finish()
+    half, last = tracker.path.read_text().splitlines()
+    assert len(half) == 10
+    assert json.loads(last)["values"] == {"loss": 2.0}
 
 
 def test_a_call_costs_at_most_20_microseconds(tmp_path):

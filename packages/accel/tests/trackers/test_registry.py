@@ -118,6 +118,61 @@ def test_one_that_could_not_start_is_blank():
     accelerator.get_tracker("unstarted", unwrap=True).log_images({})
 
 
+def test_an_object_may_have_a_name_and_its_processes_of_its_own(world):
+    done = ["start", {"loss": 1.0}, "finish"]
+
+    assert world.run(calls_of_a_tracker_with_attributes_of_its_own) == [done, done]
+
+
+def calls_of_a_tracker_with_attributes_of_its_own() -> list:
+    class NamedTracker(GeneralTracker):
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            self.name, self.main_process_only, self.calls = "named", False, []
+            super().__init__()
+
+        @property
+        def tracker(self) -> list:
+            return self.calls
+
+        def start(self):
+            self.calls.append("start")
+
+        def log(self, values, step=None, **kwargs):
+            self.calls.append(values)
+
+        def finish(self):
+            self.calls.append("finish")
+
+    own = NamedTracker()
+    accelerator = Accelerator(log_with=own)
+    accelerator.init_trackers("project", init_kwargs={"named": {}})
+    assert accelerator.get_tracker("named") is own
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    return own.calls
+
+
+@pytest.mark.parametrize("option", ["name", "method", "function", "values", "self", "step"])
+def test_options_of_a_tracker_may_have_any_name(option):
+    own = ListTracker()
+    accelerator = Accelerator(log_with=own)
+    accelerator.init_trackers("project")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.log({"loss": 1.0}, step=3, log_kwargs={"list": {option: 5}})
+
+    if option in ("values", "self"):  # which the tracker's method has given already
+        (warning,) = caught
+        assert "The list tracker failed in log(): TypeError" in str(warning.message)
+        assert own.calls == []
+    else:
+        assert not caught
+        step, rest = (5, {}) if option == "step" else (3, {option: 5})
+        assert own.calls == [({"loss": 1.0}, step, rest)]
+
+
 def test_strict_trackers_raise_after_all_are_finished(monkeypatch):
     monkeypatch.setenv("ACCELERATE_STRICT_TRACKERS", "1")
     own = ListTracker()

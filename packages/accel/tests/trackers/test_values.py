@@ -47,6 +47,18 @@ def test_plain_values(value, expected):
     assert type(result) is type(expected)
 
 
+def test_a_table_of_one_value_is_text():
+    class Table:
+        """As a pandas DataFrame, which has a shape and no `item`."""
+
+        shape = (1, 1)
+
+        def __str__(self):
+            return "one row"
+
+    assert plain({"table": Table()}) == {"table": "one row"}
+
+
 def test_nan_stays_a_number_and_a_library_keeps_its_objects():
     thing = object()
 

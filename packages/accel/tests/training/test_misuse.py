@@ -546,6 +546,10 @@ def test_an_accelerator_that_is_gone_is_not_called(monkeypatch):
     assert not checked_runs()
     monkeypatch.delattr("accel.training.misuse.Watch.before_step")
     optimizer.step()
+    for _ in range(3):  # which never step
+        later = Accelerator().prepare(Net())
+        del later
+    assert len(misuse._checked_runs) <= 1
 
     other, model = Accelerator(), Net()  # and removes the hook when it is checked
     monkeypatch.undo()

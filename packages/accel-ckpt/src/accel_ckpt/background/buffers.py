@@ -40,8 +40,9 @@ class Memory:
         self.device = process.device
         self._sources: set[torch.device] = set()  # that copy by themselves
         self._pinned = process.device.type != "cpu"
-        # Sources and targets of copies on the CPU, gathered so that one team of threads does many at once.
+        # Filled front to back, and never freed singly: `begin` goes back to the first for the next save.
         self._slabs: list[memoryview] = []
+        # Sources and targets of copies on the CPU, collected so that several threads copy many at once.
         self._waiting: list[tuple[Any, Any]] = []
         self._waiting_bytes = 0
         self._slab = self._used = 0
@@ -104,8 +105,6 @@ class Memory:
         for device in self._sources:
             row(device).synchronize(device)
 
-    # The slabs are filled front to back and never freed singly: `begin` rewinds
-    # to the first for the next save.
     def _take(self, size: int) -> torch.Tensor:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)

@@ -34,8 +34,7 @@ def cached_part(path: Path, start: int, length: int) -> Iterator[memoryview | No
     Raises:
         OSError: If the file cannot be opened.
     """
-    # A mapping begins at a page.
-    # An offset into the file must be a multiple of this (a page on Linux, 64 KiB on Windows).
+    # A mapping begins at a multiple of this (a page on Linux, 64 KiB on Windows).
     skipped = start % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb", buffering=0) as file:
         try:

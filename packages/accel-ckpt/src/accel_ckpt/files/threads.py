@@ -79,4 +79,4 @@ class Threads:
             except BaseException as error:  # whoever waits for the result gets it
                 future.set_exception(error)
             # Otherwise these locals would keep the last job's tensors alive until the next job comes.
-            del job, future, function, args  # nothing is held while waiting
+            del job, future, function, args

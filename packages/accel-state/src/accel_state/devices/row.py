@@ -158,10 +158,9 @@ class DeviceRow:
         Args:
             index: Which of several.
         """
-        # mem_get_info returns (free, total), in bytes.
         if "free_memory" in self.calls:
             return int(self.calls["free_memory"]())
-        return int(self._call("mem_get_info", index)[0])
+        return int(self._call("mem_get_info", index)[0])  # (free, total), in bytes
 
     def pci_address(self, index: int) -> str | None:
         """Return where the device sits on the PCI bus ("0000:1b:00.0"), or None where that is not known.

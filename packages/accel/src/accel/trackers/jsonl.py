@@ -20,10 +20,11 @@ __all__ = ["JSONLTracker"]
 class JSONLTracker(GeneralTracker):
     """Writes `logging_dir/run_name.jsonl`, which can be read at any time.
 
-    Each line is a JSON object, in a single write to the end of the file: a reader never sees half of one, and
-    every line survives when the process is killed. The configuration is the first line of a run; a run that
-    is started again under the same name goes on in the same file. JSON has no NaN and no infinities: they
-    are written as "NaN", "Infinity" and "-Infinity".
+    Each line is a JSON object, in a single write to the end of the file: every call that has returned is
+    there when the process is killed. A reader may see the first half of a line that is being written, and a
+    kill may leave that: a line is complete when it ends in a newline. The configuration is the first line of
+    a run; a run that is started again under the same name goes on in the same file, on a new line. JSON has
+    no NaN and no infinities: they are written as "NaN", "Infinity" and "-Infinity".
 
     Example:
         A file of a short run::
@@ -44,6 +45,7 @@ class JSONLTracker(GeneralTracker):
         self.run_name = run_name
         self.path = Path(logging_dir) / f"{run_name}.jsonl"
         self._file: int | None = None
+        self._ends_in_half = False  # whether the file ends in half a line
 
     @property
     def tracker(self) -> Path:
@@ -56,9 +58,8 @@ class JSONLTracker(GeneralTracker):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         size = os.fstat(self._file).st_size
-        # A full disk or a machine that went down may have left half a line.
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+        # As a kill within a write leaves it, or a full disk.
+        self._ends_in_half = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -113,9 +114,10 @@ class JSONLTracker(GeneralTracker):
             text = _ENCODER.encode(line)
         except (TypeError, ValueError):  # a key that is no string, or a number that JSON does not have
             text = _ENCODER.encode(_valid(plain(line)))
-        data = f"{text}\n".encode()
+        data = f"\n{text}\n".encode() if self._ends_in_half else f"{text}\n".encode()
         written = os.write(self._file, data)
-        if written < len(data):
+        self._ends_in_half = written < len(data)
+        if self._ends_in_half:
             raise OSError(f"{self.path}: only {written} of {len(data)} bytes were written; is the disk full?")
 
 

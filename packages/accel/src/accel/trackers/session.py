@@ -52,13 +52,14 @@ class TrackerControl:
         init_kwargs = init_kwargs or {}
         self._warn_unknown(init_kwargs)
         for item in self.log_with:
-            kind = type(item) if isinstance(item, GeneralTracker) else tracker_class(item)
+            # An object may have a name of its own, which its class does not have.
+            asked = item if isinstance(item, GeneralTracker) else tracker_class(item)
             # Not even made, so that the other processes need no login and no network.
-            if kind.main_process_only and not self.run.process.is_main:
+            if asked.main_process_only and not self.run.process.is_main:
                 continue
             # A copy, to which the folder may be added.
-            options = dict(init_kwargs.get(kind.name, {}))
-            tracker = self._attempt(kind.name, "start", self._start, item, kind, project_name, options)
+            options = dict(init_kwargs.get(asked.name, {}))
+            tracker = self._attempt(asked.name, "start", self._start, asked, project_name, options)
             if tracker is not None:
                 self.trackers.append(tracker)
         if config is not None:
@@ -92,7 +93,7 @@ class TrackerControl:
         """Log `values` to each tracker, with the further arguments that `log_kwargs` has under its name."""
         for tracker in self.trackers:
             options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
-            self._attempt(tracker.name, "log", tracker.log, values, step=step, **options)
+            self._attempt(tracker.name, "log", tracker.log, values, **{"step": step, **options})
 
     def log_images(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
@@ -107,7 +108,7 @@ class TrackerControl:
         """
         for tracker in self.trackers:
             options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
-            self._attempt(tracker.name, "log_images", tracker.log_images, values, step=step, **options)
+            self._attempt(tracker.name, "log_images", tracker.log_images, values, **{"step": step, **options})
 
     def log_table(
         self,
@@ -131,7 +132,7 @@ class TrackerControl:
         table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
         for tracker in self.trackers:
             options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
-            self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **table, **options)
+            self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **{**table, **options})
 
     def finish_trackers(self) -> None:
         """Finish each tracker once, also where another one fails."""
@@ -147,25 +148,25 @@ class TrackerControl:
 
     def _start(
         self,
-        item: str | GeneralTracker,
-        kind: type[GeneralTracker],
+        asked: GeneralTracker | type[GeneralTracker],
         project_name: str,
         options: dict[str, Any],
     ) -> GeneralTracker:
-        if isinstance(item, GeneralTracker):
-            tracker = item
+        if isinstance(asked, GeneralTracker):
+            tracker = asked
         else:
-            if kind.requires_logging_directory:
+            if asked.requires_logging_directory:
                 options.setdefault("logging_dir", self.run.project_configuration.logging_dir)
-            make: Any = kind  # constructors of trackers differ
+            make: Any = asked  # constructors of trackers differ
             tracker = make(project_name, **options)
         tracker.start()
         return tracker
 
     def _attempt(
-        self, name: str, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call the function; an error is a warning the first time, and raised where trackers are strict."""
+        # Positional parameters alone: a tracker's own options may be called "name", too.
         try:
             return function(*args, **kwargs)
         except Exception as error:

@@ -39,7 +39,7 @@ def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         return os.fspath(value)
     # Tensors and arrays of any library, without importing it.
     shape = getattr(value, "shape", None)
-    if shape is not None and math.prod(shape) == 1:
+    if shape is not None and hasattr(value, "item") and math.prod(shape) == 1:  # not a pandas DataFrame
         return plain(value.item(), str)  # a complex number, for one, is text
     if other is not None:
         return other(value)

@@ -170,7 +170,8 @@ class Watch:
 def _start(run: Run) -> None:
     """Check the steps of a run."""
     if all(held() is not run for held in _checked_runs):
-        _checked_runs.append(ref(run))
+        # Without those that are gone, so that many runs, as in a search, leave no long list.
+        _checked_runs[:] = [*(held for held in _checked_runs if held() is not None), ref(run)]
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
