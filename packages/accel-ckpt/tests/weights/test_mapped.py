@@ -133,9 +133,7 @@ def test_a_file_that_is_cut_off_later_is_named(file: Path) -> None:
         load_all()
 
 
-def test_headers_are_read_once_and_again_when_the_file_changes(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_are_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accel_ckpt.weights import mapped
 
     read, count = mapped.read_header, []
@@ -145,9 +143,28 @@ def test_headers_are_read_once_and_again_when_the_file_changes(
         files.load(name, entry(file))
     assert len(count) == 1
 
-    safetensors.torch.save_file({"extra": torch.ones(7), "a": WEIGHTS["a"] + 1}, file)
-    assert torch.equal(files.load("a", entry(file)), WEIGHTS["a"] + 1)
-    assert len(count) == 2
+
+@pytest.mark.parametrize("known", ["read", "noted"])
+@pytest.mark.parametrize("change", ["replaced", "written into"])
+def test_a_file_that_changes_is_named_and_not_mixed_with_what_was_read(
+    file: Path, known: str, change: str
+) -> None:
+    files = SafetensorsFiles()
+    if known == "read":
+        files.load("a", entry(file))
+    else:
+        files.note([str(file), str(file.with_name("gone.safetensors"))])
+
+    newer = file.with_name("newer")
+    safetensors.torch.save_file({"extra": torch.ones(7), "a": WEIGHTS["a"] + 1}, newer)
+    if change == "replaced":
+        newer.replace(file)
+    else:
+        file.write_bytes(newer.read_bytes())
+
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors, .* weight a .*has changed"):
+            files.load("a", entry(file))
 
 
 def mapped_kb(file: Path, key: str) -> int:

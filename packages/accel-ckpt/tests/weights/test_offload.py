@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.weights.load import load_offloaded_weights
@@ -86,6 +87,16 @@ def test_weights_in_memory_come_first(tmp_path: Path) -> None:
     assert list(part) == ["x"]
     assert part["x"].is_meta
     assert list(OffloadedWeightsLoader(memory)) == ["m", "n"]
+
+
+def test_a_file_that_changes_after_the_loader_was_made_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2)}, file)
+    loader = OffloadedWeightsLoader(index={"a": {"safetensors_file": str(file)}})
+    save_file({"a": torch.zeros(2), "b": torch.ones(1)}, file)
+
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.* has changed"):
+        loader["a"]
 
 
 def test_a_loader_without_a_source_is_refused(tmp_path: Path) -> None:

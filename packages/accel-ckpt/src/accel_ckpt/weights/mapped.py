@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,21 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 
 class SafetensorsFiles:
-    """Safetensors files whose weights are read in place; a header is read again only if it changes."""
+    """Safetensors files whose weights are read in place; each file has to stay as it was at first."""
 
     def __init__(self) -> None:
-        self._headers: dict[str, tuple[tuple[int, int], _Header]] = {}
+        self._headers: dict[str, _Header] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Remember files as they are now, before a weight of them is read.
+
+        Args:
+            paths: The files, as entries name them; one that is not there is named when it is read.
+        """
+        for path in paths:
+            with suppress(OSError):
+                self._versions.setdefault(path, _version(os.stat(path)))
 
     def load(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """Map a weight into memory.
@@ -115,7 +127,8 @@ class SafetensorsFiles:
             entry: `safetensors_file`, and if wanted `weight_name` (in the file) and `dtype` (of the result).
 
         Raises:
-            CorruptCheckpointError: If the file is damaged, or no regular file, or lacks the weight.
+            CorruptCheckpointError: If the file is damaged, or no regular file, or lacks the weight, or has
+                changed since it was noted or first read.
             FileNotFoundError: If it is gone.
         """
         path, inside = str(entry["safetensors_file"]), str(entry.get("weight_name", name))
@@ -144,13 +157,22 @@ class SafetensorsFiles:
                 f"{path}, where the weight {name} is read in place, is gone. Keep the checkpoint while "
                 "the model is in use."
             ) from error
-        # A file that was replaced has another time or size.
-        version = (status.st_mtime_ns, status.st_size)
+        # Weights of a checkpoint that was saved meanwhile would be mixed with those that were read before.
+        if self._versions.setdefault(path, _version(status)) != _version(status):
+            raise CorruptCheckpointError(
+                f"{path}, where the weight {name} is read in place, has changed since the model was loaded. "
+                "Build and load the model anew, and keep the checkpoint as it is while a model uses it."
+            )
         known = self._headers.get(path)
-        if known is None or known[0] != version:
+        if known is None:
             try:
                 entries, _, begin = read_header(Path(path))
             except ValueError as error:
                 raise CorruptCheckpointError(f"weight {name}: {error} Copy it anew.") from error
-            self._headers[path] = known = (version, (entries, begin))
-        return known[1]
+            self._headers[path] = known = entries, begin
+        return known
+
+
+def _version(status: os.stat_result) -> tuple[int, int]:
+    """What differs once a file was replaced or written into: not its number, which some mounts change."""
+    return status.st_mtime_ns, status.st_size

@@ -253,7 +253,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: The weights in memory.
         save_folder: The folder of the others.
         index: Entries of the weights in the folder, each with `dtype` and `shape`; by default all that the
-            folder's index has. Those with `safetensors_file` are read in place, from that file.
+            folder's index has. Those with `safetensors_file` are read in place, from that file; once it
+            changes, reading them is an error.
         device: Where weights of the folder are put; the CPU by default.
 
     Raises:
@@ -280,6 +281,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.save_folder = save_folder
         self.device = device
         self._in_place = SafetensorsFiles()
+        self._in_place.note(
+            {str(entry["safetensors_file"]) for entry in self.index.values() if "safetensors_file" in entry}
+        )
         self._files: dict[str, str] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
