@@ -179,6 +179,34 @@ def test_only_weights_of_several_modules_are_tied(net: Net) -> None:
     assert copies == {}
 
 
+class Viewing(Net):
+    """Adds the first row of the weight that is tied, a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", self.a.weight.data[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) + self.row
+
+
+@pytest.mark.parametrize("place", ["cpu", "a and b", "all"])
+def test_a_view_is_not_taken_for_the_tied_weight_that_it_begins_with(place: str, tmp_path: Path) -> None:
+    model = Viewing().requires_grad_(False)
+    x = torch.ones(1, 2)
+    expected = model(x)
+
+    assert tied_params(model) == {}
+    device_map = {"": "cpu", "a": "disk", "b": "disk"} if place == "a and b" else {"": "cpu"}
+    if place == "all":
+        disk_offload(model, tmp_path, execution_device="cpu", offload_buffers=True)
+    else:
+        dispatch_model(model, device_map, offload_dir=tmp_path, force_hooks=True)
+
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model.state_dict()["row"], model.state_dict()["a.weight"][0])
+
+
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_the_values_of_an_offloaded_model_are_found_again(net: Net, kind: str, tmp_path: Path) -> None:
     expected = {name: value.clone() for name, value in net.state_dict().items()}

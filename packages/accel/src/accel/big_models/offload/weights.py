@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,15 +259,21 @@ def named_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, str]]:
 
 
 def tied_params(model: nn.Module) -> TiedParameters:
-    """Make the map in which the hooks of a model share the copies of its tied weights."""
+    """Make the map in which the hooks of a model share the copies of its tied weights.
+
+    A tied weight is left out where another tensor, a view of it, begins at the same address.
+    """
     count: dict[int, int] = {}
-    tensors = {}
+    tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors[id(tensor)] = tensor
                 count[id(tensor)] = count.get(id(tensor), 0) + 1
-    return {tied_key(tensor): {} for key, tensor in tensors.items() if count[key] > 1}
+    at = Counter(tied_key(tensor) for tensor in tensors.values())
+    tied = (tied_key(tensor) for key, tensor in tensors.items() if count[key] > 1)
+    # The map knows addresses alone: a hook would put the whole weight in the place of the view.
+    return {address: {} for address in tied if at[address] == 1}
 
 
 def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
