@@ -14,6 +14,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import listed_file
+from accel_ckpt.files.safetensors_header import shortened
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.offload import load_offloaded_weight
@@ -110,7 +111,8 @@ def load_checkpoint_in_model(
         ValueError: If `device_map` does not cover a weight, or has "disk" and there is no `offload_folder`;
             or `dtype` is unknown.
         TypeError: If `device_map` is not a mapping.
-        RuntimeError: If a shape differs; or names differ and `strict` is set.
+        RuntimeError: If a shape differs; or names differ and `strict` is set; or hooks have offloaded a
+            weight, and would put the earlier one in its place.
         CheckpointError: If a file is damaged, or no regular file, or an index leads out of its folder; it
             names the file.
         NotImplementedError: If `offload_8bit_bnb` is set.
@@ -145,7 +147,8 @@ def load_placed(
         broadcast_from_rank0: Whether the main process reads for all.
 
     Raises:
-        ValueError: As there, and likewise TypeError, RuntimeError, OSError and CheckpointError.
+        ValueError: As there; or if a weight of a model that is to be dispatched would have no values.
+        RuntimeError: As there, and likewise TypeError, OSError and CheckpointError.
     """
     if model_has_dtensor(model) and placing.device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
@@ -163,7 +166,12 @@ def load_placed(
     placing.check(slots)
     # Twice through the files, the first time for names and shapes: mapped, so that no weight is read for it.
     files = find_weight_files(checkpoint)
-    _check_files(slots, files, checkpoint, strict)
+    found = _check_files(slots, files, checkpoint, strict)
+    offloaded = _offloaded(model)
+    if placing.in_place and placing.device_map is not None:
+        _check_values(slots, found & slots.expected | offloaded, placing.device_map, checkpoint)
+    else:
+        _check_not_offloaded(slots, found, offloaded, checkpoint)
     try:
         _place_files(slots, files, placing)
     # Also on Ctrl-C: a model that is half loaded looks like one that is loaded.
@@ -217,8 +225,8 @@ def _read(file: Folder, **options: Any) -> dict[str, Any]:
     return dict(state)
 
 
-def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bool) -> None:
-    """Compare names and shapes, while the model is as it was."""
+def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bool) -> set[str]:
+    """Compare names and shapes, while the model is as it was; return the names in the files."""
     found: set[str] = set()
     for file in files:
         for name, value in _map_file(file).items():
@@ -230,6 +238,50 @@ def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bo
     _report_differences(
         slots.expected - known - tied, found - slots.expected, slots.model, checkpoint, strict
     )
+    return found
+
+
+def _offloaded(model: torch.nn.Module) -> set[str]:
+    """Name the weights that accel's hooks keep outside of a model."""
+    names: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        hook: Any = vars(module).get("_hf_hook")
+        # By what a hook has: its class, and that of several as one, are in a package above this one.
+        for part in getattr(hook, "hooks", (hook,)):
+            prefix = f"{path}." if path else ""
+            names.update(prefix + slot.name for slot in getattr(part, "slots", ()))
+    return names
+
+
+def _check_not_offloaded(slots: Slots, found: set[str], offloaded: set[str], checkpoint: Folder) -> None:
+    """Check that hooks would not put earlier weights in the places of those that are loaded."""
+    lost = [name for name in sorted(offloaded) if name in slots and not found.isdisjoint(slots.names(name))]
+    if lost:
+        raise RuntimeError(
+            f"{checkpoint} cannot fill {shortened(lost)}: offloaded weights are not in the model. Remove its "
+            "hooks first (accel.hooks.remove_hook_from_submodules), or load with "
+            "load_checkpoint_and_dispatch and a device_map."
+        )
+
+
+def _check_values(slots: Slots, found: set[str], device_map: DeviceMap, checkpoint: Folder) -> None:
+    """Check that no weight of a model that is to be dispatched would stay without values."""
+    model = slots.model
+    lost = [
+        name
+        for entries in (model.named_parameters(), model.named_buffers())
+        for name, value in entries
+        if value.is_meta
+        # Of the files only names of the state dict count, which not all buffers are in.
+        and found.isdisjoint(slots.names(name))
+        and str(device_for(name, device_map, default="meta")) != "meta"
+    ]
+    if lost:
+        raise ValueError(
+            f"{checkpoint} has no values for {shortened(lost)}, and {type(model).__name__} has them on the "
+            "meta device. Load a checkpoint that has them, or give the model values for them first; for "
+            "buffers build it without include_buffers=True."
+        )
 
 
 def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:

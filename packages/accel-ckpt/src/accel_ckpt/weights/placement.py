@@ -138,6 +138,8 @@ class Placing:
         device = self._device_of(slots, name)
         if device == "disk":
             self._offload(name, value, dtype, source)
+            if self.in_place:
+                self._forget_other_names(slots, name)
             slots.put(name, torch.empty_like(value, dtype=dtype, device="meta"))
         else:
             slots.put(name, value.to(device, dtype, copy=not self._stays_mapped(name, source)))
@@ -155,6 +157,13 @@ class Placing:
         for name, entry in self.index.items():
             if "safetensors_file" not in entry and self.offload_folder is not None:
                 (self.offload_folder / f"{name}.dat").unlink(missing_ok=True)
+
+    def _forget_other_names(self, slots: Slots, name: str) -> None:
+        """Of a tied weight that files have several times the last counts, as in load_state_dict."""
+        for other in slots.names(name):
+            entry = None if other == name else self.index.pop(other, None)
+            if entry is not None and "safetensors_file" not in entry and self.offload_folder is not None:
+                (self.offload_folder / f"{other}.dat").unlink(missing_ok=True)
 
     def _stays_mapped(self, name: str, source: tuple[Path, str] | None) -> bool:
         """Whether a weight may share its memory with what was read.

@@ -163,11 +163,13 @@ def load_checkpoint_and_dispatch(
 
     Files are mapped into memory, and weights go from there to their device one by one. Those on "cpu" and on
     "disk" are left in safetensors files where these have them in the right dtype: the former become memory as
-    they are used, and what is written to them never reaches the file. While the model is in use keep the
-    checkpoint, and replace its files rather than writing into them.
+    they are used, and what is written to them never reaches the file. Keep the checkpoint as it is while the
+    model is in use: files that were replaced are an error where weights of "disk" are read, and writing into
+    a file changes weights of "cpu".
 
     Args:
-        model: The model, usually made under `init_empty_weights`.
+        model: The model, usually made under `init_empty_weights`. One that is dispatched already is
+            dispatched anew.
         checkpoint: A file of weights, an index, or a folder with one of them.
         device_map: Device by name of a module, as for `dispatch_model`; or how to make such a map: "auto" or
             "balanced" (evenly over the accelerators), "balanced_low_0" (with room on the first, for what
@@ -191,7 +193,7 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         ValueError: If `device_map` is unknown text, does not fit the model, or names a device that is not
-            there; if a folder is needed and not given.
+            there; if a folder is needed and not given; if a weight would have no values.
         FileNotFoundError: If there are no weights at `checkpoint`.
         CheckpointError: If a file is damaged.
         OSError: If a weight cannot be written to the folder. After an error while weights are placed, those
@@ -206,6 +208,7 @@ def load_checkpoint_and_dispatch(
     load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
     if device_map is None:
         return model
+    _forget_replaced(model)
     return dispatch_model(
         model,
         device_map,
@@ -290,6 +293,14 @@ def _take_hooks_away(model: nn.Module, values: Mapping[str, torch.Tensor]) -> No
             for hook in others:
                 add_hook_to_module(module, hook, append=True)
     fill_meta(model, values)
+
+
+def _forget_replaced(model: nn.Module) -> None:
+    """Have hooks of an earlier dispatch forget the weights in whose places others have been loaded."""
+    for module in model.modules():
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook):
+                hook.slots = [slot for slot in hook.slots if slot.table[slot.leaf] is slot.placeholder]
 
 
 def _listed_values(
