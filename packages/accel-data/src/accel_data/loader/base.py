@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -313,7 +314,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         # Below this class's own __iter__, which called this.
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
-        return keyed(loader, lambda: opened(lambda: iterate(loader), started, loader.generator), key)
+        start = partial(opened, lambda: iterate(loader), started, loader.generator, loader.num_workers)
+        return keyed(loader, start, key)
 
 
 def part_of(shard: Any) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from accel_data.order.global_order import drawing_from
 from accel_data.order.shares import Fill
 from accel_data.resume.cursor import Pass
 from accel_data.resume.stream_position import Mark
+from accel_state.process.drain import drain_gloo
 
 __all__ = ["handed_on", "opened"]
 
@@ -38,7 +39,7 @@ def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple
 
 
 def opened(
-    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None
+    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None, num_workers: int
 ) -> Iterator[Any]:
     """Start torch's own iteration, which draws a seed for the workers, by default from the global generator.
 
@@ -49,7 +50,12 @@ def opened(
         start: Starts the iteration.
         started: The pass.
         generator: Where the seed comes from; None for the global generator of the CPU.
+        num_workers: How many processes read ahead.
     """
+    if num_workers:
+        # A thread of gloo that ends a collective locks Python's list of threads for a moment. A worker that
+        # is forked in this moment waits for that lock for ever (seen with Python 3.11, within os.fork).
+        drain_gloo()
     with drawing_from(generator):
         if not started.resumed:
             return start()
