@@ -14,6 +14,7 @@ import torch
 from accel.engines.choice import choose
 from accel.engines.common.checks import mapped_devices
 from accel.engines.start import start_engine
+from accel.observe.start import start_observers
 from accel.saving.methods import CheckpointControl
 from accel.trackers import registry
 from accel.trackers.session import TrackerControl
@@ -124,10 +125,9 @@ class Accelerator(
     ) -> None:
         if deprecated:
             known = inspect.signature(Accelerator).parameters
-            old = arguments.resolve_old_spellings(
+            mixed_precision, dataloader_config, project_config = arguments.resolve_old_spellings(
                 deprecated, mixed_precision, dataloader_config, project_config, known=[*known]
             )
-            mixed_precision, dataloader_config, project_config = old
         project_configuration = arguments.resolve_project(project_dir, project_config)
         dataloader_config = arguments.resolve_dataloader_config(dataloader_config, split_batches)
         self.handlers = arguments.sort_handlers(kwargs_handlers)
@@ -177,6 +177,7 @@ class Accelerator(
         self.failed_trackers = set()
         self.flag_tensor: torch.Tensor | None = None  # documented, and read by clients
         self._triggers = Agreement(self.process)
+        start_observers(self.run, self.handlers.observers)
 
     # The engine
 
@@ -394,6 +395,9 @@ class Accelerator(
         """Wait for the save in the background, finish the trackers, leave the process group; call it last."""
         with contextlib.ExitStack() as ending:  # from the last to the first, whatever one of them raises
             ending.callback(self.state.destroy_process_group)
+            for observer in self.run.observers:
+                ending.callback(observer.stop)
+            self.run.observers = []
             # A run that never saves does not import the code of saving at its end.
             if "accel_ckpt.background.thread" in sys.modules:
                 ending.callback(self.wait_for_save)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accel.observe.base import observed
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class CheckpointControl:
         """
         from accel.saving import save
 
-        return save.save_state(self.run, output_dir, safe_serialization, **save_model_func_kwargs)
+        with observed(self.run, "saving"):
+            return save.save_state(self.run, output_dir, safe_serialization, **save_model_func_kwargs)
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background, if there is one, is committed; raise what went wrong."""
@@ -132,7 +134,8 @@ class CheckpointControl:
         """
         from accel.saving import load
 
-        return load.load_state(self.run, input_dir, load_kwargs, **load_model_func_kwargs)
+        with observed(self.run, "loading"):
+            return load.load_state(self.run, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state of a prepared model."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.engines import outside_engines
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.observe.base import ObserverKwargs
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
 from accel_optim.handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
@@ -59,6 +60,7 @@ class Handlers:
     profile: ProfileKwargs | None = None
     fp8: Any = None
     engine: Any = None  # the settings of an engine of another package
+    observers: tuple[ObserverKwargs, ...] = ()
 
     def for_engines(self) -> dict[str, Any]:
         """Those that every engine may read."""
@@ -85,7 +87,13 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         ValueError: If two are of one kind.
     """
     found: dict[str, Any] = {}
+    observers: dict[type, ObserverKwargs] = {}
     for handler in handlers or ():
+        if isinstance(handler, ObserverKwargs):
+            if type(handler) in observers:
+                raise ValueError(_two_of(type(handler), type(handler)))
+            observers[type(handler)] = handler
+            continue
         field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
         engine = getattr(handler, "engine", None)
         # The entry points are read only for settings that name an engine: a search costs milliseconds.
@@ -94,15 +102,18 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         if field is None:
             names = ", ".join(kind.__name__ for kind in _FIELD_OF)
             raise TypeError(
-                f"kwargs_handlers got {handler!r}; it takes instances of {names}, and settings of an engine "
-                "that another package adds."
+                f"kwargs_handlers got {handler!r}; it takes instances of {names}, settings of observers "
+                "(see accel.observe), and those of an engine that another package adds."
             )
         if field in found:
-            first, second = type(found[field]).__name__, type(handler).__name__
-            both = f"two {first}" if first == second else f"{first} and {second}"
-            raise ValueError(f"kwargs_handlers holds {both}; pass one, with every option that you want set.")
+            raise ValueError(_two_of(type(found[field]), type(handler)))
         found[field] = handler
-    return Handlers(**found)
+    return Handlers(**found, observers=tuple(observers.values()))
+
+
+def _two_of(first: type, second: type) -> str:
+    both = f"two {first.__name__}" if first is second else f"{first.__name__} and {second.__name__}"
+    return f"kwargs_handlers holds {both}; pass one, with every option that you want set."
 
 
 _ALWAYS_PASSED = {"find_unused_parameters"}

@@ -156,6 +156,11 @@ def prepare_models_and_optimizers(
     done = run.engine.prepare(request)
     run.models.extend(map(_marked, done.models))
     run.optimizers.extend(done.optimizers)
+    for observer in run.observers:
+        for model in done.models:
+            observer.model_prepared(model)
+        for optimizer in done.optimizers:
+            observer.optimizer_prepared(optimizer)
     run.lomo = find_lomo(run.optimizers)  # all: one of an earlier call may be it
     if fresh:
         run.watch.resume(run)
@@ -277,6 +282,8 @@ def prepare_loader(
     if not any(known is prepared for known in run.loaders):
         run.loaders.append(prepared)
         run.watch.begin(run)
+        for observer in run.observers:
+            observer.loader_prepared(prepared)
     if prepared is not loader:
         _made_from[prepared] = ref(loader), asked
     return prepared

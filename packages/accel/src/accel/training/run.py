@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from accel.engines import Engine
+    from accel.observe.base import Observer
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
     from accel_optim.scheduler import AcceleratedScheduler
@@ -75,6 +76,7 @@ class Run:
         registered: Objects that are saved and loaded along with the state.
         save_hooks: Called before `save_state` writes.
         load_hooks: Called before `load_state` reads.
+        observers: What observes the run; none of a step's code asks for them.
         lomo: The prepared optimizer that steps in backward, if there is one.
         is_usual: Whether backward passes are no longer counted, and not those of LOMO.
         preemption: Notes signals to end, after the first `save_on_preemption`.
@@ -100,6 +102,7 @@ class Run:
     registered: list[Any] = field(default_factory=list)
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    observers: list[Observer] = field(default_factory=list)
     lomo: Any = None
     is_usual: bool = False
     preemption: EndNotice | None = None

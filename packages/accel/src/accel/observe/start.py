@@ -1,0 +1,36 @@
+"""Which observers a run has: those of its handlers, and those that the environment asks for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from accel_state import env
+
+if TYPE_CHECKING:
+    from accel.observe.base import ObserverKwargs
+    from accel.training.run import Run
+
+__all__ = ["start_observers"]
+
+# The variable that asks for an observer, and its settings; imported when it is set.
+_ASKED_BY: dict[str, tuple[str, str]] = {}
+
+
+def start_observers(run: Run, settings: Sequence[ObserverKwargs]) -> None:
+    """Start the observers of a run.
+
+    Args:
+        run: The run, which gets them as `observers`.
+        settings: Those of the Accelerator's handlers. What a variable of the environment asks for is added
+            with its defaults, unless its settings are among them.
+    """
+    asked = list(settings)
+    for variable, (module, name) in _ASKED_BY.items():
+        if env.is_set(variable):
+            kind = getattr(importlib.import_module(module), name)
+            if not any(isinstance(item, kind) for item in asked):
+                asked.append(kind())
+    for item in asked:
+        run.observers.append(item.start(run))
