@@ -179,28 +179,6 @@ class Accelerator(
         self._triggers = Agreement(self.process)
         start_observers(self.run, self.handlers.observers)
 
-    # The engine
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several accelerator devices train together (MULTI_GPU and the like)."""
-        return self.use_distributed and self.device.type != "cpu"
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The active DeepSpeedPlugin, or None."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def fp8_backend(self) -> str | None:
-        """The library that computes in fp8: "AO", "TE" or "MSAMP"; None in other precisions."""
-        return self.engine.context.fp8.backend if self.engine.context.fp8 is not None else None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether FSDP version 2 is the engine."""
-        return bool(self.state.is_fsdp2)
-
     # Loaders
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
