@@ -179,6 +179,13 @@ class Accelerator(
         self._triggers = Agreement(self.process)
         start_observers(self.run, self.handlers.observers)
 
+    # The engine
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeedPlugin, or None."""
+        return self.state.deepspeed_plugin
+
     # Loaders
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -88,19 +88,9 @@ class RunAttributes:
         return self.process.world_size > 1 and self.process.device.type != "cpu"
 
     @property
-    def deepspeed_plugin(self) -> Any:
-        """The active DeepSpeedPlugin, or None."""
-        return self.state.deepspeed_plugin
-
-    @property
     def fp8_backend(self) -> str | None:
         """The library that computes in fp8: "AO", "TE" or "MSAMP"; None in other precisions."""
         return self.engine.context.fp8.backend if self.engine.context.fp8 is not None else None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether FSDP version 2 is the engine."""
-        return bool(self.state.is_fsdp2)
 
     @property
     def project_dir(self) -> str | None:

@@ -32,6 +32,11 @@ class MeshCoordinates:
         return self.run.engine.loaders.mesh
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP version 2 is the engine."""
+        return bool(self.run.state.is_fsdp2)
+
+    @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether the engine works on mesh dimensions that compose."""
         return bool(self.run.state.is_fsdp2)
