@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -91,6 +92,14 @@ def test_a_task_is_a_worker(plan: Any) -> None:
     )
     assert [environ[name] for name in names] == ["2", "4", "1", "3", "1", "node03", "10007"]
     assert environ["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("environ", [TASKS, MACHINE, BATCH], ids=["tasks", "machine", "batch"])
+def test_a_jobs_facts_are_read_once(plan: Any, environ: dict[str, str]) -> None:
+    counted = mock.Mock(wraps=find_step)
+    with mock.patch("accel_launch.settings.slurm_job.find_step", counted):
+        prepared(plan(environ), environ)
+    assert counted.call_count == 1
 
 
 def test_a_task_per_machine_starts_its_machines_workers(plan: Any) -> None:
