@@ -51,6 +51,7 @@ def test_documented_defaults():
         ("with_flops", False),
         ("with_modules", False),
         ("output_trace_dir", None),
+        ("summary", None),
     ]
 
 
@@ -163,6 +164,12 @@ def test_wrong_activities_are_named():
 def test_wrong_schedules_are_named(schedule, message):
     with pytest.raises(ValueError, match=message):
         ProfileKwargs(schedule_option=schedule)
+
+
+@pytest.mark.parametrize("rows", [0, -1, True, 2.5])
+def test_a_summary_needs_a_number_of_rows(rows):
+    with pytest.raises(ValueError, match=f"summary counts rows.* 1 or more, or None, not {rows}"):
+        ProfileKwargs(summary=rows)
 
 
 # GradientAccumulationPlugin

@@ -111,10 +111,15 @@ class ProfileKwargs(KwargsHandler):
         with_stack: Record file and line of each operator.
         with_flops: Estimate floating point operations.
         with_modules: Record the module hierarchy.
-        output_trace_dir: Folder into which `Accelerator.profile` writes one Chrome trace per process.
+        output_trace_dir: Folder into which each process writes a Chrome trace, `profile_<rank>.json`; further
+            recordings of a schedule are `profile_<rank>_2.json` and so on.
+        summary: How many rows to print on the main process at the end: the operators with the most time of
+            their own, as means over all processes. None prints nothing.
+
+    `output_trace_dir` and `summary` are for `Accelerator.profile`; `build` does not look at them.
 
     Raises:
-        ValueError: If an activity, or a key or value of the schedule, is not allowed.
+        ValueError: If an activity, a key or value of the schedule, or the number of rows is not allowed.
     """
 
     activities: list[Activity] | None = None
@@ -126,8 +131,12 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+    summary: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        rows = self.summary
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise ValueError(f"summary counts rows of a table: it must be 1 or more, or None, not {rows!r}.")
         for activity in self.activities or ():
             if activity not in _ACTIVITIES:
                 raise ValueError(

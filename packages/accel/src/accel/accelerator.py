@@ -319,7 +319,7 @@ class Accelerator(
         return self.engine.loaders.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Profile the code inside; traces are written when the handler names a folder."""
+        """Profile the code inside, with the options of `profile_handler` or else of `kwargs_handlers`."""
         return profile(self.process, profile_handler or self.handlers.profile or ProfileKwargs())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: torch.nn.Module) -> Any:
