@@ -10,9 +10,16 @@ import pytest
 
 from accel.trackers.base import GeneralTracker
 from accel.trackers.registry import TRACKERS, tracker_class
+from accel_world.program import run_program
 
 PAGE = (Path(__file__).parents[1] / "docs" / "observability.md").read_text()
 BLOCKS = re.findall(r"^```(python|text)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def shape(text: str) -> list[str]:
+    """What of a profile's summary is the same on every machine: its lines without operators and numbers."""
+    lines = re.sub(r"^(aten|c10d)::\w+", "OPERATOR", text, flags=re.MULTILINE).splitlines()
+    return [re.sub(r"[\d.]+", "0", re.sub(r" +", " ", line)) for line in lines]
 
 
 @pytest.mark.usefixtures("fresh_state")
@@ -29,10 +36,27 @@ def test_the_programs_print_and_write_what_the_page_shows(tmp_path, monkeypatch,
             shown = [json.loads(line) for line in text.splitlines()]
             written = [json.loads(line) for line in Path("runs/digits.jsonl").read_text().splitlines()]
             assert [line | {"time": 0} for line in written] == [line | {"time": 0} for line in shown]
-        else:
+        elif text.startswith("Profile:"):
+            assert shape(capsys.readouterr().out) == shape(text)
+            assert json.loads(Path("traces/profile_0.json").read_text())["traceEvents"]
+        elif not text.startswith("Profile, "):  # of two processes, which the next test runs
             assert capsys.readouterr().out == text
 
-    assert [kind for kind, _ in BLOCKS] == ["python", "text", "python", "text", "python", "text"]
+    assert {kind for kind, _ in BLOCKS} == {"python", "text"}
+
+
+def test_the_summary_of_two_processes(world, tmp_path, monkeypatch):
+    (program,) = (text for kind, text in BLOCKS if kind == "python" and "profile()" in text)
+    (shown,) = (text for kind, text in BLOCKS if text.startswith("Profile, "))
+    script = tmp_path / "program.py"
+    script.write_text(program.replace('"traces"', repr(str(tmp_path / "traces"))))
+    printed = world.run(run_program, str(script), size=2, init=False, timeout_s=100)
+
+    assert shape("".join(printed)) == shape(shown)
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        "profile_0.json",
+        "profile_1.json",
+    ]
 
 
 def test_the_table_lists_every_tracker_with_what_it_has():

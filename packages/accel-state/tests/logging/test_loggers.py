@@ -226,6 +226,20 @@ def test_who_logs_and_in_which_order(world, tmp_path, arguments, expected):
         assert lines == expected
 
 
+def warn_twice(path):
+    PartialState(cpu=True)
+    logger = logger_to(path)
+    for name in ("once", "once", "in order", "in order"):
+        logger.warning_once(name, in_order=name == "in order")
+    logger.logger.handlers = []
+
+
+def test_warning_once_is_once_for_all_unless_each_is_asked(world, tmp_path):
+    path = tmp_path / "log"
+    world.run(warn_twice, path, size=2)
+    assert path.read_text().splitlines() == ["once", "in order", "in order"]
+
+
 def test_in_order_does_not_hang_where_levels_differ(world, tmp_path):
     path = tmp_path / "log"
     world.run(log_from_all, path, {"in_order": True}, ["INFO", "ERROR", "INFO"], size=3)
