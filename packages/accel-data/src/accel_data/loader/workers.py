@@ -54,7 +54,8 @@ def opened(
     """
     if num_workers:
         # A thread of gloo that ends a collective locks Python's list of threads for a moment. A worker that
-        # is forked in this moment waits for that lock for ever (seen with Python 3.11, within os.fork).
+        # is forked in this moment waits for that lock for ever: Python 3.11 takes it in the child
+        # (_PyEval_ReInitThreads) before it makes it anew (_PyRuntimeState_ReInitThreads).
         drain_gloo()
     with drawing_from(generator):
         if not started.resumed:
