@@ -14,6 +14,7 @@ import torch
 from accel.engines.choice import choose
 from accel.engines.common.checks import mapped_devices
 from accel.engines.start import start_engine
+from accel.observe import sync
 from accel.observe.start import start_observers
 from accel.saving.methods import CheckpointControl
 from accel.trackers import registry
@@ -373,6 +374,23 @@ class Accelerator(
         # Taken down by each process at the check, which all of them make.
         raised, self.flag_tensor = self.flag_tensor is not None, None
         return self._triggers.ask("check_trigger", raised)
+
+    def verify_sync(self, *models: torch.nn.Module, buffers: bool = True, rng: bool = True) -> list[str]:
+        """Make sure that models and random generators are the same on all processes, to the last bit.
+
+        Args:
+            *models: The models; by default all that are prepared.
+            buffers: Whether to compare buffers too (running statistics of batch norm differ lawfully).
+            rng: Whether to compare random generators (they differ after `set_seed(device_specific=True)`).
+
+        Returns:
+            The names of what was not compared: tensors of which each process has a part of its own.
+
+        Raises:
+            DistributedOperationException: On every process, if something differs: which parameter, buffer or
+                generator is the first, on which processes, and how far they are apart.
+        """
+        return sync.verify_sync(self.run, models, buffers=buffers, rng=rng)
 
     # The end
 

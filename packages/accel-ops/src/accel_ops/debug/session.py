@@ -43,7 +43,9 @@ _PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
 
 
 class DistributedOperationException(Exception):
-    """Processes are about to run collectives that do not fit together, or wait for one that will not come."""
+    """Processes do not do the same: collectives do not fit together, or one does not come; or their models or
+    random generators are out of step.
+    """
 
 
 class Session:

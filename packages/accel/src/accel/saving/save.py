@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.observe.sync import verify_before_save
 from accel.saving.own_buffers import save_own_buffers
 from accel.training.prepare import holds_any
 from accel_ckpt import file_names
@@ -100,6 +101,7 @@ def save_state(
     _check_window(run)
     run.engine.states.check_save(run.optimizers)
     run.watch.before_save(run)
+    verify_before_save(run)
     end_round(run.scaler)  # or what the last steps found would not count in the scale that is saved
     config = run.project_configuration
     folder = _new_folder(run, output_dir)

@@ -79,6 +79,14 @@ class States:
         """What a full optimizer state is loaded into."""
         return optimizer
 
+    def has_all_names(self, model: torch.nn.Module) -> bool:
+        """Whether every process has a tensor, or a part of it, under each name of a prepared model."""
+        return True
+
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Whether this process has a part of its own of a tensor, and no mesh says which."""
+        return False
+
     def is_own(self, item: Any) -> bool:
         """Whether a prepared model or optimizer is saved by `save_own`, and by nobody else."""
         return False

@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.engines.fsdp1 import flat
+from accel_ops.debug.digest import digest
 from accel_state import env
 
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
 __all__ = ["ReplicaCheck"]
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
@@ -69,13 +68,13 @@ class ReplicaCheck:
                 groups.setdefault(group, []).append((parameter, part))
         for group, found in groups.items():
             # Integers of the bits: a sum of floating numbers depends on its order, and NaN equals nothing.
-            sums = torch.stack([_bits(part).to(self._process.device) for _, part in found])
+            sums = torch.stack([digest(part).to(self._process.device) for _, part in found])
             # One number first; which parameter it was is asked only if something differs.
             if _differs(sums.sum().reshape(1), group).any():
                 first = int(_differs(sums, group).nonzero()[0])
                 raise RuntimeError(
                     f"{_name(found[first][0], models)} differs between processes, before step {number}: "
-                    f"its bits add up to {int(sums[first])} on process {self._process.rank}. Processes "
+                    f"its digest is {int(sums[first])} on process {self._process.rank}. Processes "
                     "would train weights of their own from here on. Something changed it, or its gradient, "
                     "on some processes alone: under an `if` of the rank, by other random numbers, or past "
                     "accelerator.backward()."
@@ -93,14 +92,6 @@ def _replicas(parameter: torch.Tensor) -> Iterator[tuple[dist.ProcessGroup | Non
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate() and mesh.size(axis) > 1:
             yield mesh.get_group(axis), parameter.to_local()
-
-
-def _bits(part: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor added up, each read as an integer of as many bits."""
-    plain = part.detach()
-    flat_part = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
-    # In int64, where sums of int8 to int64 wrap around alike on every process.
-    return flat_part.view(_INTEGERS[flat_part.element_size()]).sum(dtype=torch.int64)
 
 
 def _differs(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

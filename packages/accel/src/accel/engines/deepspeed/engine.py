@@ -40,6 +40,10 @@ class DeepSpeedStates(States):
 
     keeps_open_window = False
 
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Those of ZeRO stage 3, which are empty outside of their layer."""
+        return hasattr(tensor, "ds_tensor")
+
     def is_own(self, item: Any) -> bool:
         """Whether it is in DeepSpeed's own checkpoint: the model that is trained, and its optimizer."""
         driver = self.engine._driver

@@ -127,6 +127,10 @@ class FSDP1States(ShardedStates):
         whole = whole_weights(root, self.engine._records[root], keep)
         return whole if keep else {}
 
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        """Flat parameters, and those that lie in one."""
+        return flat.is_flattened(tensor)
+
     def model_to_load(self, model: torch.nn.Module) -> Any:
         """The model as a whole state is loaded into it."""
         root = _root(model)

@@ -145,6 +145,10 @@ class MegatronLMStates(States):
             "save_state writes them, and megatron-core's tools convert them."
         )
 
+    def has_all_names(self, model: torch.nn.Module) -> bool:
+        """Not of its own model, whose layers are shared out over a pipeline."""
+        return model is not self.engine._model
+
     def is_own(self, item: Any) -> bool:
         """Whether it is in Megatron's checkpoint: the model and its optimizer."""
         return item is self.engine._model or item is self.engine._optimizer

@@ -1,0 +1,58 @@
+"""Whether the processes of a run have the same models and random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from accel_ops.debug import sync
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel.training.run import Run
+
+__all__ = ["verify_before_save", "verify_sync"]
+
+
+def verify_sync(
+    run: Run, models: Sequence[torch.nn.Module], *, buffers: bool = True, rng: bool = True
+) -> list[str]:
+    """Make sure that models and random generators are the same on all processes; all of them call it.
+
+    Args:
+        run: Whose processes are compared.
+        models: The models; by default all that are prepared.
+        buffers: See `accel_ops.verify_sync`; likewise `rng`.
+        rng: Whether to compare random generators.
+
+    Returns:
+        The names of what was not compared, as no other process has it alike.
+
+    Raises:
+        DistributedOperationException: On every process, if something differs.
+    """
+    states, chosen = run.engine.states, models or run.models
+    # Those of a pipeline have other layers on each process.
+    left_out = [model for model in chosen if not states.has_all_names(model)]
+    names = sync.verify_sync(
+        *(model for model in chosen if not any(model is item for item in left_out)),
+        buffers=buffers,
+        rng=rng,
+        process=run.process,
+        is_part=states.is_part,
+    )
+    return [*(type(model).__name__ for model in left_out), *names]
+
+
+def verify_before_save(run: Run) -> None:
+    """In debug mode, make sure that what a checkpoint has of parameters is what all processes have.
+
+    Buffers and random generators may differ in lawful training: running statistics of batch norm, and seeds
+    that are the process's own.
+    """
+    if not run.process.debug or run.process.world_size == 1 or not run.models:
+        return
+    # Replicas of LocalSGD are apart between its averages.
+    if not getattr(run.engine.owner, "may_differ", False):
+        verify_sync(run, run.models, buffers=False, rng=False)
