@@ -112,6 +112,10 @@ def bound_to_cores() -> int:
         set_numa_affinity.cache_clear()
 
 
+def names_of_observers() -> list[str]:
+    return [type(item).__name__ for item in Accelerator(cpu=True).run.observers]
+
+
 def failing_tracker() -> None:
     accelerator = Accelerator(cpu=True, log_with=FailingTracker())
     accelerator.init_trackers("project")
@@ -193,6 +197,8 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Reader(lambda: resolve_accumulation(1, None)),
     "ACCELERATE_DEBUG_MODE": Reader(facts_of_process),
     "ACCELERATE_CHECK_REPLICAS_STEPS": Reader(steps_between_checks),
+    "ACCELERATE_GUARD": Reader(names_of_observers, text="skip"),
+    "ACCELERATE_GUARD_BUNDLE": Reader(names_of_observers),
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
     "ACCELERATE_STRICT_TRACKERS": Reader(failing_tracker),
     "ACCELERATE_CPU_AFFINITY": Reader(bound_to_cores),

@@ -454,3 +454,26 @@ def test_wrapping_twice_is_refused() -> None:
 def test_wrapping_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="got Linear"):
         AcceleratedOptimizer(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_skipped_step_drops_gradients_and_shows_until_the_next_step() -> None:
+    model = nn.Linear(2, 1)
+    state = GradientState.new(GradientAccumulationPlugin(num_steps=2))
+    optimizer = AcceleratedOptimizer(torch.optim.Adam(model.parameters()), gradient_state=state)
+    before = copy.deepcopy(model.state_dict())
+    window = Window(state)
+    for _ in range(2):
+        with window:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.skip_step()
+            if not state.sync_gradients:
+                assert model.weight.grad is not None
+                assert not optimizer.step_was_skipped
+    assert model.weight.grad is None
+    assert optimizer.step_was_skipped
+    assert not optimizer.state
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    window.reset()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped

@@ -215,7 +215,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return self._hold_back(closure)
-        self._held_back = 0
+        self._held_back, self._step_was_skipped = 0, False
         if self._steps_in_backward:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             return None
@@ -226,9 +226,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return self.optimizer.step()
         return self.optimizer.step(closure)
 
+    def skip_step(self) -> None:
+        """Drop the gradients of the window in the place of a step; nothing inside a window.
+
+        `step_was_skipped` is True until the next step, so that schedules do not move.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        self._held_back, self._found_inf = 0, None
+        self.zero_grad()
+        self._step_was_skipped = True
+
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last real step was skipped, because fp16 gradients were not finite.
+        """Whether the last real step was skipped: fp16 gradients were not finite, or `skip_step` was called.
 
         Exact, and free except for fused optimizers: those decide on the device, so that asking waits for it
         (once per step, as the scaler itself does for every other optimizer).
@@ -305,7 +316,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "which has to see the gradients before the step. Use mixed_precision='bf16' or 'no'."
             )
         inner = self.optimizer
-        self._step_called, self._step_was_skipped, self._found_inf = False, False, None
+        self._step_called, self._found_inf = False, None
         if not scaling.has_gradients(scaler, inner):
             return inner.step()
         scaling.begin_step(scaler, inner)

@@ -97,6 +97,11 @@ class Window:
         return self._inside
 
     @property
+    def has_means(self) -> bool:
+        """Whether the losses of this window are means, which are divided by `num_steps`."""
+        return self._has_means
+
+    @property
     def reduce_gradients(self) -> bool:
         """Whether the backward pass of this micro-batch has to reduce gradients over the processes.
 

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["start_observers"]
 
 # The variable that asks for an observer, and its settings; imported when it is set.
-_ASKED_BY: dict[str, tuple[str, str]] = {}
+_ASKED_BY: dict[str, tuple[str, str]] = {
+    "ACCELERATE_GUARD": ("accel.observe.guard.settings", "GuardKwargs"),
+    "ACCELERATE_GUARD_BUNDLE": ("accel.observe.guard.settings", "GuardKwargs"),
+}
 
 
 def start_observers(run: Run, settings: Sequence[ObserverKwargs]) -> None:

@@ -163,6 +163,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 "backward pass. Use an optimizer that needs no closure."
             )
         if self.gradient_state.sync_gradients:
+            self._step_was_skipped = False
             self.driver.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -178,8 +179,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out, because gradients were not finite."""
-        return bool(getattr(self.driver.engine.optimizer, "overflow", False))
+        """Whether the last step was left out: gradients were not finite, or `skip_step` was called."""
+        return self._step_was_skipped or bool(getattr(self.driver.engine.optimizer, "overflow", False))
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):

@@ -59,6 +59,10 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         # What clip_grad_norm_ said counts for one step.
         self.clip_by(self._clip_by_default)
 
+    def skip_step(self) -> None:
+        """Leave the next step out: the model's next call starts with empty gradients."""
+        self.has_gradients, self._was_skipped = False, True
+
     def clip_by(self, max_norm: float) -> None:
         """Have the next step clip gradients by their norm."""
         self.optimizer.config.clip_grad = max_norm

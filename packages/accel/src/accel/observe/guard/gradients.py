@@ -1,0 +1,110 @@
+"""Which gradients are finite, and in which order backward reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from accel.training.run import Run
+
+__all__ = ["BackwardOrder", "Measured", "measure", "parameter_names"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The gradients of one optimizer.
+
+    Attributes:
+        parameters: Those that have one, or a part of one.
+        finite: Booleans on the gradients' devices, in the order of `parameters`.
+    """
+
+    parameters: list[torch.Tensor]
+    finite: list[torch.Tensor]
+
+    def not_finite(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are not finite here; waits for the devices."""
+        flags = [flag for group in self.finite for flag in group.tolist()]
+        return [item for item, is_finite in zip(self.parameters, flags, strict=True) if not is_finite]
+
+
+def measure(param_groups: Sequence[dict[str, Any]]) -> Measured:
+    """Look at the gradients of an optimizer's parameters, of shards at the part that is here."""
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter in (item for group in param_groups for item in group["params"]):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # A DTensor's shard; asking for its type would import torch.distributed.tensor.
+        values = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        values = values._values() if values.is_sparse else values  # also of one that is not coalesced
+        if values.numel():
+            parameters, gradients = kinds.setdefault((values.device, values.dtype), ([], []))
+            parameters.append(parameter)
+            gradients.append(values)
+    every: list[torch.Tensor] = []
+    finite = []
+    for parameters, gradients in kinds.values():
+        every += parameters
+        # One kernel for many tensors. The largest absolute value cannot overflow, as a sum of squares can.
+        largest = torch._foreach_norm(gradients, float("inf"))
+        finite.append(torch.isfinite(torch.stack(largest)))
+    return Measured(every, finite)
+
+
+class BackwardOrder:
+    """In which order backward reaches parameters, noted in the first accumulation window.
+
+    Hooks cost a call of Python for each parameter, so that they are there no longer than that. A model whose
+    gradients come by no hook (in shards) counts from its last parameter to its first.
+    """
+
+    def __init__(self) -> None:
+        self._places: Any = WeakIdKeyDictionary()
+        self._handles: list[Any] = []
+
+    def note(self, model: torch.nn.Module) -> None:
+        """Note the order of a model in the passes to come."""
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                handle = parameter.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def _reached(self, parameter: torch.Tensor) -> None:
+        self._places.setdefault(parameter, len(self._places))
+
+    def end(self) -> None:
+        """Take off the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def place(self, parameter: torch.Tensor, index: int) -> int:
+        """The place of a parameter, which is smaller the earlier backward reaches it.
+
+        Args:
+            parameter: The parameter.
+            index: Its place in the model's order.
+        """
+        # Behind all that were noted: 2**40 is more than any model has.
+        return int(self._places.get(parameter, 2**40 - index))
+
+
+def parameter_names(run: Run) -> dict[int, tuple[str, int]]:
+    """The name of each stepped parameter, and its place in the order of the models, by its `id`."""
+    found: dict[int, tuple[str, int]] = {}
+    for number, model in enumerate(run.models):
+        plain = run.engine.unwrap_model(model, keep_torch_compile=False)
+        prefix = f"models[{number}]." if len(run.models) > 1 else ""
+        for name, parameter in plain.named_parameters():
+            found.setdefault(id(run.engine.owner.present(parameter)), (prefix + name, len(found)))
+    for number, optimizer in enumerate(run.optimizers):
+        for group, options in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(options["params"]):
+                name = f"optimizers[{number}].param_groups[{group}]['params'][{place}]"
+                found.setdefault(id(parameter), (name, len(found)))
+    return found

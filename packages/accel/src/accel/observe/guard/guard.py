@@ -1,0 +1,186 @@
+"""The guard: follows losses and gradients, and has all processes do the same about what is wrong."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from accel.observe.attach import Undo, put
+from accel.observe.base import Observer
+from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
+from accel.observe.guard.report import Finding, Spikes, describe
+from accel.observe.guard.settings import GuardError
+from accel_ops.collectives import operations
+from accel_ops.collectives.objects import gather_object
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accel.observe.guard.settings import GuardKwargs
+    from accel.training.run import Run
+
+__all__ = ["Guard"]
+
+_ROW = 10  # warnings of steps in a row that are wrong; from there on every hundredth warns
+
+
+class Guard(Observer):
+    """Looks at the losses and gradients of a run.
+
+    Args:
+        run: The run.
+        settings: What to look for, and what to do.
+    """
+
+    def __init__(self, run: Run, settings: GuardKwargs) -> None:
+        self._run, self._settings = run, settings
+        self._losses: list[torch.Tensor] = []
+        self._is_judged = False  # whether an optimizer has stepped since the last backward pass
+        self._measured: dict[int, Measured] = {}  # by the id of the optimizer
+        self._has_new = False
+        self._order = BackwardOrder()
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._spikes: WeakKeyDictionary[Any, Spikes] = WeakKeyDictionary()
+        self._row = self._skipped = 0
+        engine = run.engine
+        self._undo: list[Undo] = [
+            put(engine, "backward", partial(self._backward, engine.backward)),
+            # Where gradients are whole and reduced, and neither clipped nor unscaled yet.
+            put(engine.owner, "finish_window", partial(self._finish_window, engine.owner.finish_window)),
+        ]
+
+    def model_prepared(self, model: torch.nn.Module) -> None:
+        """Note the order of its parameters in backward."""
+        if self._settings.check_gradients and not self._run.engine.gradients.in_parts:
+            self._order.note(model)
+
+    def optimizer_prepared(self, optimizer: Any) -> None:
+        """Judge each of its steps."""
+        if self._settings.check_gradients and type(optimizer) is not AcceleratedOptimizer:
+            warn(
+                f"GuardKwargs looks at losses alone under {self._run.engine.name}, which keeps gradients to "
+                "itself. Pass check_gradients=False to say so yourself."
+            )
+        plain = optimizer.step
+
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._step(plain, optimizer, *args, **kwargs)
+
+        # A method of a function, as torch's schedulers wrap `step.__func__`.
+        self._undo.append(put(optimizer, "step", MethodType(step, optimizer)))
+
+    def stop(self) -> None:
+        """Take off what was attached."""
+        self._order.end()
+        while self._undo:
+            self._undo.pop()()
+
+    def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+        if self._is_judged:
+            self._is_judged = False
+            self._losses.clear()
+        run, seen = self._run, loss.detach()
+        # A window's mean losses come divided, unless backward starts from a gradient that is.
+        steps = run.gradient_state.num_steps if run.window.has_means and "gradient" not in kwargs else 1
+        seen = seen if seen.dim() == 0 else seen.mean()
+        self._losses.append(seen if steps == 1 else seen * steps)
+        plain(loss, **kwargs)
+        self._has_new = True
+
+    def _finish_window(self, plain: Callable[[], None]) -> None:
+        plain()
+        if self._has_new and self._run.gradient_state.sync_gradients:
+            self._has_new = False
+            self._order.end()
+            if self._settings.check_gradients:
+                own = [item for item in self._run.optimizers if type(item) is AcceleratedOptimizer]
+                self._measured = {id(item): measure(item.param_groups) for item in own}
+
+    def _step(self, plain: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._run.gradient_state.sync_gradients:
+            return plain(*args, **kwargs)
+        self._run.engine.owner.finish_window()
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        message = self._judge(optimizer)
+        self._is_judged = True
+        if message is None:
+            self._row = 0
+            return plain(*args, **kwargs)
+        self._row += 1
+        action = self._settings.action
+        if action == "stop":
+            raise GuardError(f"{message} GuardKwargs(action='stop') ends the run.")
+        if action == "skip":
+            self._skipped += 1
+            message += f" All processes skip the step ({self._skipped} so far)."
+        if self._row <= _ROW or self._row % 100 == 0:
+            row = f" It is number {self._row} in a row." if self._row > 1 else ""
+            warn(message + row)
+        if action == "skip":
+            optimizer.skip_step()
+            return None
+        return plain(*args, **kwargs)
+
+    def _judge(self, optimizer: Any) -> str | None:
+        """Say what is wrong with a step, the same on all processes; None if nothing is."""
+        process = self._run.process
+        measured = self._measured.get(id(optimizer), Measured([], []))
+        facts = self._facts(measured)[None]
+        # A process that is out of data takes no part in collectives: each judges by itself.
+        joining = self._run.engine.loaders.joining
+        together = process.world_size > 1 and not (joining is not None and joining.active)
+        table = (operations.gather(facts, process=process) if together else facts).tolist()
+        spikes = self._spikes_of(optimizer)
+        is_spike = [False] * len(table) if spikes is None else spikes.find([mean for _, _, mean in table])
+        has_bad_loss = any(bad_loss for bad_loss, _, _ in table)
+        has_bad_gradient = any(bad_gradient for _, bad_gradient, _ in table)
+        if not (has_bad_loss or has_bad_gradient or any(is_spike)):
+            return None
+        scale = self._scale() if has_bad_gradient and not has_bad_loss else None
+        if scale is not None and scale > 1 and not any(is_spike):
+            return None  # an overflow: the scaler skips this step, and lowers the scale
+        finding = self._find(measured, is_spike[process.rank if together else 0])
+        findings = gather_object([finding], process=process) if together else [finding]
+        return describe(self._steps[optimizer], findings, spikes, scale)
+
+    def _facts(self, measured: Measured) -> torch.Tensor:
+        """Whether a loss is not finite, whether a gradient is not, and the mean loss (NaN without any)."""
+        device = self._run.process.device
+        bad_loss = bad_gradient = torch.zeros((), device=device)
+        mean = torch.full((), math.nan, device=device)
+        if self._losses:
+            losses = [loss.to(device, non_blocking=True) for loss in self._losses]
+            bad_loss = (~torch.stack([torch.isfinite(loss) for loss in losses]).all()).float()
+            mean = torch.stack([loss.float() for loss in losses]).mean()
+        if measured.finite:
+            groups = [group.all().to(device, non_blocking=True) for group in measured.finite]
+            bad_gradient = (~torch.stack(groups).all()).float()
+        return torch.stack([bad_loss, bad_gradient, mean])
+
+    def _spikes_of(self, optimizer: Any) -> Spikes | None:
+        factor = self._settings.spike
+        if factor is None:
+            return None
+        # Optimizers that step in turn have losses of their own.
+        return self._spikes.setdefault(optimizer, Spikes(factor, self._settings.spike_window))
+
+    def _scale(self) -> float | None:
+        scaler = self._run.scaler
+        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
+
+    def _find(self, measured: Measured, is_spike: bool) -> Finding:
+        """What this process knows of a step that is wrong; waits for the device."""
+        names = parameter_names(self._run)
+        parameters = []
+        for parameter in measured.not_finite():
+            name, index = names[id(parameter)]
+            parameters.append((self._order.place(parameter, index), name))
+        losses = tuple(float(loss) for loss in self._losses)
+        return Finding(self._run.process.rank, losses, is_spike, tuple(parameters), len(measured.parameters))
