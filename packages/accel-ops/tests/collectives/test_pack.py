@@ -18,7 +18,11 @@ def round_trip(tensors: list[torch.Tensor], copies: int = 1) -> list[torch.Tenso
     found = plan(tensors, copies)
     back = list(tensors)
     for each in found.packs:
-        each.unpack(each.pack(tensors).repeat(copies), back)
+        buffers = each.buffers()
+        each.pack(tensors, buffers)
+        buffers.received.copy_(buffers.sent.repeat(copies))
+        each.unpack(buffers, back)
+        each.keep(buffers)
     return back
 
 
@@ -142,3 +146,46 @@ def test_works_with_deterministic_algorithms() -> None:
     finally:
         torch._C._set_deterministic_algorithms(False)
     assert torch.equal(as_bytes(back[0]), as_bytes(MIXED[0]).repeat(2))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("tensors", [[torch.zeros(3)], [torch.zeros(3), torch.zeros(2)], MIXED])
+def test_buffers_are_used_again_and_results_are_not_in_them(tensors: list[torch.Tensor], copies: int) -> None:
+    (pack,) = plan(tensors, copies).packs
+    first = round_trip(tensors, copies)
+    before = [result.clone() for result in first]
+    buffers = pack.buffers()
+    pack.keep(buffers)
+
+    round_trip([torch.ones_like(tensor) for tensor in tensors], copies)
+
+    assert pack.buffers() is buffers
+    for result, expected in zip(first, before, strict=True):
+        assert torch.equal(as_bytes(result), as_bytes(expected))
+
+
+def test_nobody_gets_buffers_that_are_in_use() -> None:
+    (pack,) = plan([torch.zeros(3)]).packs
+    one, other = pack.buffers(), pack.buffers()
+
+    assert one.sent.data_ptr() != other.sent.data_ptr()
+
+
+def test_large_buffers_are_not_kept() -> None:
+    tensors = [torch.zeros(pack_parts.SHARED_BYTES // 4), torch.zeros(1)]
+    (pack,) = plan(tensors).packs
+    buffers = pack.buffers()
+    pack.keep(buffers)
+
+    assert pack.buffers() is not buffers
+
+
+def test_buffers_made_in_inference_mode_serve_outside_of_it() -> None:
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
+    with torch.inference_mode():
+        round_trip(tensors, 2)
+
+    results = round_trip(tensors, 2)
+
+    assert [result.tolist() for result in results] == [[1.0] * 6, [1] * 4]
+    assert not any(result.is_inference() for result in results)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from accel_ops.trees.walk import find_path
 from accel_state.process.facts import Process
 
 __all__ = ["require_devices", "require_group", "require_plain", "require_rank"]
+
+# Asked in every collective, and the same as long as a group lives.
+_movable_by_group: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
 def require_group(operation: str, process: Process) -> None:
@@ -25,7 +28,7 @@ def require_group(operation: str, process: Process) -> None:
     Raises:
         RuntimeError: If there is no process group.
     """
-    if not dist.is_initialized():
+    if dist.group.WORLD is None:
         raise RuntimeError(
             f"{operation}: process {process.rank} of {process.world_size} cannot reach the others, because "
             f"the process group has been destroyed or was never made. Call {operation} before "
@@ -77,10 +80,11 @@ def require_devices(operation: str, data: Any, devices: Iterable[torch.device], 
     Raises:
         ValueError: If a device is not one of the process group's.
     """
-    # "cpu:gloo,cuda:nccl": torch has no public list of the devices of a group.
-    config = dist.get_backend_config()
-    movable = _device_types(config)
-    if any(device.type not in movable for device in devices):
+    movable = _movable()
+    for device in devices:
+        if device.type in movable:
+            continue
+        config = dist.get_backend_config()
         found = find_path(
             data, lambda node: isinstance(node, torch.Tensor) and node.device.type not in movable
         )
@@ -113,7 +117,12 @@ def _why(leaf: torch.Tensor) -> str:
     return f"is a {name}, which wraps other tensors; pass those"
 
 
-@lru_cache
-def _device_types(config: str) -> frozenset[str]:
-    # Remembered, as a group's configuration is one text that does not change.
-    return frozenset(entry.partition(":")[0] for entry in config.split(","))
+def _movable() -> frozenset[str]:
+    """Return the device types that the default process group can move."""
+    group = dist.group.WORLD
+    known = _movable_by_group.get(group)
+    if known is None:
+        # "cpu:gloo,cuda:nccl": torch has no public list of the devices of a group.
+        entries = dist.get_backend_config().split(",")
+        known = _movable_by_group[group] = frozenset(entry.partition(":")[0] for entry in entries)
+    return known

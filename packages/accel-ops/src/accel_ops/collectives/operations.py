@@ -84,10 +84,12 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
         works.append(_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), async_op=True))
     # While the large ones are on their way.
     for pack in found.packs:
-        buffer = pack.empty()
+        buffers = pack.buffers()
         if pack.nbytes:
-            _all_gather(buffer, pack.pack(leaves))
-        pack.unpack(buffer, gathered)
+            pack.pack(leaves, buffers)
+            _all_gather(buffers.received, buffers.sent)
+        pack.unpack(buffers, gathered)
+        pack.keep(buffers)
     for work in works:
         work.wait()
     return gathered
@@ -253,15 +255,18 @@ def _broadcast(leaves: Sequence[torch.Tensor], plan: Plan, source: int, sends: b
         buffer = as_bytes(leaves[i])  # the tensor's own memory where that is contiguous
         works.append((leaves[i], buffer, dist.broadcast(buffer, source, async_op=True)))
     for pack in plan.packs:
-        buffer = pack.pack(leaves) if sends else pack.empty()
+        buffers = pack.buffers()
+        if sends:
+            pack.pack(leaves, buffers)
         if pack.nbytes:
-            dist.broadcast(buffer, source)
+            dist.broadcast(buffers.sent, source)
         if not sends:
             received: list[Any] = [None] * len(leaves)
-            pack.unpack(buffer, received)
+            pack.unpack(buffers, received)
             for leaf, values in zip(leaves, received, strict=True):
                 if values is not None:
                     leaf.copy_(values)
+        pack.keep(buffers)
     for leaf, buffer, work in works:
         work.wait()
         # A tensor that is not contiguous was received into a copy.

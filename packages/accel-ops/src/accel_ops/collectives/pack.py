@@ -8,16 +8,17 @@ element size, also in the rows of a gathered buffer, because the end is padded l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from accel_ops.collectives.pack_parts import Part, as_bytes
+from accel_ops.collectives.pack_parts import SHARED_BYTES, Part
 
-__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Pack", "Plan", "plan"]
+__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Buffers", "Pack", "Plan", "plan"]
 
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size (bytes) are packed.
@@ -33,6 +34,23 @@ _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.qui
 _shape, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
 
+class Buffers(NamedTuple):
+    """Memory in which one pack travels, with views of it that are made once.
+
+    Args:
+        sent: The bytes of this process: a uint8 tensor of shape (nbytes,).
+        received: The bytes of all copies, one after the other: of shape (copies * nbytes,). Of one copy it
+            is `sent`.
+        places: Where each part is laid out in `sent`; see `Part.place`.
+        copies: Where the copies of each part are in `received`.
+    """
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    places: Sequence[torch.Tensor]
+    copies: Sequence[torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Pack:
     """Tensors that travel together.
@@ -44,6 +62,7 @@ class Pack:
 
     parts: Sequence[Part]
     copies: int
+    _kept: list[Buffers] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def device(self) -> torch.device:
@@ -52,49 +71,63 @@ class Pack:
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of the buffer, with its padding."""
+        """Size of what is sent, with its padding."""
         alignment = self.parts[0].dtype.itemsize
         return -(-sum(part.nbytes for part in self.parts) // alignment) * alignment
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of the tensors.
+    def buffers(self) -> Buffers:
+        """Return buffers that nobody else uses: those that `keep` got, or new ones."""
+        try:
+            return self._kept.pop()  # one call, so that two threads never get the same ones
+        except IndexError:
+            with torch.inference_mode(False):  # buffers made inside of it could not be written outside
+                return self._make_buffers()
+
+    def keep(self, buffers: Buffers) -> None:
+        """Keep buffers for the next time. Nothing reads or writes them any more.
+
+        Args:
+            buffers: What `buffers` returned.
+        """
+        # Small ones alone, as plans are remembered for long. On other devices a stream may still use them.
+        if self.copies * self.nbytes <= SHARED_BYTES and self.device.type == "cpu":
+            self._kept[:] = [buffers]
+
+    def pack(self, tensors: Sequence[torch.Tensor], buffers: Buffers) -> None:
+        """Lay the tensors out in what is sent.
 
         Args:
             tensors: All the tensors that `plan` saw.
-
-        Returns:
-            A 1-dimensional uint8 tensor of `nbytes` elements. It may share memory with a tensor.
+            buffers: What `buffers` returned.
         """
-        laid_out = [as_bytes(part.lay_out(tensors)) for part in self.parts]
-        if len(laid_out) == 1:
-            return laid_out[0]
-        # Zeros up to the alignment; nobody reads them.
-        missing = self.nbytes - sum(part.nbytes for part in self.parts)
-        return torch.cat([*laid_out, torch.zeros(missing, dtype=torch.uint8, device=self.device)])
+        for part, place in zip(self.parts, buffers.places, strict=True):
+            part.write(tensors, place)
 
-    def empty(self) -> torch.Tensor:
-        """Return an uninitialised 1-dimensional uint8 tensor for the bytes that come back."""
-        return torch.empty(self.copies * self.nbytes, dtype=torch.uint8, device=self.device)
-
-    def unpack(self, buffer: torch.Tensor, into: list[Any]) -> None:
-        """Make the tensors that come back.
+    def unpack(self, buffers: Buffers, into: list[Any]) -> None:
+        """Make the tensors that come back, in memory of their own.
 
         Args:
-            buffer: The packs that came back, one after the other.
+            buffers: With the packs that came back in `received`.
             into: Where they are put, at the positions of the tensors that `plan` saw.
         """
-        copies = buffer.view(self.copies, self.nbytes)
-        start = 0
-        for part in self.parts:
-            rows = copies if len(self.parts) == 1 else copies[:, start : start + part.nbytes]
-            start += part.nbytes
-            pieces = part.put_together(rows)
+        for part, copies in zip(self.parts, buffers.copies, strict=True):
+            pieces = part.put_together(copies)
             # All tensors are in this part, in their order: one slice assignment in place of a loop.
             if len(pieces) == len(into):
                 into[:] = pieces
                 return
             for i, piece in zip(part.positions, pieces, strict=True):
                 into[i] = piece
+
+    def _make_buffers(self) -> Buffers:
+        sent = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        received = sent if self.copies == 1 else sent.new_empty(self.copies * self.nbytes)
+        rows = received.view(self.copies, self.nbytes)
+        ends = list(accumulate(part.nbytes for part in self.parts))
+        spans = [slice(end - part.nbytes, end) for part, end in zip(self.parts, ends, strict=True)]
+        places = [part.place(sent[span]) for part, span in zip(self.parts, spans, strict=True)]
+        copies = [part.place(rows[:, span]) for part, span in zip(self.parts, spans, strict=True)]
+        return Buffers(sent, received, places, copies)
 
 
 @dataclass(frozen=True)

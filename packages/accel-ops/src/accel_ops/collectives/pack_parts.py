@@ -101,9 +101,7 @@ class Part:
         Returns:
             Their elements. It may share memory with the tensor if there is one only.
         """
-        chosen = tensors
-        if len(tensors) != len(self.positions):
-            chosen = [tensors[i] for i in self.positions]
+        chosen = self._chosen(tensors)
         if self.row_shape is not None:
             return torch.cat(chosen)  # type: ignore[arg-type]
         # Private, but what DDP has always made its buckets with: any shapes in one call.
@@ -131,25 +129,57 @@ class Part:
             pieces = _split_with_sizes_copy(laid_out, self.result_lengths)
         return pieces if self.row_shape is not None else self._in_shape(pieces)
 
+    def write(self, tensors: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+        """Lay the tensors of this part end to end in a given place.
+
+        Args:
+            tensors: All the tensors that `plan` saw.
+            place: What `place` returned.
+        """
+        chosen = self._chosen(tensors)
+        if self.row_shape is not None:
+            torch.cat(chosen, out=place)  # type: ignore[arg-type]
+        else:
+            place.copy_(_flatten_dense_tensors(chosen))  # type: ignore[no-untyped-call]
+
+    def place(self, buffer: torch.Tensor) -> torch.Tensor:
+        """View bytes as what this part is laid out in.
+
+        Args:
+            buffer: A uint8 tensor of shape (*, self.nbytes), which may be a part of the rows of another one.
+
+        Returns:
+            A tensor of shape (*, sum(self.lengths), *self.row_shape) in the dtype of this part.
+        """
+        shape = (*buffer.shape[:-1], sum(self.lengths), *(self.row_shape or ()))
+        # An empty buffer cannot be viewed as another dtype.
+        if not self.nbytes:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return buffer.view(self.dtype).view(shape)
+
     def put_together(self, copies: torch.Tensor) -> Sequence[torch.Tensor]:
         """Make the tensors that come back, of whole copies of this part.
 
         Args:
-            copies: A uint8 tensor of shape (self.copies, self.nbytes).
+            copies: What `place` returned for a buffer of shape (self.copies, self.nbytes).
 
         Returns:
-            The tensors.
+            The tensors, in memory of which no other part of the program knows.
         """
-        # An empty buffer cannot be viewed as another dtype.
-        if not self.nbytes:
-            return [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.result_shapes]
-        if copies.nbytes > SHARED_BYTES:  # the only copy: each tensor's pieces go into memory of its own
-            return self._in_shape(_split_with_sizes_copy(copies.view(self.dtype), self.sizes, 1))
+        if len(self.positions) == 1:
+            return self._in_shape([copies.clone(memory_format=torch.contiguous_format)])
+        # The only copy: each tensor's pieces go into memory of its own.
+        if copies.nbytes > SHARED_BYTES:
+            return self._in_shape(_split_with_sizes_copy(copies.flatten(1), self.sizes, 1))
         words = copies.view(_WORDS[self.dtype.itemsize])  # of any dtype, also of those that cannot be indexed
         words = words.reshape(self.laid_out_shape)
-        if self.copies > 1:
-            words = words.index_select(0, self.order)
+        words = words.clone() if self.copies == 1 else words.index_select(0, self.order)
         return self.take_apart(words.view(self.dtype))
+
+    def _chosen(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if len(tensors) == len(self.positions):
+            return tensors
+        return [tensors[i] for i in self.positions]
 
     def _in_shape(self, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         # In place, because a view would cost three times as much and be a view for autograd.
@@ -168,6 +198,9 @@ def stack_if_alike(tensors: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor
         The stack, contiguous; None if they are larger or differ in dtype, shape or device.
     """
     if not tensors or tensors[0].nbytes * len(tensors) > nbytes or len(set(map(_dtype, tensors))) > 1:
+        return None
+    # As logits and labels differ: an exception of torch costs as much as all of this.
+    if tensors[0].shape != tensors[-1].shape:
         return None
     try:
         stack = torch.stack(tensors)  # type: ignore[arg-type]

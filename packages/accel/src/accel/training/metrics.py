@@ -123,17 +123,22 @@ def _holds_only_tensors(data: Any) -> bool:
     if isinstance(data, torch.Tensor):
         return True
     inside = children(data)
-    return inside is not None and all(map(_holds_only_tensors, inside))
+    if inside is None:
+        return False
+    # The usual tree, for many leaves at once.
+    return set(map(type, inside)) == {torch.Tensor} or all(map(_holds_only_tensors, inside))
 
 
 def _may_be_uneven(loader: Any | None) -> bool:
     """Whether batches of the loader may have fewer rows on some processes than on others."""
-    holders = (loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")))
-    return any(
-        getattr(holder, "even_batches", True) is False  # `is`: samplers of others may have anything there
-        or (isinstance(holder, BatchSamplerShard) and holder.batch_size is None)
-        for holder in holders
-    )
+    for name in ("", "batch_sampler", "sampler", "dataset"):
+        holder = getattr(loader, name, None) if name else loader
+        # `is`: samplers of others may have anything there.
+        if getattr(holder, "even_batches", True) is False:
+            return True
+        if isinstance(holder, BatchSamplerShard) and holder.batch_size is None:
+            return True
+    return False
 
 
 def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts: bool) -> torch.Tensor:
