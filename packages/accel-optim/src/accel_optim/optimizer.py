@@ -214,7 +214,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ValueError: If both a closure and a scaler are in use.
         """
         if not self.gradient_state.sync_gradients:
-            return self._hold_back(closure)
+            if closure is not None and not self._held_back:
+                warn(
+                    "step(closure) inside an accumulation window does not call the closure. Call backward "
+                    "outside of the closure, or set gradient_accumulation_steps=1.",
+                )
+            self._held_back += 1
+            return None
         self._held_back, self._step_was_skipped = 0, False
         if self._steps_in_backward:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
@@ -300,14 +306,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if any(isinstance(item, tuple) for item in given):
             return [(name, self.owner.present(parameter)) for name, parameter in given]
         return self.owner.present_all(given)
-
-    def _hold_back(self, closure: Callable[[], Any] | None) -> None:
-        if closure is not None and not self._held_back:
-            warn(
-                "step(closure) inside an accumulation window does not call the closure. Call backward "
-                "outside of the closure, or set gradient_accumulation_steps=1.",
-            )
-        self._held_back += 1
 
     def _step_scaled(self, scaler: GradScaler, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:

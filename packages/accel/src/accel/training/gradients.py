@@ -84,9 +84,12 @@ class GradientControl:
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.run.optimizers)
 
-    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
         run = self.run
+        # Nothing to hold back: the window itself is the context, as it counts micro-batches.
+        if not run.engine.gradients_type.reduces_in_backward:
+            return run.window
         return _MicroBatch(run.window, run.engine, models)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -191,10 +194,13 @@ class GradientControl:
         Raises:
             ValueError: If fp16 gradients belong to no prepared optimizer.
         """
-        run, tensors = self.run, _listed(parameters)
+        run = self.run
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
-            return run.engine.gradients.clip_norm(_unscaled(run, tensors), max_norm, norm_type)
+            if run.scaler is not None or run.lomo is not None:
+                tensors = _unscaled(run, tensors)
+            return run.engine.gradients.clip_norm(tensors, max_norm, norm_type)
         # The gradients so far, of this process: they are neither whole nor unscaled.
         norm = run.engine.gradients.norm(tensors, norm_type)
         if norm is None or run.scaler is None:
@@ -206,11 +212,10 @@ class GradientControl:
         run = self.run
         if run.gradient_state.sync_gradients:
             run.engine.owner.finish_window()
-            run.engine.gradients.clip_value(_unscaled(run, _listed(parameters)), clip_value)
-
-
-def _listed(parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if run.scaler is not None or run.lomo is not None:
+                tensors = _unscaled(run, tensors)
+            run.engine.gradients.clip_value(tensors, clip_value)
 
 
 def _can_start_from(run: Run, loss: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -258,8 +263,6 @@ def _unscale_gradients(run: Run, optimizer: Any) -> None:
 
 def _unscaled(run: Run, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Unscale the optimizers of these parameters alone: others may not have had their backward yet."""
-    if run.scaler is None and run.lomo is None:
-        return parameters
     tensors = run.engine.gradients.with_gradients(parameters)
     if run.lomo is not None and holds_any(run.lomo, {id(tensor) for tensor in tensors}):
         lomo.warn_of_clipping(run.lomo)
@@ -295,7 +298,7 @@ class _MicroBatch:
     def __enter__(self) -> None:
         # The window first: it decides whether this micro-batch reduces gradients.
         self.window.__enter__()
-        if not self.engine.gradients_type.reduces_in_backward or self.window.reduce_gradients:
+        if self.window.reduce_gradients:
             return
         self.held_back = contextlib.ExitStack()
         try:
