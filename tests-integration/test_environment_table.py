@@ -24,6 +24,7 @@ from accel.engines.megatron.plugin import MegatronLMPlugin
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.observe.statistics import StatisticsKwargs
 from accel.tracking import GeneralTracker
 from accel.training.arguments import resolve_accumulation
 from accel_launch.commands.launch import launch_command_parser
@@ -201,6 +202,7 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_GUARD_BUNDLE": Reader(names_of_observers),
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
     "ACCELERATE_STRICT_TRACKERS": Reader(failing_tracker),
+    "ACCELERATE_STATISTICS": Reader(lambda: StatisticsKwargs().every),
     "ACCELERATE_CPU_AFFINITY": Reader(bound_to_cores),
     "ACCELERATE_ENABLE_RICH": Reader(traceback_hook),
     "ACCELERATE_DISABLE_RICH": Reader(traceback_hook, {"ACCELERATE_ENABLE_RICH": "1"}),

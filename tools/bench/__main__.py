@@ -24,6 +24,7 @@ from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
 from .merging import merge_row
 from .row import Row
+from .statistics import statistics_row
 from .step import step_row
 from .table import render, setting, write
 
@@ -37,6 +38,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "evaluation": evaluation_rows,
     "clip": clip_rows,
     "accumulate": accumulate_row,
+    "statistics": statistics_row,
     "gather": gather_rows,
     "loader": iterate_rows,
     "shard": shard_rows,

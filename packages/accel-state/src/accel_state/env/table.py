@@ -59,6 +59,12 @@ _GENERAL = _group(
     ("GUARD_BUNDLE", "str", None, "Folder for what recomputes a loss that is not finite."),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),
     ("STRICT_TRACKERS", "flag", False, "Raise the errors of trackers instead of warning of the first one."),
+    (
+        "STATISTICS",
+        "int",
+        100,
+        "Turn statistics on: steps between gathers of each process's times; 0 for none before the end.",
+    ),
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
     ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),
     ("DISABLE_RICH", "flag", False, "Never write tracebacks through rich (old; it is off by default)."),

@@ -51,9 +51,9 @@ class CheckpointControl:
         goes on. One such save is in flight at most: the next call waits for it, and raises what went wrong in
         it, as do `wait_for_save`, `load_state` and `end_training`.
         """
-        from accel.saving import save
-
         with observed(self.run, "saving"):
+            from accel.saving import save
+
             return save.save_state(self.run, output_dir, safe_serialization, **save_model_func_kwargs)
 
     def wait_for_save(self) -> None:
@@ -132,9 +132,9 @@ class CheckpointControl:
             FileNotFoundError: If there is no checkpoint in it, and `missing_ok` is not set.
             CheckpointError: If it is damaged, or differs from the objects.
         """
-        from accel.saving import load
-
         with observed(self.run, "loading"):
+            from accel.saving import load
+
             return load.load_state(self.run, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""A clock that gives each moment to one part of the run: what it adds up to is the whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["PARTS", "Clock"]
+
+_STARTS = ("data", "forward", "backward")
+
+PARTS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint", "other")
+"""What time is spent on; "other" is the rest of the script.
+
+"collectives" is also the wait for the gradients of other processes, under DDP.
+"""
+
+
+class Clock:
+    """Adds up the time of each part, on the thread that made it. It starts with the first batch or pass.
+
+    Args:
+        synchronize: Called before the time is read, to wait for an accelerator; None not to wait.
+
+    Attributes:
+        seconds: Seconds of each part so far.
+        current: The part that time goes to now.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.current = "other"
+        self._thread = threading.get_ident()
+        self._since: float | None = None
+        self._is_held = False
+        self._synchronize = synchronize
+
+    def switch(self, part: str) -> str | None:
+        """Give the time from now on to a part.
+
+        Returns:
+            The part that had it, for `back`; None where nothing was changed: on another thread, inside of
+            `only`, or before the training began.
+        """
+        if self._is_held or threading.get_ident() != self._thread:
+            return None
+        if self._since is None and part not in _STARTS:
+            return None
+        return self._turn(part)
+
+    def back(self, part: str | None) -> None:
+        """Give the time from now on to the part that `switch` returned."""
+        if part is not None and not self._is_held:
+            self._turn(part)
+
+    @contextmanager
+    def only(self, part: str) -> Iterator[None]:
+        """Give all the time inside of the context to a part, whatever else is timed there."""
+        before = self.switch(part)
+        if before is None:
+            yield
+            return
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self.back(before)
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each part up to now."""
+        if self._since is not None:
+            self._turn(self.current)
+        return dict(self.seconds)
+
+    def _turn(self, part: str) -> str:
+        if self._synchronize is not None:
+            self._synchronize()
+        now = time.perf_counter()
+        before = self.current
+        if self._since is not None:
+            self.seconds[before] += now - self._since
+        self._since = now
+        self.current = part
+        return before

@@ -1,0 +1,237 @@
+"""The observer that measures where the time of a run goes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.observe.base import Observer
+from accel.observe.statistics import attach
+from accel.observe.statistics.clock import PARTS, Clock
+from accel.observe.statistics.stragglers import OWN_PARTS, Straggler, find_stragglers
+from accel.observe.statistics.summary import exchange, next_number, peak_memory, render, summarize
+from accel_data.dispatch.loader import DataLoaderDispatcher
+from accel_ops.trees.tensors import ignorant_find_batch_size
+from accel_state.devices.table import row
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from accel.observe.statistics import StatisticsKwargs
+    from accel.training.run import Run
+
+__all__ = ["Statistics"]
+
+_LAST_GATHER_S = 10.0  # how long the end waits for a gather that not all processes have joined
+
+
+class Statistics(Observer):
+    """Measures the time of each part of a run on this process, and brings it together.
+
+    Args:
+        run: The run.
+        settings: The settings.
+        folder: Where files go; None for none.
+    """
+
+    def __init__(self, run: Run, settings: StatisticsKwargs, folder: Path | None) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.process = run.process
+        self.loaders = run.engine.loaders
+        self.number = next_number(run.process)
+        device = run.process.device
+        synchronize = partial(row(device).synchronize, device) if settings.synchronize else None
+        self.clock = Clock(synchronize)
+        self.started = time.time()
+        self.steps = self.samples = 0
+        self.slow: dict[tuple[int, str], dict[str, Any]] = {}
+        self._slow_before: set[int] = set()  # at the last gather
+        self._gathers = 0
+        self._steps_of: list[int] = []  # per optimizer
+        self._unused: dict[int, int] = {}  # per loader: samples read since the last backward pass
+        self._before = (0, 0, dict(self.clock.seconds))  # steps, samples and seconds at the last gather
+        self._pending: list[tuple[Any, torch.Tensor]] = []
+        self._awaits_gradients = False
+        # A group of their own: gathers are never confused with other collectives, and no step awaits them.
+        distributed = run.process.world_size > 1 and dist.is_initialized() and dist.is_gloo_available()
+        self._group = dist.new_group(backend="gloo") if distributed and settings.every else None
+        self._undo = [
+            attach.time_collectives(self.clock),
+            attach.time_backward(self.clock, run.engine, lambda: self._awaits_gradients, self._use_samples),
+        ]
+
+    def model_prepared(self, model: torch.nn.Module) -> None:
+        """Time its forward passes."""
+        self._awaits_gradients = self._awaits_gradients or isinstance(model, DistributedDataParallel)
+        self._undo.append(attach.time_model(self.clock, model))
+
+    def optimizer_prepared(self, optimizer: Any) -> None:
+        """Time its steps, and count them."""
+        self._steps_of.append(0)
+        stepped = partial(self._stepped, len(self._steps_of) - 1)
+        self._undo.append(attach.time_step(self.clock, optimizer, stepped))
+
+    def loader_prepared(self, loader: Any) -> None:
+        """Time its reading, and count samples."""
+        # The others wait for process 0, which reads for all.
+        receives = isinstance(loader, DataLoaderDispatcher) and self.loaders.data_shard[0] != 0
+        part = "collectives" if receives else "data"
+        self._undo.append(
+            attach.time_loader(self.clock, loader, part, self._await_gathers, self._got_batch, self._end_pass)
+        )
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time `save_state`, its waits for others included."""
+        with self.clock.only("checkpoint"):
+            yield
+
+    loading = saving
+
+    def stop(self) -> None:
+        """Take everything off; the main process prints and writes the summary."""
+        if not self._undo:
+            return
+        seconds = self.clock.read()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        if self._group is not None and dist.is_initialized():
+            self._await_gathers()
+            dist.destroy_process_group(self._group)
+        ranks = exchange(self.process, self.number, self._own(seconds))
+        if ranks is None:
+            return
+        share = self.loaders.data_shard[1] / self.process.world_size
+        summary = summarize(ranks, self.process.world_size, share, self.started, self.settings.every)
+        if self._gathers < 2 and not summary["missing"]:
+            steps = [own["steps"] for own in ranks]
+            found = self._find_slow([own["seconds"] for own in ranks], steps)
+            self._note_slow(found, 1, summary["steps"])
+        summary["slow"] = list(self.slow.values())
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        if self.settings.summary:
+            print(render(summary), flush=True)
+
+    def _own(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "rank": self.process.rank,
+            "host": platform.node(),
+            "device": str(self.process.device),
+            "steps": self.steps,
+            "samples": self.samples,
+            "seconds": {part: round(value, 6) for part, value in seconds.items()},
+            "peak_memory": peak_memory(self.process),
+        }
+
+    def _got_batch(self, loader: Any, batch: Any) -> None:
+        real = getattr(loader, "real_samples", None)  # None where nothing is padded
+        count = ignorant_find_batch_size(batch) if real is None else real[self.loaders.data_shard[0]]
+        self._unused[id(loader)] = count or 0
+
+    def _end_pass(self, loader: Any) -> None:
+        self._unused.pop(id(loader), None)  # a last batch that was only evaluated
+
+    def _use_samples(self) -> None:
+        # What is read and not followed by a backward pass is evaluated.
+        if self._unused:
+            self.samples += sum(self._unused.values())
+            self._unused.clear()
+
+    def _stepped(self, index: int) -> None:
+        self._steps_of[index] += 1
+        if self._pending:
+            self._take_gathers()
+        # Of several optimizers the one with most steps counts.
+        if self._steps_of[index] > self.steps:
+            self.steps += 1
+            if self.settings.every and self.steps % self.settings.every == 0:
+                self._gather()
+
+    def _gather(self) -> None:
+        """Begin to bring together the numbers since the last gather, in one collective."""
+        steps, samples, seconds = self._before
+        now = self.clock.read()
+        self._before = (self.steps, self.samples, now)
+        values = [now[part] - seconds[part] for part in PARTS]
+        own = torch.tensor([self.steps - steps, self.samples - samples, *values], dtype=torch.float64)
+        if self._group is None:
+            if self.process.world_size == 1:
+                self._take(own[None], self.steps)
+            return
+        gathered = own.new_empty(self.process.world_size, len(own))
+        parts = list(gathered.unbind())
+        work = dist.distributed_c10d.all_gather(parts, own, group=self._group, async_op=True)
+        self._pending.append((work, gathered))
+
+    def _take_gathers(self) -> None:
+        while self._pending and self._pending[0][0].is_completed():
+            _, gathered = self._pending.pop(0)
+            self._take(gathered, self._before[0])
+
+    def _await_gathers(self) -> None:
+        """Wait for gathers under way: also before a loader forks workers, which gloo's threads disturb."""
+        until = time.monotonic() + _LAST_GATHER_S
+        while self._pending and time.monotonic() < until:
+            self._take_gathers()
+            time.sleep(0 if not self._pending else 0.0005)
+
+    def _take(self, gathered: torch.Tensor, last: int) -> None:
+        """Take the numbers of all processes; the main process notes and writes what they say."""
+        if not self.process.is_main:
+            return
+        rows = gathered.tolist()
+        steps = [int(values[0]) for values in rows]
+        seconds = [dict(zip(PARTS, values[2:], strict=True)) for values in rows]
+        found = self._find_slow(seconds, steps)
+        self._gathers += 1
+        # Twice in a row: any process may be held up for once.
+        lasting = [slow for slow in found if slow.rank in self._slow_before]
+        first = last - steps[0] + 1
+        for slow in lasting:
+            if (slow.rank, slow.part) not in self.slow:  # said once; the summary has the rest
+                warn(slow.describe(first, last), about="process")
+        self._note_slow(lasting, first, last)
+        self._slow_before = {slow.rank for slow in found}
+        if self.folder is None:
+            return
+        share = self.loaders.data_shard[1] / self.process.world_size
+        whole = max(sum(times.values()) for times in seconds)
+        own = sorted(1e3 * sum(times[part] for part in OWN_PARTS) / steps[0] for times in seconds)
+        numbers = {
+            "samples_per_second": share * sum(values[1] for values in rows) / whole,
+            "step_ms": 1e3 * whole / steps[0],
+            "own_ms/fastest": own[0],
+            "own_ms/median": own[len(own) // 2],
+            "own_ms/slowest": own[-1],
+        }
+        values = {f"statistics/{name}": round(value, 4) for name, value in numbers.items()}
+        line: dict[str, Any] = {"time": round(time.time(), 3), "step": last, "values": values}
+        line["slow"] = [
+            {"rank": slow.rank, "part": slow.part, "ratio": round(slow.ratio, 3)} for slow in found
+        ]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "statistics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _find_slow(self, seconds: list[dict[str, float]], steps: list[int]) -> list[Straggler]:
+        return find_stragglers(seconds, steps, self.settings.slow, hides_waits=not self._awaits_gradients)
+
+    def _note_slow(self, found: list[Straggler], first: int, last: int) -> None:
+        for slow in found:
+            key = slow.rank, slow.part
+            known = self.slow.setdefault(key, {"rank": slow.rank, "part": slow.part, "ratio": 0.0})
+            known["ratio"] = max(known["ratio"], round(slow.ratio, 3))
+            known["steps"] = [known.get("steps", [first])[0], last]

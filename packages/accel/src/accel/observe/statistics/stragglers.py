@@ -1,0 +1,86 @@
+"""Finding the processes that the others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from accel.observe.statistics.clock import PARTS
+
+__all__ = ["OWN_PARTS", "Straggler", "find_stragglers"]
+
+OWN_PARTS = tuple(part for part in PARTS if part not in ("collectives", "checkpoint"))
+"""The parts that a process works on by itself; in the others it may wait for the slow ones."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow process.
+
+    Attributes:
+        rank: The process.
+        part: The part of the step that it loses most time in.
+        ratio: Its own time of a step, over the median of all processes.
+        own_s: Its own time of a step, in seconds.
+        usual_s: The median of these.
+        part_s: Its time of a step in that part, in seconds.
+        usual_part_s: The median of these.
+    """
+
+    rank: int
+    part: str
+    ratio: float
+    own_s: float
+    usual_s: float
+    part_s: float
+    usual_part_s: float
+
+    def describe(self, first_step: int, last_step: int) -> str:
+        """Return one sentence about steps `first_step` to `last_step`."""
+        name = "the rest of the script" if self.part == "other" else self.part
+        return (
+            f"Process {self.rank} is slow: in steps {first_step} to {last_step} it needs "
+            f"{1e3 * self.own_s:.1f} ms per step without its waits, {self.ratio:.1f} times the median "
+            f"({1e3 * self.usual_s:.1f} ms). Most of it is {name}: {1e3 * self.part_s:.1f} ms there, and "
+            f"{1e3 * self.usual_part_s:.1f} ms on the median process."
+        )
+
+
+def find_stragglers(
+    seconds: Sequence[Mapping[str, float]], steps: Sequence[int], slow: float, hides_waits: bool
+) -> list[Straggler]:
+    """Return the processes that need more than `slow` times the median of all for their own part of a step.
+
+    Under DDP all processes take the same time for a step, as they wait for the slowest: what differs is the
+    time outside of the waits.
+
+    Args:
+        seconds: Per process, the seconds of each part.
+        steps: Per process, the number of steps that these are for.
+        slow: See above.
+        hides_waits: Whether processes wait for each other within forward and backward, as sharded models do:
+            these are long on the fast processes then, and only data is compared.
+    """
+    if len(seconds) < 2 or min(steps) < 1:
+        return []
+    parts = [
+        {part: times[part] / count for part in OWN_PARTS} for times, count in zip(seconds, steps, strict=True)
+    ]
+    own = [sum(times.values()) for times in parts]
+    usual_own = _usual(own)
+    usual = {part: _usual([times[part] for times in parts]) for part in OWN_PARTS}
+    found = []
+    for rank, times in enumerate(parts):
+        excess = {part: times[part] - usual[part] for part in OWN_PARTS}
+        part = "data" if hides_waits else max(OWN_PARTS, key=excess.__getitem__)
+        lost = excess["data"] if hides_waits else own[rank] - usual_own
+        if lost > (slow - 1) * usual_own:
+            ratio = 1 + lost / usual_own if usual_own else float("inf")
+            found.append(Straggler(rank, part, ratio, usual_own + lost, usual_own, times[part], usual[part]))
+    return found
+
+
+def _usual(values: Sequence[float]) -> float:
+    # Of two processes the faster one is the usual one.
+    return median_low(values)

@@ -1,0 +1,292 @@
+"""Statistics of real runs: whole times, exact samples, the slow process named, and nothing left behind."""
+
+import copy
+import json
+import pickle
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from accel import Accelerator
+from accel.observe.statistics import StatisticsKwargs
+from accel.observe.statistics.clock import PARTS
+from accel_data import DataLoaderConfiguration
+from accel_data.loader.shard import DataLoaderShard
+from accel_ops.collectives import operations
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+class Numbers(Dataset):
+    """So many samples, read in no time."""
+
+    def __init__(self, count, pause_s=0.0):
+        self.count, self.pause_s = count, pause_s
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        time.sleep(self.pause_s)
+        return torch.full((4,), float(index))
+
+
+class Model(torch.nn.Module):
+    """A model that takes its time."""
+
+    def __init__(self, pause_s=0.0):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        self.pause_s = pause_s
+
+    def forward(self, inputs):
+        time.sleep(self.pause_s)
+        return self.layers(inputs)
+
+
+class Slow(torch.autograd.Function):
+    """Changes nothing, and takes time in backward."""
+
+    @staticmethod
+    def forward(ctx, inputs, pause_s):
+        ctx.pause_s = pause_s
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.pause_s)
+        return gradient, None
+
+
+def accelerator_with(folder=None, **options):
+    beside = {name: options.pop(name) for name in ("gradient_accumulation_steps",) if name in options}
+    config = DataLoaderConfiguration(**options.pop("loaders", {}))
+    settings = StatisticsKwargs(folder=None if folder is None else str(folder), **options)
+    return Accelerator(cpu=True, dataloader_config=config, kwargs_handlers=[settings], **beside)
+
+
+def train(accelerator, model, loader, pause_in_backward_s=0.0, epochs=1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = Slow.apply(model(batch), pause_in_backward_s).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, optimizer, loader
+
+
+def uneven_run(folder, slow_part, size_of_batch=2):
+    """12 steps of some milliseconds, in which process 1 takes more time in one part."""
+    accelerator = accelerator_with(folder, every=4, slow=1.5)
+    late_s = {part: 0.03 if accelerator.process_index == 1 and part == slow_part else 0.004 for part in PARTS}
+    loader = DataLoader(Numbers(24 * accelerator.num_processes, late_s["data"] / 2), batch_size=size_of_batch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(accelerator, Model(late_s["forward"]), loader, late_s["backward"])
+        accelerator.end_training()
+    return [str(warning.message) for warning in said if "is slow" in str(warning.message)]
+
+
+@pytest.mark.parametrize("part", ["data", "forward", "backward"])
+def test_a_slow_process_is_named_with_the_part(world, tmp_path, part, capfd):
+    said = world.run(uneven_run, tmp_path, part, size=3 if part == "data" else 2)
+    assert len(said[0]) == 1
+    assert said[0][0].startswith("Process 1 is slow: in steps 5 to 8 it needs ")
+    assert f"Most of it is {part}: " in said[0][0]
+    assert not any(said[1:])  # the main process alone
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(slow["rank"], slow["part"], slow["steps"]) for slow in summary["slow"]] == [(1, part, [5, 12])]
+    assert summary["slow"][0]["ratio"] > 2
+    waits = [own["seconds"]["collectives"] for own in summary["ranks"]]
+    assert waits[0] > 5 * waits[1]  # the other one waits
+    lines = [json.loads(line) for line in (tmp_path / "statistics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    assert all(line["slow"][0]["rank"] == 1 for line in lines)
+    values = lines[-1]["values"]
+    assert values["statistics/own_ms/slowest"] > 2 * values["statistics/own_ms/fastest"]
+    assert values["statistics/step_ms"] >= values["statistics/own_ms/slowest"]
+
+
+def test_nothing_is_named_where_all_are_alike(world, tmp_path):
+    assert world.run(uneven_run, tmp_path, "nothing") == [[], []]
+    assert json.loads((tmp_path / "summary.json").read_text())["slow"] == []
+
+
+def whole_run(folder):
+    accelerator = accelerator_with(folder, every=0, gradient_accumulation_steps=2)
+    started = time.perf_counter()
+    loader = DataLoader(Numbers(23, 0.001), batch_size=4)
+    model, _, loader = train(accelerator, Model(0.002), loader, 0.002, epochs=2)
+    with torch.no_grad():  # read, and not trained on
+        for batch in loader:
+            model(batch)
+    accelerator.gather(torch.ones(3))
+    accelerator.save_state(folder / "state")
+    accelerator.load_state(folder / "state")
+    time.sleep(0.05)
+    accelerator.end_training()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_summary_adds_up(world, tmp_path, size):
+    took = world.run(whole_run, tmp_path, size=size)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["samples"] == 2 * 23  # nothing that pads the last batch
+    assert summary["steps"] == {1: 6, 2: 4}[size]  # windows of two micro-batches, cut short by the end
+    assert summary["processes"] == size
+    assert summary["missing"] == []
+    assert summary["version"] == 1
+    assert summary["samples_per_second"] == pytest.approx(46 / summary["seconds"], rel=0.01)
+    assert [own["rank"] for own in summary["ranks"]] == list(range(size))
+    for own, whole in zip(summary["ranks"], took, strict=True):
+        seconds = own["seconds"]
+        assert list(seconds) == list(PARTS)
+        assert 0.7 * whole < sum(seconds.values()) <= whole  # all but making the Accelerator
+        assert seconds["data"] >= 3 * 0.001 * (23 // size)
+        assert seconds["forward"] >= 3 * 0.002 * (6 // size)
+        assert seconds["backward"] >= 2 * 0.002 * (6 // size)
+        assert min(seconds["optimizer"], seconds["checkpoint"]) > 0
+        assert seconds["other"] >= 0.05
+        assert own["peak_memory"]["host"] > 50 * 2**20
+        assert own["peak_memory"]["device"] == 0
+        assert seconds["collectives"] > 0
+
+
+def uneven_batches(folder, loaders):
+    accelerator = accelerator_with(folder, every=2, loaders=loaders)
+    train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(22), batch_size=3))
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("loaders", [{}, {"split_batches": True}, {"dispatch_batches": True}])
+def test_samples_are_counted_once(world, tmp_path, loaders):
+    world.run(uneven_batches, tmp_path, loaders, size=3)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["samples"] == 22
+
+
+def test_skipped_batches_are_not_counted_and_those_left_are(tmp_path):
+    accelerator = accelerator_with(tmp_path)
+    loader, model = accelerator.prepare(DataLoader(Numbers(10), batch_size=3), torch.nn.Linear(4, 1))
+    for batch in accelerator.skip_first_batches(loader, 2):
+        accelerator.backward(model(batch).sum())
+    accelerator.end_training()
+    assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 4
+
+
+def test_the_table_is_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_STATISTICS", "3")
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, Model(0.001), DataLoader(Numbers(8), batch_size=2))
+    accelerator.end_training()
+    head, names, own = capsys.readouterr().out.splitlines()
+    assert head.startswith("4 steps and 8 samples in 0.")
+    assert " on 1 process: " in head
+    assert names.split() == ["process", "seconds", *PARTS, "memory"]
+    assert own.split()[0] == "0"
+    shares = [int(cell) for cell, sign in zip(own.split()[2:], own.split()[3:], strict=False) if sign == "%"]
+    assert sum(shares) == pytest.approx(100, abs=4)
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "statistics.jsonl").read_text().splitlines()
+    ] == [3]
+    assert json.loads((tmp_path / "summary.json").read_text())["every"] == 3
+
+
+def traces(accelerator, model, optimizer, loader):
+    functions = [(dist, "all_reduce"), (dist, "barrier"), (operations, "gather"), (operations, "reduce")]
+    found = [name for owner, name in functions if hasattr(getattr(owner, name), "_accel_statistics")]
+    found += ["backward"] * ("backward" in vars(accelerator.run.engine))
+    found += ["step"] * ("step" in vars(optimizer))
+    found += ["forward"] * bool(model._forward_hooks or model._forward_pre_hooks)
+    found += ["loader"] * (type(loader) is not DataLoaderShard)
+    return found
+
+
+ALL = ["all_reduce", "barrier", "gather", "reduce", "backward", "step", "forward", "loader"]
+
+
+def test_nothing_is_attached_when_off_and_nothing_stays():
+    collectives = (
+        [getattr(dist, name) for name in dist.__all__ if hasattr(dist, name)]
+        if hasattr(dist, "__all__")
+        else []
+    )
+    off = Accelerator(cpu=True)
+    parts = train(off, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
+    assert traces(off, *parts) == []
+    on = accelerator_with()
+    parts_on = train(on, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
+    assert traces(on, *parts_on) == ALL
+    assert traces(off, *parts) == ALL[:4]  # collectives belong to the process
+    second = accelerator_with()
+    on.end_training()
+    assert traces(on, *parts_on) == ALL[:4]
+    second.end_training()
+    assert traces(on, *parts_on) == []
+    assert collectives == [
+        getattr(dist, name) for name in getattr(dist, "__all__", ()) if hasattr(dist, name)
+    ]
+    assert list(parts_on[2]) != []
+
+
+def test_two_accelerators_count_their_own_steps(tmp_path):
+    first, second = accelerator_with(tmp_path / "first"), accelerator_with(tmp_path / "second")
+    train(first, torch.nn.Linear(4, 1), DataLoader(Numbers(6), batch_size=2))
+    train(second, torch.nn.Linear(4, 1), DataLoader(Numbers(5)))
+    first.end_training()
+    second.end_training()
+    found = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
+    assert [(summary["steps"], summary["samples"]) for summary in found] == [(3, 6), (5, 5)]
+
+
+def test_models_and_schedules_are_used_as_without_statistics():
+    accelerator = accelerator_with()
+    model, optimizer, _ = train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a schedule whose optimizer did not step
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    clock = accelerator.run.observers[0].clock
+    assert clock.current == "other"  # also after a forward pass that raised
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(("options", "said"), [({"every": -1}, "every=-1"), ({"slow": 1.0}, "slow=1.0")])
+def test_settings_are_checked(options, said):
+    with pytest.raises(ValueError, match=said):
+        StatisticsKwargs(**options)
+
+
+def one_stays_away(folder):
+    accelerator = accelerator_with(folder, every=2)
+    train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(8), batch_size=2))
+    if accelerator.is_main_process:
+        from accel.observe.statistics import summary
+
+        summary.ANSWER_S = 0.2
+        accelerator.run.observers[0].stop()
+    dist.barrier()
+    accelerator.end_training()
+
+
+def test_a_process_that_does_not_answer_is_left_out(world, tmp_path):
+    world.run(one_stays_away, tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["missing"] == [1]
+    assert [own["rank"] for own in summary["ranks"]] == [0]
