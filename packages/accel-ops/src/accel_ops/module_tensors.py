@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -384,5 +385,7 @@ def _with_attributes(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
             attribute = (
                 new.detach()
             )  # int8 weights know themselves under a second name, which must not hold them
+        if key == "quant_state":  # of 4-bit weights, whose layer changes those of the weight that runs
+            attribute = copy.copy(attribute)
         vars(new).setdefault(key, attribute)
     return new

@@ -128,6 +128,42 @@ def test_quantized_models_run_offloaded_or_say_that_they_cannot(kind: str, way: 
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("way", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_quantized_models_run_offloaded_in_evaluation(kind: str, way: str, tmp_path: Path):
+    # Where the CPU has bf16 instructions, 4-bit layers lay their weights out anew in evaluation.
+    torch.manual_seed(0)
+    model, x = QUANTIZED[kind]().eval(), torch.randn(2, 64)
+    plain = copy.deepcopy(model)
+    expected, before = plain(x), {name: value.clone() for name, value in model.state_dict().items()}
+
+    model = cpu_offload(model) if way == "memory" else disk_offload(model, tmp_path)
+
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        if kind == "8 bits":
+            assert model[0].state.CB is None  # the layer keeps no weight
+        state = model.state_dict()
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_gradients_pass_through_offloaded_quantized_layers(kind: str, tmp_path: Path):
+    torch.manual_seed(0)
+    model = QUANTIZED[kind]()
+    plain, found = (torch.randn(2, 64).requires_grad_() for _ in range(2))
+    found.data.copy_(plain.data)
+    copy.deepcopy(model)(plain).sum().backward()
+
+    disk_offload(model, tmp_path)(found).sum().backward()
+
+    assert torch.equal(found.grad, plain.grad)
+
+
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_are_aligned_and_come_back(kind: str):
     model = QUANTIZED[kind]()

@@ -120,7 +120,7 @@ def load_checkpoint_in_model(
     if offload_8bit_bnb:
         raise NotImplementedError(
             "offload_8bit_bnb=True: weights that bitsandbytes quantized are not offloaded. Quantize a model "
-            "while it is loaded, with accel.utils.load_and_quantize_model, which keeps it on one device."
+            "while it is loaded, with accel.utils.load_and_quantize_model, which takes a device_map too."
         )
     placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
     load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.hooks.align import AlignDevicesHook, Device, TiedParameters, as_device, tied_key
+from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.attach import attach_align_device_hook_on_blocks
 from accel.big_models.hooks.base import add_hook_to_module, remove_hook_from_module
 from accel.big_models.hooks.move_guard import MoveGuard
 from accel.big_models.hooks.prefetch import EndOfForward
+from accel.big_models.hooks.slots import Device, TiedParameters, as_device, tied_key
 from accel.big_models.offload.weights import (
     check_not_sharded,
     collect,
@@ -25,8 +26,12 @@ from accel.big_models.offload.weights import (
     use_prefetcher,
 )
 from accel.big_models.parameters import move
-from accel.big_models.placement.device_map import infer_auto_device_map
-from accel.big_models.placement.memory import STRATEGIES, get_balanced_memory
+from accel.big_models.placement.requested import (
+    check_placement,
+    find_main_device,
+    make_device_map,
+    offloaded_kinds,
+)
 from accel_ckpt.weights.load import device_for, load_placed
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ckpt.weights.placement import Placing
@@ -82,63 +87,31 @@ def dispatch_model(
             the disk; if the model is sharded by FSDP. The model is unchanged.
         OSError: If the folder cannot be written. The model is unchanged.
     """
-    _check_map(model, device_map, main_device)
+    check_placement(model, device_map, main_device)
     check_not_sharded(model)
-    whole_map, names = device_map, {name for name, _ in model.named_modules(remove_duplicate=False)}
-    names |= named_tensors(model).keys()
-    device_map = {name: device for name, device in whole_map.items() if name in names}
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)} | named_tensors(model).keys()
+    known_map = {name: device for name, device in device_map.items() if name in names}
     # As devices: 0, "cuda:0" and torch.device("cuda", 0) are one.
     kinds = {
-        str(device) if str(device) == "disk" else str(as_device(device)) for device in device_map.values()
+        str(device) if str(device) == "disk" else str(as_device(device)) for device in known_map.values()
     }
     if kinds == {"disk"} and not force_hooks:
         raise ValueError(
             "device_map puts the whole model on the disk. Use disk_offload for that, or force_hooks=True to "
             "run it from there all the same."
         )
-    # What an earlier dispatch has offloaded; its hooks stay until nothing can be wrong any more.
-    earlier = offloaded_values(model)
     if len(kinds) > 1 or force_hooks:
-        main = _main_device(device_map) if main_device is None else as_device(main_device)
-        # On these two, weights in the memory of the CPU need no second place: MPS shares it.
-        offloaded = ("disk",) if main.type in ("cpu", "mps") else ("disk", "cpu")
-
-        def place(name: str) -> str | None:
-            # Left out only where a client has switched the check of the map off.
-            kind = str(device_for(name, device_map, default=main))
-            return kind if kind in offloaded else None
-
-        # What the caller gives comes before the values of an earlier dispatch.
-        values = {**earlier, **(state_dict or {})}
-        wanted = collect(model, place, offload_buffers, values, offload_dir, offload_index)
-        earlier = {**_listed_values(model, wanted.names, offload_dir, offload_index), **earlier}
-        _check_resident(model, device_map, wanted.names | earlier.keys())
-        index = wanted.write()
-        _take_hooks_away(model, {name: earlier[name] for name in earlier.keys() - wanted.names})
-        weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, index) if wanted.on_disk else None
-        try:
-            _attach(
-                model, device_map, main, offloaded, wanted.in_memory if weights is None else weights,
-                offload_buffers=offload_buffers,
-                skip_keys=skip_keys,
-                preload_module_classes=preload_module_classes,
-            )  # fmt: skip
-            # After attaching: it gives itself to the hooks that are there.
-            use_prefetcher(model, wanted.on_disk)
-            add_hook_to_module(model, MoveGuard(bool(wanted.on_disk or wanted.in_memory)), append=True)
-        except BaseException:
-            remove_hook_from_module(model, recurse=True)
-            raise
-    elif device_map:
-        device = as_device(next(iter(device_map.values())))
-        earlier = {**_listed_values(model, (), offload_dir, offload_index), **earlier}
-        _check_resident(model, device_map, earlier.keys())
-        _take_hooks_away(model, earlier)
-        # Models of quantized weights reject to() even where there is nothing to move.
-        if any(tensor.device != device for tensor, _ in named_tensors(model).values()):
-            model.to(device)
+        main = find_main_device(known_map) if main_device is None else as_device(main_device)
+        _spread(
+            model, known_map, main, state_dict or {}, offload_dir, offload_index,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+        )  # fmt: skip
+    elif known_map:
+        _move_whole(model, known_map, offload_dir, offload_index)
     # Clients read this attribute, transformers among them.
-    model.hf_device_map = dict(whole_map)  # type: ignore[assignment]
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
 
@@ -200,9 +173,11 @@ def load_checkpoint_and_dispatch(
             that were on the meta device are there again.
     """
     if isinstance(device_map, str):
-        device_map = _made_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = make_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+        )
     if device_map is not None:
-        _check_map(model, device_map, None)
+        check_placement(model, device_map)
     # Weights of "disk" stay in the safetensors files that have them.
     placing = Placing.of(device_map, offload_folder, dtype, offload_buffers, in_place=True)
     load_placed(model, checkpoint, placing, strict, full_state_dict, broadcast_from_rank0)
@@ -222,61 +197,64 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _made_map(
+def _spread(
     model: nn.Module,
-    strategy: str,
-    max_memory: Any,
-    no_split_module_classes: list[str] | None,
-    dtype: str | torch.dtype | None,
+    device_map: DeviceMap,
+    main: torch.device,
+    state_dict: Mapping[str, torch.Tensor],
+    folder: Folder | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+    *,
     offload_buffers: bool,
-) -> DeviceMap:
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"device_map must be a dict of devices by name of a module, or one of {', '.join(STRATEGIES)}, "
-            f"not {strategy!r}."
-        )
-    if strategy != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory=max_memory,
-            no_split_module_classes=no_split_module_classes,
-            dtype=dtype,
-            low_zero=strategy == "balanced_low_0",
-        )
-    found: DeviceMap = infer_auto_device_map(
-        model,
-        max_memory=max_memory,
-        no_split_module_classes=no_split_module_classes,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-    )
-    return found
+    skip_keys: str | list[str] | None,
+    preload_module_classes: list[str] | None,
+) -> None:
+    """Attach the hooks with which a model runs over several devices; offloaded weights are stored first."""
+    # What an earlier dispatch has offloaded; its hooks stay until nothing can be wrong any more.
+    earlier = offloaded_values(model)
+    offloaded = offloaded_kinds(main)
+
+    def place(name: str) -> str | None:
+        # Left out only where a client has switched the check of the map off.
+        kind = str(device_for(name, device_map, default=main))
+        return kind if kind in offloaded else None
+
+    # What the caller gives comes before the values of an earlier dispatch.
+    wanted = collect(model, place, offload_buffers, {**earlier, **state_dict}, folder, index)
+    earlier = {**_listed_values(model, wanted.names, folder, index), **earlier}
+    _check_resident(model, device_map, wanted.names | earlier.keys())
+    written = wanted.write()
+    _take_hooks_away(model, {name: earlier[name] for name in earlier.keys() - wanted.names})
+    weights = OffloadedWeightsLoader(wanted.in_memory, folder, written) if wanted.on_disk else None
+    try:
+        _attach(
+            model, device_map, main, offloaded, wanted.in_memory if weights is None else weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+        )  # fmt: skip
+        # After attaching: it gives itself to the hooks that are there.
+        use_prefetcher(model, wanted.on_disk)
+        add_hook_to_module(model, MoveGuard(bool(wanted.on_disk or wanted.in_memory)), append=True)
+    except BaseException:
+        remove_hook_from_module(model, recurse=True)
+        raise
 
 
-def _check_map(model: nn.Module, device_map: DeviceMap, main_device: Device | None) -> None:
-    # Clients replace this name for a call (transformers, for parameters that the map leaves out).
-    from accel import big_modeling
-
-    big_modeling.check_device_map(model, device_map)
-    wanted = {**device_map, "main_device": "cpu" if main_device is None else main_device}
-    for name, device in wanted.items():
-        if str(device) == "disk":
-            continue
-        try:
-            # Nothing is allocated, and a device that is absent raises.
-            torch.empty(0, device=as_device(device))
-        except (RuntimeError, AssertionError, ValueError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-            said = "main_device is" if name == "main_device" else f"device_map puts {name!r} on"
-            raise ValueError(
-                f"{said} {device!r}, which is not there: {reason}. Name a device of this machine, "
-                '"cpu" or "disk".'
-            ) from error
-
-
-def _main_device(device_map: DeviceMap) -> torch.device:
-    others = (device for device in device_map.values() if str(device) not in ("cpu", "disk"))
-    return as_device(next(others, "cpu"))
+def _move_whole(
+    model: nn.Module,
+    device_map: DeviceMap,
+    folder: Folder | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+) -> None:
+    """Move a model that is on one device as a whole, without hooks."""
+    device = as_device(next(iter(device_map.values())))
+    earlier = {**_listed_values(model, (), folder, index), **offloaded_values(model)}
+    _check_resident(model, device_map, earlier.keys())
+    _take_hooks_away(model, earlier)
+    # Models of quantized weights reject to() even where there is nothing to move.
+    if any(tensor.device != device for tensor, _ in named_tensors(model).values()):
+        model.to(device)
 
 
 def _take_hooks_away(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
@@ -300,7 +278,7 @@ def _forget_replaced(model: nn.Module) -> None:
     for module in model.modules():
         for hook in hooks_of(module):
             if isinstance(hook, AlignDevicesHook):
-                hook.slots = [slot for slot in hook.slots if slot.table[slot.leaf] is slot.placeholder]
+                hook.slots[:] = [slot for slot in hook.slots if slot.table[slot.leaf] is slot.placeholder]
 
 
 def _listed_values(

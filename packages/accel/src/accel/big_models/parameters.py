@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.nn.utils import prune
 
 from accel_ops.module_tensors import moved
 
-__all__ = ["META", "check_no_computed_weights", "move", "on_meta"]
+__all__ = ["META", "bring_to", "check_no_computed_weights", "int8_states", "move", "on_meta"]
 
 META = torch.device("meta")
 
@@ -42,11 +45,48 @@ def move(value: torch.Tensor, own: torch.Tensor, device: torch.device | None) ->
             return value.to(device)
     if there and type(value) is torch.Tensor and type(own) is torch.nn.Parameter and not vars(own):
         return torch.nn.Parameter(value, own.requires_grad)  # what `moved` returns, without its checks
-    made = moved(own, value, device)
-    if getattr(made, "SCB", made) is None:
+    return _known_once(moved(own, value, device))
+
+
+def bring_to(device: torch.device | None, value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return an offloaded weight for a forward: `move`, but a quantized one is never the stored one itself.
+
+    Layers of bitsandbytes change the weight with which they run and its statistics: some lay it out anew for
+    the CPU, others keep it for themselves.
+
+    Args:
+        device: Where to; None for where it is.
+        value: The weight, wherever it is kept.
+        own: What the model has in its place.
+
+    Returns:
+        The weight.
+    """
+    quantized = type(value) is type(own) and type(value).to is not torch.Tensor.to
+    if not quantized or not isinstance(value, torch.nn.Parameter):
+        return move(value, own, device)
+    return _known_once(moved(value, value.data, value.device if device is None else device))
+
+
+def _known_once(weight: torch.Tensor) -> torch.Tensor:
+    if getattr(weight, "SCB", weight) is None:
         # An int8 weight of a bitsandbytes layer that has run: the layer has its statistics, and asks no more.
-        made.CB = None  # type: ignore[attr-defined]
-    return made
+        weight.CB = None  # type: ignore[attr-defined]
+    return weight
+
+
+def int8_states(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Return what bitsandbytes' 8-bit layers keep beside their weights: `CB` is the weight of the last call.
+
+    Args:
+        modules: Modules, of which only such layers count that have not run yet: later, nothing else has it.
+    """
+    found: list[Any] = []
+    for module in modules:
+        state, weight = vars(module).get("state"), module._parameters.get("weight")
+        if hasattr(state, "CB") and getattr(weight, "SCB", None) is not None:
+            found.append(state)
+    return found
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from accel.big_models.hooks.align import as_device, tied_key
+from accel.big_models.hooks.slots import as_device, tied_key
 from accel.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
 META = torch.device("meta")
@@ -166,3 +168,39 @@ def test_a_hook_says_what_it_does_and_is_pickled() -> None:
 
     assert repr(hook) == said + "place_submodules=False, skip_keys='past')"
     assert repr(pickle.loads(pickle.dumps(hook))) == repr(hook)
+
+
+class Meeting(nn.Module):
+    """A forward in which two threads are at the same time; with `inner` it calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def forward(self, x: torch.Tensor, inner: bool = False) -> torch.Tensor:
+        if inner:
+            assert self(x.to("meta")).is_meta
+        elif threading.current_thread() is not threading.main_thread():
+            self.barrier.wait()
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize("first", ["cpu", "meta"])
+def test_each_call_of_several_threads_gets_its_output_where_its_inputs_were(first: str) -> None:
+    module = Meeting()
+    add_hook_to_module(module, AlignDevicesHook(io_same_device=True))
+    second = "meta" if first == "cpu" else "cpu"
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(lambda device: module(torch.ones(1, device=device)).device.type, [first, second])
+        )
+
+    assert found == [first, second]
+
+
+def test_a_call_inside_of_another_does_not_change_where_that_ones_output_goes() -> None:
+    module = Meeting()
+    add_hook_to_module(module, AlignDevicesHook(io_same_device=True))
+
+    assert module(torch.ones(1), inner=True).device.type == "cpu"

@@ -203,6 +203,14 @@ def test_a_block_that_has_a_hook_keeps_it(net: Net) -> None:
     assert isinstance(hooked(net)["first"][1], AlignDevicesHook)
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_model_itself_gets_one_hook_that_sees_where_inputs_were(net: Net, offload: bool) -> None:
+    attach_align_device_hook_on_blocks(net, {"": "cpu"}, {"": offload}, weights_map=net.state_dict())
+
+    (hook,) = hooked(net)[""]
+    assert (hook.io_same_device, hook.execution_device, hook.offload) == (True, CPU, offload)
+
+
 def test_a_block_without_a_device_is_named(net: Net) -> None:
     with pytest.raises(ValueError, match="offload has second, which execution_device lacks"):
         attach_align_device_hook_on_blocks(net, {"first": "cpu"}, {"first": False, "second": True})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,57 +13,20 @@ from torch import nn
 from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.offloaded_state import keep_state
 from accel.big_models.hooks.prefetch import Prefetcher, bring_in
+from accel.big_models.hooks.slots import Device, Slot, TiedParameters, as_device, list_tensors, tied_key
 from accel.big_models.hooks.untraced import run_untraced
-from accel.big_models.parameters import META, check_no_computed_weights, move, on_meta
-from accel_ckpt.weights.placement import memory_device
+from accel.big_models.parameters import (
+    META,
+    bring_to,
+    check_no_computed_weights,
+    int8_states,
+    move,
+    on_meta,
+)
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device
-from accel_state.process.state import current_process
 
-__all__ = ["AlignDevicesHook", "Device", "Slot", "TiedParameters", "as_device", "tied_key"]
-
-Device = int | str | torch.device
-
-# By `tied_key` of a tied weight: its copies by device, of which each is made once.
-TiedParameters = dict[int, dict[torch.device, torch.Tensor]]
-
-
-def as_device(device: Device) -> torch.device:
-    """Read a device; a number counts the accelerators.
-
-    Raises:
-        ValueError: If it is a number, and this process uses no accelerator.
-    """
-    if isinstance(device, int) and current_process().device.type == "cpu":
-        raise ValueError(f'this process uses no accelerator, and has no device {device}. Use "cpu".')
-    return device if isinstance(device, torch.device) else torch.device(memory_device(device))
-
-
-def tied_key(tensor: torch.Tensor) -> int:
-    """Identify a weight in a map of tied ones: by its address, or on the meta device by the object's."""
-    try:
-        return tensor.data_ptr() or id(tensor)
-    except RuntimeError:  # of a subclass without memory of its own
-        return id(tensor)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One offloaded weight of a module.
-
-    Args:
-        table: The module's parameters, or its buffers.
-        leaf: The key there.
-        name: The key in the map of weights.
-        placeholder: What is there while the weight is offloaded.
-        tied: Copies by device of a weight that other modules share; None for one that they do not.
-    """
-
-    table: dict[str, Any]
-    leaf: str
-    name: str
-    placeholder: torch.Tensor
-    tied: dict[torch.device, torch.Tensor] | None
+__all__ = ["AlignDevicesHook"]
 
 
 class AlignDevicesHook(ModelHook):
@@ -77,7 +39,8 @@ class AlignDevicesHook(ModelHook):
         io_same_device: Bring the output to the device of the first tensor among the inputs.
         weights_map: The offloaded weights by name, possibly read when they are looked up; by default they are
             kept on the CPU.
-        offload_buffers: Offload persistent buffers too. Other buffers are on the execution device.
+        offload_buffers: Offload persistent buffers too. Other buffers are on the execution device, and so is
+            a buffer from the first forward on that updates it.
         place_submodules: Do all this for the weights of modules inside, too.
         skip_keys: Keyword arguments, keys and fields at any depth that are not moved.
         tied_params_map: Copies of tied weights by device, by address of the weight, shared between the hooks
@@ -108,7 +71,6 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
-        self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.prefetcher: Prefetcher | None = None
         self.slots: list[Slot] = []
@@ -117,7 +79,12 @@ class AlignDevicesHook(ModelHook):
         self._recurrent = False
         # Calls that are running: in several threads, or one inside another.
         self._users = 0
+        # Buffers as they were loaded, by name, and the slots of those that a forward has updated.
+        self._given: dict[str, torch.Tensor] = {}
+        self._updated: list[Slot] = []
+        self._int8_states: list[Any] = []
         self._lock = threading.Lock()
+        self._calls = threading.local()
 
     def __repr__(self) -> str:
         return (
@@ -127,12 +94,13 @@ class AlignDevicesHook(ModelHook):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A lock can be neither copied nor pickled.
-        return {key: value for key, value in vars(self).items() if key != "_lock"}
+        # Neither of these can be copied or pickled.
+        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_calls")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._lock = threading.Lock()
+        self._calls = threading.local()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Bring the module's weights to the execution device, or put placeholders in their places.
@@ -147,7 +115,7 @@ class AlignDevicesHook(ModelHook):
             ValueError: If a weight is on the meta device and nothing has its values, or torch's old
                 `weight_norm` or the like computes it; the module is unchanged.
         """
-        found = list(_tensors(module, self.place_submodules))
+        found = list(list_tensors(module, self.place_submodules))
         kept = [entry for entry in found if not self._offloads(entry)]
         offloaded = [entry for entry in found if self._offloads(entry)]
         self._check(module, kept, offloaded)
@@ -157,6 +125,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._offload_weights(offloaded)
             self._recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+            self._int8_states = int8_states(module.modules() if self.place_submodules else (module,))
             self._refresh(module)
             self._handles = keep_state(module, self.slots, self._value)
         return module
@@ -224,33 +193,44 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Bring weights and inputs to the execution device."""
-        if self.io_same_device:
-            self.input_device = find_device([args, kwargs])
+        came_from = find_device([args, kwargs]) if self.io_same_device else None
         if self.slots:
             self.load(module)
         device = self.execution_device
-        if device is None:
-            return args, kwargs
         try:
-            if args:
+            if device is not None and args:
                 args = send_to_device(args, device, skip_keys=self.skip_keys)
-            if kwargs:
+            if device is not None and kwargs:
                 kwargs = send_to_device(kwargs, device, skip_keys=self.skip_keys)
         except BaseException:
-            self.forward_failed(module)
+            if self.slots:
+                self.unload(module)
             raise
+        if self.io_same_device:
+            self._devices_of_calls().append(came_from)
         return args, kwargs
+
+    def _devices_of_calls(self) -> list[torch.device | None]:
+        """Return where the inputs of this thread's calls came from, the innermost call's last."""
+        devices: list[torch.device | None] | None = getattr(self._calls, "devices", None)
+        if devices is None:
+            self._calls.devices = devices = []
+        return devices
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Take offloaded weights away, and bring the output to its device."""
         if self.slots:
             self.unload(module)
-        if self.io_same_device and self.input_device is not None:
-            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        if self.io_same_device:
+            device = self._devices_of_calls().pop()
+            if device is not None:
+                output = send_to_device(output, device, skip_keys=self.skip_keys)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
         """Take offloaded weights away."""
+        if self.io_same_device:
+            self._devices_of_calls().pop()
         if self.slots:
             self.unload(module)
 
@@ -268,6 +248,10 @@ class AlignDevicesHook(ModelHook):
         self._handles = ()
         for slot in self.slots:
             slot.table[slot.leaf] = self._restored(slot)
+        for slot in self._updated:
+            held, device = slot.table[slot.leaf], self.original_devices[slot.name]
+            if held is not None and device != META:
+                slot.table[slot.leaf] = held.to(device)
         self._refresh(module)
         return module
 
@@ -334,7 +318,9 @@ class AlignDevicesHook(ModelHook):
             try:
                 ready = self.prefetcher.take(self) if self.prefetcher is not None else {}
                 for slot in self.slots:
-                    slot.table[slot.leaf] = self._loaded(module, slot, ready)
+                    slot.table[slot.leaf] = value = self._loaded(module, slot, ready)
+                    if slot.is_buffer:
+                        self._given[slot.name] = value
                 self._refresh(module)
                 if self.prefetcher is not None:
                     self.prefetcher.start_next(self)
@@ -352,7 +338,11 @@ class AlignDevicesHook(ModelHook):
                 f"the offloaded weight {slot.name} has the shape {list(value.shape)}, and in "
                 f"{type(module).__name__} {list(slot.placeholder.shape)}. Dispatch the model anew."
             )
-        value = move(value, slot.placeholder, device)
+        value = bring_to(device, value, slot.placeholder)
+        if slot.is_buffer:
+            # A copy whose version counts what the forward does to it; tensors of inference mode have none.
+            with torch.inference_mode(False):
+                value = value.clone()
         if slot.tied is not None and device is not None:
             slot.tied[device] = value
         return value
@@ -374,6 +364,8 @@ class AlignDevicesHook(ModelHook):
     def _take_away(self, module: nn.Module) -> None:
         self._users = 0
         device = self.execution_device
+        if self._given:
+            self._keep_updated(module)
         for slot in self.slots:
             held = slot.table[slot.leaf]
             slot.table[slot.leaf] = slot.placeholder
@@ -382,17 +374,27 @@ class AlignDevicesHook(ModelHook):
             # run hold it in their own tables.
             if device in copies and copies[device] is held is not slot.placeholder:
                 del copies[device]
+        # The weight of the last call; a backward needs it.
+        if not torch.is_grad_enabled():
+            for state in self._int8_states:
+                state.CB = None
         self._refresh(module)
 
+    def _keep_updated(self, module: nn.Module) -> None:
+        """Leave buffers where they are that a forward has updated: what is stored is old."""
+        updated = {slot.name for slot in self.slots if self._is_updated(module, slot)}
+        self._updated += [slot for slot in self.slots if slot.name in updated]
+        # In place, as the hooks on the state dict share the list.
+        self.slots[:] = [slot for slot in self.slots if slot.name not in updated]
+        self._given.clear()
 
-def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[dict[str, Any], str, str, str]]:
-    """List a module's tensors: its table, the key there, the full name and the kind."""
-    for path, part in module.named_modules() if recurse else [("", module)]:
-        prefix = f"{path}." if path else ""
-        for leaf, parameter in part._parameters.items():
-            if parameter is not None:
-                yield part._parameters, leaf, prefix + leaf, "parameter"
-        for leaf, buffer in part._buffers.items():
-            if buffer is not None:
-                kind = "own buffer" if leaf in part._non_persistent_buffers_set else "buffer"
-                yield part._buffers, leaf, prefix + leaf, kind
+    def _is_updated(self, module: nn.Module, slot: Slot) -> bool:
+        """Return whether a forward has changed a buffer that was loaded for it."""
+        given = self._given.get(slot.name)
+        if given is None:
+            return False
+        held = slot.table[slot.leaf]
+        if held is not given or given._version > 0:
+            return True
+        # What is written through .data, as some do in training, is not counted.
+        return module.training and not torch.equal(held, bring_to(held.device, self._value(slot), held))

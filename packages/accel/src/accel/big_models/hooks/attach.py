@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.big_models.hooks.align import AlignDevicesHook, Device, TiedParameters
+from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.base import add_hook_to_module
+from accel.big_models.hooks.slots import Device, TiedParameters
 from accel_ckpt.weights.offload import PrefixedDataset
 
 __all__ = [
@@ -166,22 +167,22 @@ class _Blocks:
         self.seen.add(id(module))
         is_block = name in self.offloads and name in self.devices
         block = name if is_block else block
-        options, whole = self.options, False
+        options, whole, hook = self.options, False, None
+        # What leaves the model is where its inputs were. One hook for both: a second one would see inputs
+        # that the first has moved.
+        is_root = not name
         if block is not None:
             device, offload = self.devices[block], self.offloads[block]
             whole = options.preloads(module)
             if offload and (_has_own(module) or whole):
-                add_hook_to_module(
-                    module, options.hook(device, True, name, place_submodules=whole), append=True
-                )
+                hook = options.hook(device, True, name, place_submodules=whole, io_same_device=is_root)
             # A module without weights computes wherever its inputs are, and needs no hook.
             elif is_block or _has_any(module, self.weighty):
-                add_hook_to_module(
-                    module, options.hook(device, place_submodules=whole and not offload), append=True
-                )
-        if not name:  # what leaves the model is where its inputs were
-            root = replace(options, weights_map=None)
-            add_hook_to_module(module, root.hook(self.devices.get(""), io_same_device=True), append=True)
+                hook = options.hook(device, place_submodules=whole and not offload, io_same_device=is_root)
+        if is_root and hook is None:
+            hook = options.hook(self.devices.get(""), io_same_device=True)
+        if hook is not None:
+            add_hook_to_module(module, hook, append=True)
         # Else its own hook brings the weights of all modules inside it.
         if not whole:
             for child_name, child in module.named_children():

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.hooks.align import AlignDevicesHook, Device, as_device
+from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.attach import attach_align_device_hook
 from accel.big_models.hooks.base import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
+from accel.big_models.hooks.slots import Device, as_device
 from accel.big_models.offload.weights import check_not_sharded, collect, tied_params, use_prefetcher
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ops.memory import clear_device_cache

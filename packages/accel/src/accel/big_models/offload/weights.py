@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.hooks.align import AlignDevicesHook, TiedParameters, tied_key
+from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.base import ModelHook, SequentialHook, add_hook_to_module
 from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher
+from accel.big_models.hooks.slots import TiedParameters, tied_key
 from accel.big_models.parameters import move
 from accel_ckpt.weights.offload import (
     make_offload_folder,

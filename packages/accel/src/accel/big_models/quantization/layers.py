@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.big_models.parameters import on_meta
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel_ckpt.weights.by_name import Slots
-from accel_ckpt.weights.placement import DeviceMap, device_for, memory_device
+from accel_ckpt.weights.offload import make_offload_folder, offload_weight
+from accel_ckpt.weights.placement import Placing, device_for, memory_device
 from accel_state.imports.packages import require
 
 __all__ = ["QuantizedLayers", "check_weights"]
@@ -31,20 +33,29 @@ class QuantizedLayers:
         self._layers: dict[str, Any] = {}
         # What a layer that was saved quantized consists of, until all of it is there.
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        # Those without weights, to take the loading back; the others are to be freed one by one.
+        self._empty: list[tuple[nn.Module, str, nn.Linear]] = []
         for name in names:
             path, _, leaf = name.rpartition(".")
             parent = model.get_submodule(path)
-            layer = self._make(getattr(parent, leaf))
-            self._layers[name] = layer
+            linear: Any = getattr(parent, leaf)
+            if linear.weight.is_meta:
+                self._empty.append((parent, leaf, linear))
+            self._layers[name] = layer = self._make(linear)
             setattr(parent, leaf, layer)
 
-    def take(self, name: str, value: Any, device_map: DeviceMap) -> bool:
+    def undo(self) -> None:
+        """Put layers back that had no weights."""
+        for parent, leaf, linear in self._empty:
+            setattr(parent, leaf, linear)
+
+    def take(self, name: str, value: Any, placing: Placing) -> bool:
         """Take a weight of a checkpoint, if it belongs to one of these layers and is not a bias.
 
         Args:
             name: Its name.
             value: The weight, as `check_weights` passed it; it is copied.
-            device_map: Device by name of a module.
+            placing: Where it goes; gets an entry for one that is written to the disk.
 
         Returns:
             Whether it belongs to one of them.
@@ -53,22 +64,34 @@ class QuantizedLayers:
         if not path:
             return False
         if leaf == "weight" and value.is_floating_point():
-            device = memory_device(device_for(name, device_map))
-            self._layers[path].weight = self._quantize(value).to(device)
+            self._set(path, self._quantize(value).to(self._device(path, placing)), placing)
         else:
             self._parts.setdefault(path, {})[leaf] = value
         return True
 
-    def finish(self, device_map: DeviceMap) -> None:
+    def finish(self, placing: Placing) -> None:
         """Set the weights of layers that were saved quantized.
 
         Args:
-            device_map: Device by name of a module.
+            placing: Where they go.
         """
         set_weight = self._saved_8bit if self._config.load_in_8bit else self._saved_4bit
         for path, parts in self._parts.items():
-            device = memory_device(device_for(f"{path}.weight", device_map))
-            self._layers[path].weight = set_weight(parts, device)
+            self._set(path, set_weight(parts, self._device(path, placing)), placing)
+
+    def _device(self, path: str, placing: Placing) -> str:
+        assert placing.device_map is not None
+        return memory_device(device_for(f"{path}.weight", placing.device_map))
+
+    def _set(self, path: str, weight: Any, placing: Placing) -> None:
+        """Give a layer its quantized weight; for the disk it is written, its statistics stay in memory."""
+        assert placing.device_map is not None
+        if str(device_for(f"{path}.weight", placing.device_map)) == "disk":
+            assert placing.offload_folder is not None
+            make_offload_folder(placing.offload_folder)
+            offload_weight(weight, f"{path}.weight", placing.offload_folder, placing.index)
+            weight = on_meta(weight)
+        self._layers[path].weight = weight
 
     def _make(self, linear: nn.Linear) -> Any:
         config, bias = self._config, linear.bias is not None

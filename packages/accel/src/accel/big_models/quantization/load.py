@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.big_models.hooks.align import as_device
-from accel.big_models.placement.memory import STRATEGIES, get_max_memory
+from accel.big_models.dispatch import dispatch_model
+from accel.big_models.placement.requested import check_placement, make_device_map
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.big_models.quantization.layers import QuantizedLayers, check_weights
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.files import find_weight_files
 from accel_ckpt.weights.load import load_state_dict
 from accel_ckpt.weights.placement import DeviceMap, Placing
-from accel_ops.module_sizes import compute_module_sizes
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
@@ -45,13 +45,12 @@ def load_and_quantize_model(
         bnb_quantization_config: 8 or 4 bits, and what is not quantized.
         weights_location: Weights to load, as `load_checkpoint_in_model` takes them; weights that
             `save_model` wrote of a quantized model too. By default the model's own are quantized.
-        device_map: Device by name of a module, the same for all; by default that of this process. Or "auto"
-            ("balanced", "balanced_low_0", "sequential"): the first device with room for all, accelerators
-            before the CPU.
-        no_split_module_classes: Without effect: the model is whole on one device.
-        max_memory: Bytes (or text such as "1GB") by device, for a map that is made here; by default what is
-            free.
-        offload_folder: Without effect.
+        device_map: Device by name of a module, or "auto" ("balanced", "balanced_low_0", "sequential") to have
+            such a map made, for which quantized weights count with their bits. The model is dispatched as by
+            `dispatch_model`; what is offloaded is quantized too. None: it is whole on this process's device.
+        no_split_module_classes: Names of classes whose instances stay on one device, for a map that is made.
+        max_memory: Bytes (or text such as "1GB") by device, likewise; by default what is free.
+        offload_folder: Where weights of "disk" are written.
         offload_state_dict: As in `load_checkpoint_in_model`: without effect, files serve for that.
 
     Returns:
@@ -59,13 +58,14 @@ def load_and_quantize_model(
 
     Raises:
         ImportError: If bitsandbytes is not installed; it names the extra.
-        TypeError: If the configuration is no `BnbQuantizationConfig`.
+        TypeError: If the configuration is no `BnbQuantizationConfig`, or the device map no mapping.
         ValueError: If weights are missing: a model on the meta device needs them all; or the device map does
-            not cover the model, names a device that is not there, or is unknown text.
-        NotImplementedError: If the device map spreads the model over devices or offloads it, or no device has
-            room for all of it.
-        RuntimeError: If a shape differs.
+            not cover the model, names a device that is not there, has "disk" without an `offload_folder`, or
+            is unknown text.
+        RuntimeError: If a shape differs. In all these cases the model is unchanged.
         CheckpointError: If a file is damaged.
+        OSError: If a weight cannot be written to the folder. After an error while weights are placed, those
+            that were on the meta device are there again.
 
     Example:
         >>> with init_empty_weights():
@@ -74,33 +74,14 @@ def load_and_quantize_model(
         >>> model = load_and_quantize_model(model, config, weights_location="weights")
     """
     config = bnb_quantization_config
-    if not isinstance(config, BnbQuantizationConfig):
-        raise TypeError(
-            f"bnb_quantization_config must be a BnbQuantizationConfig, not {type(config).__name__}."
-        )
-    require("bitsandbytes", extra="bitsandbytes")
-    if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device, and has no weights to quantize: say where they "
-            "are with weights_location."
-        )
-    files = [] if weights_location is None else find_weight_files(weights_location)
-    ignored: dict[str, Any] = {
-        "no_split_module_classes": no_split_module_classes,
-        "offload_folder": offload_folder,
-    }
-    if not isinstance(device_map, str):
-        ignored["max_memory"] = max_memory
-    for name, value in ignored.items():
-        if value is not None:
-            warn(f"{name} is ignored: a quantized model is whole on one device.")
+    files = _check_arguments(model, config, weights_location)
     names = _layers_to_quantize(model, config)
     if not names:
         warn(f"{type(model).__name__} has no linear layer that is quantized; see skip_modules.")
-    if isinstance(device_map, str):
-        device_map = {"": _first_with_room(model, names, config, device_map, max_memory)}
-    device_map = _device(model, device_map)
-    placing = Placing.of(device_map, None, config.torch_dtype, False, config.keep_in_fp32_modules)
+    placed = _read_map(model, names, config, device_map, max_memory, no_split_module_classes, offload_folder)
+    placing = Placing.of(
+        placed, offload_folder, config.torch_dtype, False, config.keep_in_fp32_modules, in_place=True
+    )
     # Before layers are replaced, which have these weights.
     own = {} if files else dict(model.state_dict())
     # All is compared before the model changes, for which files are read twice.
@@ -108,8 +89,17 @@ def load_and_quantize_model(
     if surplus:
         warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")
     layers = QuantizedLayers(model, names, config)
-    _fill(model, layers, placing, device_map, _read(files) if files else _drain(own))
-    return model.to(device=device_map[""])
+    _fill(model, layers, placing, _read(files) if files else _drain(own))
+    if device_map is None:
+        return model.to(device=placed[""])
+    return dispatch_model(
+        model,
+        placed,
+        offload_dir=offload_folder,
+        offload_index=placing.index,
+        # A model wholly on the disk runs through hooks alone.
+        force_hooks={str(device) for device in placed.values()} == {"disk"},
+    )
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -153,50 +143,60 @@ def _is_in(name: str, path: str) -> bool:
     return f".{name}." in f".{path}."
 
 
-def _first_with_room(
+def _check_arguments(model: nn.Module, config: Any, weights_location: Folder | None) -> list[Path]:
+    """Check what does not depend on the device map; return the files of the weights."""
+    if not isinstance(config, BnbQuantizationConfig):
+        raise TypeError(
+            f"bnb_quantization_config must be a BnbQuantizationConfig, not {type(config).__name__}."
+        )
+    require("bitsandbytes", extra="bitsandbytes")
+    if weights_location is not None:
+        return find_weight_files(weights_location)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, and has no weights to quantize: say where they "
+            "are with weights_location."
+        )
+    return []
+
+
+def _read_map(
     model: nn.Module,
     names: list[str],
     config: BnbQuantizationConfig,
-    strategy: str,
+    device_map: Any,
     max_memory: dict[int | str, int | str] | None,
-) -> int | str:
-    """Return the first device that has room for a model as it is after it was quantized."""
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"device_map must be a dict of devices by name of a module, or one of {', '.join(STRATEGIES)}, "
-            f"not {strategy!r}."
-        )
-    kept = {
-        name: torch.float32
-        for name, _ in model.named_parameters()
-        if any(_is_in(module, name) for module in config.keep_in_fp32_modules or ())
-    }
-    quantized = {f"{name}.weight": config.target_dtype for name in names}
-    needed = compute_module_sizes(model, config.torch_dtype, {**kept, **quantized})[""]
-    memory = {device: size for device, size in get_max_memory(max_memory).items() if device != "disk"}
-    for device, size in memory.items():
-        if needed <= size:
-            return device
-    rooms = ", ".join(f"{device}: {size:.0f}" for device, size in memory.items())
-    raise NotImplementedError(
-        f"{type(model).__name__} takes {needed:.0f} bytes when it is quantized, and no device has as much "
-        f"({rooms or 'none'}): a quantized model is whole on one device. Quantize to fewer bits, or give "
-        "more in max_memory."
-    )
-
-
-def _device(model: nn.Module, device_map: Any) -> dict[str, Any]:
-    """Return the map of a model that is whole on one device."""
+    no_split_module_classes: list[str] | None,
+    offload_folder: Folder | None,
+) -> DeviceMap:
+    """Return a device map that fits the model and the machine; one is made where its strategy is given."""
     if device_map is None:
-        return {"": current_process().device}
-    Placing.of(device_map, "", None, False, None).check(Slots(model))
-    devices = set(map(str, device_map.values()))
-    if len(devices) > 1 or "disk" in devices:
-        raise NotImplementedError(
-            f"device_map puts {type(model).__name__} on {', '.join(sorted(devices))}: a quantized model is "
-            "whole on one device, in memory. Give it one, as in {'': 'cpu'}."
+        device_map = {"": current_process().device}
+    if isinstance(device_map, str):
+        sizes: dict[str, Any] = {
+            name: torch.float32
+            for name, _ in model.named_parameters()
+            if any(_is_in(module, name) for module in config.keep_in_fp32_modules or ())
+        }
+        sizes |= {f"{name}.weight": config.target_dtype for name in names}
+        device_map = make_device_map(
+            model, device_map, max_memory, no_split_module_classes, config.torch_dtype, special_dtypes=sizes
         )
-    return {"": as_device(next(iter(device_map.values())))}
+    else:
+        for name, value in (
+            ("max_memory", max_memory),
+            ("no_split_module_classes", no_split_module_classes),
+        ):
+            if value is not None:
+                warn(f"{name} is ignored: it is for maps that are made here, as with device_map='auto'.")
+    check_placement(model, device_map)
+    on_disk = [name for name, device in device_map.items() if str(device) == "disk"]
+    if on_disk and offload_folder is None:
+        raise ValueError(
+            f"device_map puts {', '.join(map(repr, on_disk))} on the disk: say where with offload_folder=."
+        )
+    found: DeviceMap = device_map
+    return found
 
 
 def _read(files: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -211,16 +211,17 @@ def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _fill(
-    model: nn.Module,
-    layers: QuantizedLayers,
-    placing: Placing,
-    device_map: DeviceMap,
-    weights: Iterator[tuple[str, Any]],
+    model: nn.Module, layers: QuantizedLayers, placing: Placing, weights: Iterator[tuple[str, Any]]
 ) -> None:
     """Quantize the weights of quantized layers, and place the others."""
     slots = Slots(model)
-    for name, value in weights:
-        if not layers.take(name, value, device_map) and name in slots:
-            placing.place(slots, name, value)
-    layers.finish(device_map)
-    placing.finish()
+    try:
+        for name, value in weights:
+            if not layers.take(name, value, placing) and name in slots:
+                placing.place(slots, name, value)
+        layers.finish(placing)
+        placing.finish()
+    except BaseException:
+        placing.undo(slots)
+        layers.undo()
+        raise

@@ -1,0 +1,85 @@
+"""The tensors of a module, and the places of those that are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ckpt.weights.placement import memory_device
+from accel_state.process.state import current_process
+
+__all__ = ["Device", "Slot", "TiedParameters", "as_device", "list_tensors", "tied_key"]
+
+Device = int | str | torch.device
+
+# By `tied_key` of a tied weight: its copies by device, of which each is made once.
+TiedParameters = dict[int, dict[torch.device, torch.Tensor]]
+
+
+def as_device(device: Device) -> torch.device:
+    """Read a device; a number counts the accelerators.
+
+    Raises:
+        ValueError: If it is a number, and this process uses no accelerator.
+    """
+    if isinstance(device, int) and current_process().device.type == "cpu":
+        raise ValueError(f'this process uses no accelerator, and has no device {device}. Use "cpu".')
+    return device if isinstance(device, torch.device) else torch.device(memory_device(device))
+
+
+def tied_key(tensor: torch.Tensor) -> int:
+    """Identify a weight in a map of tied ones: by its address, or on the meta device by the object's."""
+    try:
+        return tensor.data_ptr() or id(tensor)
+    except RuntimeError:  # of a subclass without memory of its own
+        return id(tensor)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One offloaded weight of a module.
+
+    Args:
+        table: The module's parameters, or its buffers.
+        leaf: The key there.
+        name: The key in the map of weights.
+        placeholder: What is there while the weight is offloaded.
+        tied: Copies by device of a weight that other modules share; None for one that they do not.
+    """
+
+    table: dict[str, Any]
+    leaf: str
+    name: str
+    placeholder: torch.Tensor
+    tied: dict[torch.device, torch.Tensor] | None
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer, which a forward may update."""
+        return not isinstance(self.placeholder, nn.Parameter)
+
+
+def list_tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[dict[str, Any], str, str, str]]:
+    """List a module's tensors, without those that are None.
+
+    Args:
+        module: The module.
+        recurse: List those of modules inside of it too.
+
+    Yields:
+        The table that has the tensor, the key there, its name and its kind: "parameter", "buffer" or "own
+        buffer" for one that is not in the state dict.
+    """
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        prefix = f"{path}." if path else ""
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                yield part._parameters, leaf, prefix + leaf, "parameter"
+        for leaf, buffer in part._buffers.items():
+            if buffer is not None:
+                kind = "own buffer" if leaf in part._non_persistent_buffers_set else "buffer"
+                yield part._buffers, leaf, prefix + leaf, kind
