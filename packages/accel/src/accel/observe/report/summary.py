@@ -1,0 +1,119 @@
+"""The part of the page that says where the time of a run went, and which processes were slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from accel.observe.report.read import LoggedRun
+
+__all__ = ["RANKS", "summary_section"]
+
+RANKS = 32
+"""Processes that are shown; of more, those that waited least."""
+
+_MEMORY = {"host": "memory", "device": "device memory"}
+
+
+def summary_section(run: LoggedRun, of: str) -> str:
+    """Return the summary of a run as HTML; nothing where it has no statistics.
+
+    Args:
+        run: The run.
+        of: How the heading names the run.
+    """
+    if run.summary is None:
+        slow = _slow_so_far(run)
+        inner = f'<div class="card">{slow}</div>' if slow else ""
+    else:
+        inner = f'<div class="card">{_slow(run.summary)}{_facts(run.summary)}{_bars(run.summary)}</div>'
+        inner += f'<div class="card wide">{_table(run.summary)}</div>'
+    return f"<section><h2>{escape(f'Summary{of}')}</h2>{inner}</section>" if inner else ""
+
+
+def _facts(summary: Mapping[str, Any]) -> str:
+    facts = {
+        "Samples per second": f"{summary['samples_per_second']:,.1f}",
+        "Samples": f"{summary['samples']:,}",
+        "Steps": f"{summary['steps']:,}",
+        "Time": _duration(summary["seconds"]),
+        "Processes": f"{summary['processes']:,}",
+    }
+    items = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    missing = ", ".join(str(rank) for rank in summary["missing"])
+    note = f'<p class="slow">No numbers of process {escape(missing)}.</p>' if missing else ""
+    return f'{note}<dl class="facts">{items}</dl>'
+
+
+def _slow(summary: Mapping[str, Any]) -> str:
+    return "".join(
+        f'<p class="slow">Process {int(slow["rank"])} is slow: {_part(slow["part"])}, up to '
+        f"{slow['ratio']:.1f} times the median (steps {slow['steps'][0]} to {slow['steps'][1]}).</p>"
+        for slow in summary["slow"]
+    )
+
+
+def _slow_so_far(run: LoggedRun) -> str:
+    newest: dict[tuple[int, str], Mapping[str, Any]] = {}
+    for slow in run.slow:
+        newest[slow["rank"], slow["part"]] = slow
+    return "".join(
+        f'<p class="slow">Process {rank} was slow at step {slow["step"]}: {_part(part)}, '
+        f"{slow['ratio']:.1f} times the median.</p>"
+        for (rank, part), slow in newest.items()
+    )
+
+
+def _part(part: str) -> str:
+    return "the rest of the script" if part == "other" else escape(part)
+
+
+def _shown(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    ranks = summary["ranks"]
+    if len(ranks) > RANKS:
+        ranks = sorted(ranks, key=lambda own: own["seconds"]["collectives"])[:RANKS]
+    return sorted(ranks, key=lambda own: int(own["rank"]))
+
+
+def _bars(summary: Mapping[str, Any]) -> str:
+    longest = max(sum(own["seconds"].values()) for own in summary["ranks"]) or 1.0
+    parts = list(summary["ranks"][0]["seconds"])
+    keys = "".join(
+        f'<li><i style="background:var(--{escape(part)})"></i>{escape(part)}</li>' for part in parts
+    )
+    rows = []
+    for own in _shown(summary):
+        cells = "".join(
+            f'<i style="width:{100 * seconds / longest:.3f}%;background:var(--{escape(part)})" '
+            f'title="{escape(part)}: {_duration(seconds)}"></i>'
+            for part, seconds in own["seconds"].items()
+        )
+        whole = _duration(sum(own["seconds"].values()))
+        bar = f'<div class="bar">{cells}</div>'
+        rows.append(f'<div class="rank"><b>process {own["rank"]}</b>{bar}<span>{whole}</span></div>')
+    left = len(summary["ranks"]) - len(rows)
+    note = f'<p class="soft">{left} processes that waited longer are left out.</p>' if left else ""
+    return f'{"".join(rows)}{note}<ul class="legend">{keys}</ul>'
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    parts = list(summary["ranks"][0]["seconds"])
+    kinds = [kind for kind in _MEMORY if any(own["peak_memory"][kind] for own in summary["ranks"])]
+    names = ["process", *(f"{part} s" for part in parts), "steps", *(_MEMORY[kind] for kind in kinds), "host"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    rows = []
+    for own in _shown(summary):
+        seconds = [f"{own['seconds'][part]:.2f}" for part in parts]
+        memory = [f"{own['peak_memory'][kind] / 2**20:,.0f} MiB" for kind in kinds]
+        cells = [str(own["rank"]), *seconds, f"{own['steps']:,}", *memory, f"{own['host']} ({own['device']})"]
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
