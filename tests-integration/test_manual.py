@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import runpy
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -64,29 +62,13 @@ def test_the_table_of_the_page_on_scale_says_yes_where_all_of_it_fits(capsys):
         assert row[7:] == ["yes" if total <= device else "-" for device in devices]
 
 
-def look_up(name):
-    """Import the module of a dotted name, as far as there is one, and follow the rest."""
-    module, *attributes = name.split(".")
-    value = import_module(module)
-    while attributes:
-        attribute = attributes.pop(0)
-        is_module = attributes and not hasattr(value, attribute)
-        module = f"{module}.{attribute}"
-        value = import_module(module) if is_module else getattr(value, attribute)
-
-
-def test_what_is_not_built_fails_as_the_front_page_promises():
-    promise = (DOCS / "index.md").read_text().split("\n6. ")[1]
-    promised = set(re.findall(r"`(\w+Error)`", promise))
+def test_every_documented_name_is_there_as_the_readme_says():
     names = [line for line in MISSING.read_text().splitlines() if not line.startswith("#")]
-    for name in names:
-        with pytest.raises((ImportError, AttributeError)) as caught:
-            look_up(name)
-        assert promised & {kind.__name__ for kind in type(caught.value).__mro__}
-        parts = name.split(".")
-        parts += [".".join(parts[:end]) for end in range(2, len(parts) + 1)]
-        assert any(f"'{part}'" in str(caught.value) for part in parts[1:])
+    assert ("No documented name is missing" in (DOCS.parent / "README.md").read_text()) == (not names)
 
-    assert "NotImplementedError" in promised
+
+def test_a_value_that_is_not_built_fails_as_the_front_page_promises():
+    promise = (DOCS / "index.md").read_text().split("\n6. ")[1]
+    assert "`NotImplementedError`" in promise
     with pytest.raises(NotImplementedError, match="offload_8bit_bnb"):
         load_checkpoint_in_model(None, "folder", offload_8bit_bnb=True)

@@ -1,12 +1,15 @@
 """Measure, print one table, and on request write it into the manual.
 
-`python -m tools.bench` measures everything; `python -m tools.bench step gather` only those rows.
+`python -m tools.bench` measures everything; `python -m tools.bench step gather` only those rows. A section
+that fails is named in the table, and the others are measured all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,10 +26,12 @@ from .imports import dry_run_row, help_row, import_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
 from .merging import merge_row
+from .metrics import metrics_rows
 from .row import Row
 from .statistics import statistics_row
 from .step import step_row
 from .table import render, setting, write
+from .tracking import log_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
@@ -40,6 +45,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "accumulate": accumulate_row,
     "statistics": statistics_row,
     "gather": gather_rows,
+    "metrics": metrics_rows,
     "loader": iterate_rows,
     "shard": shard_rows,
     "resume": resume_row,
@@ -54,6 +60,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "placement": planning_rows,
     "hooks": hook_rows,
     "prefetch": prefetch_row,
+    "log": log_row,
     "import": import_rows,
     "help": help_row,
     "dry-run": dry_run_row,
@@ -83,16 +90,33 @@ def main() -> int:
             "--write records the whole table as measured: leave out --quick and the names of sections"
         )
 
-    rows: list[Row] = []
-    for name in args.sections or SECTIONS:
-        print(f"measuring {name} ...", file=sys.stderr)
-        measured = SECTIONS[name](quick=args.quick)
-        rows += measured if isinstance(measured, list) else [measured]
-    table, note = render(rows), setting()
+    start = time.monotonic()
+    rows, failures = _measure(args.sections or list(SECTIONS), quick=args.quick)
+    table, note = render(rows, failures), setting()
     print(f"{note}\n\n{table}")
+    print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", file=sys.stderr)
     if args.write:
         write(PAGE, table, note)
-    return 1 if args.check and not all(row.passed for row in rows) else 0
+    failed = bool(failures) or (args.check and not all(row.passed for row in rows))
+    return 1 if failed else 0
+
+
+def _measure(sections: list[str], *, quick: bool) -> tuple[list[Row], dict[str, str]]:
+    """Return the rows of the sections, and why others failed, by their names."""
+    rows: list[Row] = []
+    failures: dict[str, str] = {}
+    for name in sections:
+        print(f"measuring {name} ...", file=sys.stderr, end=" ", flush=True)
+        start = time.monotonic()
+        try:
+            measured = SECTIONS[name](quick=quick)
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"failed:\n{traceback.format_exc()}", file=sys.stderr)
+        else:
+            rows += measured if isinstance(measured, list) else [measured]
+            print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    return rows, failures
 
 
 if __name__ == "__main__":

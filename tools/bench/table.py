@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -17,9 +17,17 @@ END = "<!-- bench: end -->"
 HEADER = ("measured", "accel", "limit", "", "accelerate", "lightning-fabric", "baseline", "noise")
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, with the columns aligned for reading as plain text."""
+def render(rows: Sequence[Row], failures: Mapping[str, str] | None = None) -> str:
+    """Return the rows as a Markdown table, with the columns aligned for reading as plain text.
+
+    Args:
+        rows: What was measured.
+        failures: What could not be: errors by the names of sections, which come last.
+    """
     cells = [HEADER, *(_cells(row) for row in rows)]
+    for name, error in (failures or {}).items():
+        text = f"section {name} did not run: {error}".replace("|", "/")
+        cells.append((text, "", "", "FAIL", *[""] * (len(HEADER) - 4)))
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
     lines = [_line(line, widths) for line in cells]
     return "\n".join([lines[0], _line(["-" * width for width in widths], widths), *lines[1:]])

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from bench import __main__ as command
 from bench.launch import _outlives_s
 from bench.row import Row
 from bench.table import BEGIN, END, render, write
@@ -71,6 +72,30 @@ def test_the_table_shows_peers_in_their_columns():
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[2][:6] == ["a", "1.000 x", "<= 2 x", "pass", "", "3.000 x"]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_a_section_that_fails_is_named_and_the_others_are_measured(monkeypatch, tmp_path, capsys):
+    def broken(*, quick):
+        raise RuntimeError("worker died\nand the rest of its log")
+
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    sections = {"broken": broken, "one": lambda *, quick: Row("a", 1.0, 2.0)}
+    monkeypatch.setattr(command, "SECTIONS", {**sections, "two": lambda *, quick: [Row("b", 1.0, 2.0)]})
+    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["bench", "--write"])
+
+    assert command.main() == 1
+    lines = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
+    cells = [(cells[0].strip(), cells[3].strip()) for cells in lines[2:]]
+    broken_row = ("section broken did not run: RuntimeError: worker died", "FAIL")
+    assert cells == [("a", "pass"), ("b", "pass"), broken_row]
+    told = capsys.readouterr().err
+    assert "and the rest of its log" in told
+    assert "measuring two ... 0 s" in told
+
+    monkeypatch.setattr(sys, "argv", ["bench", "one", "two"])
+    assert command.main() == 0
 
 
 def test_write_replaces_the_last_table_and_nothing_else(tmp_path):

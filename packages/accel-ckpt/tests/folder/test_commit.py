@@ -427,6 +427,24 @@ def test_what_others_may_be_writing_is_left_alone(tmp_path: Path) -> None:
         alive.communicate(b"\n")
 
 
+def test_no_process_is_asked_for_where_that_would_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(recovery.sys, "platform", "win32")
+    monkeypatch.setattr(recovery.os, "kill", lambda pid, number: asked.append(pid))
+    left = tmp_path / f".c.staging-{socket.gethostname()}-1-00000000"
+    put(left, "x")
+    recovery.sweep(tmp_path / "c")
+    assert left.exists()
+    week_ago = time.time() - 7 * 24 * 3600
+    os.utime(left, (week_ago, week_ago))
+    recovery.sweep(tmp_path / "c")
+
+    assert not left.exists()
+    assert asked == []
+
+
 def test_everything_is_flushed_before_the_manifest_and_it_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

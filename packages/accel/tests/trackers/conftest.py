@@ -13,7 +13,28 @@ import pytest
 from accel.trackers.registry import TRACKERS
 from accel_state.imports.packages import is_package_available
 
+NO_SKIPS = "TRACKERS_NO_SKIPS"  # set by the hatch environment that has all libraries
 SCRIPT = Path(__file__).with_name("offline_run.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Fail a test that would be skipped where all libraries must be there."""
+    return _without_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Fail a file that would be skipped where all libraries must be there."""
+    return _without_skip((yield))
+
+
+def _without_skip(report):
+    if report.skipped and os.environ.get(NO_SKIPS) == "1":
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{NO_SKIPS}=1, and it would be skipped: {reason}"
+    return report
 
 
 def python(folder, *command, **environment):

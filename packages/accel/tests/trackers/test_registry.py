@@ -57,6 +57,22 @@ def test_a_tracker_of_ones_own_gets_everything():
     assert own.calls == [("config", {"lr": 0.1}), ({"loss": 1.0}, 3, {"extra": 1}), "finish"]
 
 
+def test_a_second_start_finishes_what_the_first_one_started(tmp_path):
+    own = ListTracker()
+    accelerator = Accelerator(log_with=["jsonl", own], project_dir=tmp_path)
+    accelerator.init_trackers("first")
+    first = accelerator.get_tracker("jsonl")
+    accelerator.init_trackers("second", config={"lr": 0.1})
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+
+    assert own.calls == ["finish", ("config", {"lr": 0.1}), ({"loss": 1.0}, None, {}), "finish"]
+    with pytest.raises(RuntimeError, match=r"first\.jsonl is not open"):
+        first.log({"loss": 1.0})
+    assert (tmp_path / "first.jsonl").read_text() == ""
+    assert len((tmp_path / "second.jsonl").read_text().splitlines()) == 2
+
+
 class FailingTracker(ListTracker):
     """Every call after `start` raises."""
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -252,6 +253,9 @@ def _is_abandoned(left: Path) -> bool:
     # Saves of one process come one after another, so that this one's are over when another is swept.
     if pid == os.getpid():
         return True
+    # There os.kill ends the process that it asks for. What was left is deleted after a day.
+    if sys.platform == "win32":
+        return False
     try:
         # Signal 0 only asks whether there is such a process.
         os.kill(pid, 0)

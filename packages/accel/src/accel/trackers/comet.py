@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import GeneralTracker, on_main_process
+from accel.trackers.base import on_main_process
+from accel.trackers.run import RunTracker
 from accel.trackers.values import images, numbers, plain, table_rows
 from accel_state.imports.packages import require
 
 __all__ = ["CometMLTracker"]
 
 
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(RunTracker):
     """Logs to an experiment of Comet; offline with `online=False` or COMET_START_ONLINE=0.
 
     Args:
@@ -20,30 +21,22 @@ class CometMLTracker(GeneralTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.writer: Any = None
-        self._kwargs = kwargs
 
     @property
-    def tracker(self) -> Any:
+    def writer(self) -> Any:
         """The experiment, as `comet_ml.start` returns it."""
-        return self.writer
+        return self.run
 
     @on_main_process
     def start(self) -> None:
         """Begin the experiment."""
         comet_ml = require("comet_ml", extra="comet_ml")
-        # A project among the arguments comes before the run's name.
-        self.writer = comet_ml.start(**{"project_name": self.run_name, **self._kwargs})
+        self.run = comet_ml.start(**{"project_name": self.run_name, **self._kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store `values` as parameters; Comet names nested ones `outer|inner`."""
-        self.writer.log_parameters(plain(values))
+        self.run.log_parameters(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -53,10 +46,10 @@ class CometMLTracker(GeneralTracker):
         """
         metrics, rest = numbers(values)
         if step is not None:
-            self.writer.set_step(step)
-        self.writer.log_metrics(metrics, step=step, **kwargs)
+            self.run.set_step(step)
+        self.run.log_metrics(metrics, step=step, **kwargs)
         for key, value in rest.items():
-            self.writer.log_other(key, value if isinstance(value, str) else str(value))
+            self.run.log_other(key, value if isinstance(value, str) else str(value))
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -66,7 +59,7 @@ class CometMLTracker(GeneralTracker):
                 name = key if index == 0 else f"{key}/{index}"
                 # Otherwise Comet stretches each image from its own darkest to its brightest value.
                 options = {"image_minmax": (0, 255), **kwargs}
-                self.writer.log_image(image, name=name, step=step, **options)
+                self.run.log_image(image, name=name, step=step, **options)
 
     @on_main_process
     def log_table(
@@ -82,10 +75,10 @@ class CometMLTracker(GeneralTracker):
         columns, rows = table_rows(columns, data, dataframe)
         name = table_name if step is None else f"{table_name}_{step}"
         if step is not None:
-            self.writer.set_step(step)  # log_table takes none
-        self.writer.log_table(f"{name}.csv", tabular_data=rows, headers=columns, **kwargs)
+            self.run.set_step(step)  # log_table takes none
+        self.run.log_table(f"{name}.csv", tabular_data=rows, headers=columns, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
         """End the experiment."""
-        self.writer.end()
+        self.run.end()

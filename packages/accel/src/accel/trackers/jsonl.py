@@ -56,10 +56,14 @@ class JSONLTracker(GeneralTracker):
     def start(self) -> None:
         """Open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        # Windows would write each newline as two characters.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        self._file = os.open(self.path, flags, 0o666)
         size = os.fstat(self._file).st_size
+        # Writes go to the end, wherever this one reads.
+        os.lseek(self._file, max(0, size - 1), os.SEEK_SET)
         # As a kill within a write leaves it, or a full disk.
-        self._ends_in_half = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._ends_in_half = os.read(self._file, 1) not in (b"", b"\n")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

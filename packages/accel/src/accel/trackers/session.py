@@ -40,14 +40,14 @@ class TrackerControl:
         """Start the trackers of `log_with` and store the run's configuration.
 
         Trackers that log on the main process alone are made there alone. One that cannot start is left out,
-        with a warning.
+        with a warning. Those of an earlier call are finished first.
 
         Args:
             project_name: The run's or project's name.
             config: The run's configuration.
             init_kwargs: Further constructor arguments, by tracker name.
         """
-        self.trackers = []
+        self.finish_trackers()
         self.failed_trackers = set()
         init_kwargs = init_kwargs or {}
         self._warn_unknown(init_kwargs)

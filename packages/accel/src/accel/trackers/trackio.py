@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import GeneralTracker, on_main_process
+from accel.trackers.base import on_main_process
+from accel.trackers.run import RunTracker
 from accel.trackers.values import images, plain, table_rows, unchanged
-from accel_state.imports.packages import require
 
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker(GeneralTracker):
+class TrackioTracker(RunTracker):
     """Logs to a run of Trackio, in the database of its project on this machine, or in a space of the hub.
 
     Args:
@@ -20,30 +20,6 @@ class TrackioTracker(GeneralTracker):
     """
 
     name = "trackio"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.run: Any = None
-        self._kwargs = kwargs
-        self._trackio: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run, as `trackio.init` returns it."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
-        self._trackio = require("trackio", extra="trackio")
-        self.run = self._trackio.init(**{"project": self.run_name, **self._kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store `values`, nested as they are, in the run's `config`."""
-        self.run.config.update(plain(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -54,7 +30,7 @@ class TrackioTracker(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, each under a name of its own; `kwargs` go to `trackio.Image`."""
         found = {
-            key if index == 0 else f"{key}/{index}": self._trackio.Image(image, **kwargs)
+            key if index == 0 else f"{key}/{index}": self._library.Image(image, **kwargs)
             for key, value in values.items()
             for index, image in enumerate(images(value))
         }
@@ -73,10 +49,5 @@ class TrackioTracker(GeneralTracker):
         """Log a `trackio.Table`; `kwargs` go to it."""
         if dataframe is None:
             columns, data = table_rows(columns, data, None)
-        table = self._trackio.Table(columns=columns, data=data, dataframe=dataframe, **kwargs)
+        table = self._library.Table(columns=columns, data=data, dataframe=dataframe, **kwargs)
         self.run.log({table_name: table}, step=step)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()

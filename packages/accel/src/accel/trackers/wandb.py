@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.trackers.base import GeneralTracker, on_main_process
+from accel.trackers.base import on_main_process
+from accel.trackers.run import RunTracker
 from accel.trackers.values import images, plain, table_rows, unchanged
-from accel_state.imports.packages import require
 
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(GeneralTracker):
+class WandBTracker(RunTracker):
     """Logs to a run of Weights & Biases; offline with `mode="offline"` or WANDB_MODE=offline.
 
     Args:
@@ -20,25 +20,6 @@ class WandBTracker(GeneralTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.run: Any = None
-        self._kwargs = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The run, as `wandb.init` returns it."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
-        wandb = require("wandb", extra="wandb")
-        # A project among the arguments comes before the run's name.
-        self.run = wandb.init(**{"project": self.run_name, **self._kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -54,9 +35,8 @@ class WandBTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; `kwargs` go to `wandb.Run.log`."""
-        wandb = require("wandb", extra="wandb")
         for key, value in values.items():
-            self.run.log({key: [wandb.Image(image) for image in images(value)]}, step=step, **kwargs)
+            self.run.log({key: [self._library.Image(image) for image in images(value)]}, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -69,13 +49,7 @@ class WandBTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Log a `wandb.Table`; `kwargs` go to `wandb.Run.log`."""
-        wandb = require("wandb", extra="wandb")
         if dataframe is None:
             columns, data = table_rows(columns, data, None)
-        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        table = self._library.Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({table_name: table}, step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 from pathlib import Path
 
@@ -30,7 +31,15 @@ def test_an_offloaded_model_cannot_be_moved(move, tmp_path: Path) -> None:
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["to", "cpu", "cuda", "xpu"])
+def moves_of_torch() -> list[str]:
+    """The methods of a module that take a device and nothing else."""
+    functions = inspect.getmembers(nn.Module, inspect.isfunction)
+    return [
+        name for name, function in functions if list(inspect.signature(function).parameters)[1:] == ["device"]
+    ]
+
+
+@pytest.mark.parametrize("name", ["to", "cpu", *moves_of_torch()])
 def test_each_method_that_moves_a_model_is_guarded(name: str) -> None:
     model = net()
     add_hook_to_module(model, MoveGuard(offloaded=True))

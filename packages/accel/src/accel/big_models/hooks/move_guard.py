@@ -14,7 +14,7 @@ from accel_state.logging.warning import warn
 __all__ = ["MoveGuard"]
 
 # Methods of torch.nn.Module, and those that other backends add to it.
-_MOVES = ("to", "cpu", "cuda", "hpu", "ipu", "mlu", "musa", "npu", "sdaa", "xpu")
+_MOVES = ("to", "cpu", "cuda", "hpu", "ipu", "mlu", "mtia", "musa", "npu", "sdaa", "xpu")
 
 
 class MoveGuard(ModelHook):
