@@ -379,3 +379,14 @@ def test_processes_that_are_seeded_differently_augment_alike(world, kind, dispat
     for epoch in range(2):
         assert {**results[0][0][epoch], **results[1][0][epoch]} == expected[epoch]
     assert [own for _, own in results] == [seed, seed]
+
+
+def test_a_profile_has_the_region_of_each_batch() -> None:
+    loader = prepare_data_loader(DataLoader(range(6), 2))
+
+    with torch.autograd.profiler.profile() as profiled:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+    regions = [event for event in profiled.function_events if "DataLoader" in event.name]
+    assert len(regions) == 4  # the last one finds the end
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

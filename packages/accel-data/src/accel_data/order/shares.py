@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class Layout:
     start: int = 0
     spread: bool = False
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Positions of one step, all processes together."""
         return self.share * self.num_processes
@@ -136,6 +137,8 @@ class Layout:
             The batches of those processes that have one.
         """
         share, tail = self.share, len(entries)
+        if tail == self.group and rank is not None:
+            return [entries[rank * share : (rank + 1) * share]]
         ranks = range(self.num_processes) if rank is None else (rank,)
         if tail == self.group:
             return [entries[rank * share : (rank + 1) * share] for rank in ranks]

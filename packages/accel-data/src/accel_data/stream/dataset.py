@@ -188,14 +188,16 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def _batches(
         self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
-    ) -> Iterator[tuple[list[Any], Fill | None]]:
+    ) -> list[tuple[list[Any], Fill | None]]:
         """Return the batch of this process in one step, if it has one."""
-        fill = None if len(group) == layout.group else layout.fill(len(group), self.process_index)
+        if len(group) == layout.group:  # as in all steps but the last
+            return [(layout.deal(group, reading.head, self.process_index)[0], None)]
+        fill = layout.fill(len(group), self.process_index)
         if reading.divided and not layout.even:
             fill = None  # a process without a batch here goes on with one of the next worker
         if fill and counts_rows:
             fill = counted(fill, layout.deal(group, reading.head, None), count_rows)
-        yield from ((samples, fill) for samples in layout.deal(group, reading.head, self.process_index))
+        return [(samples, fill) for samples in layout.deal(group, reading.head, self.process_index)]
 
     def _layout(self, start: int = 0) -> Layout:
         even = self.even_batches
@@ -229,14 +231,16 @@ class WholeStream(IterableDatasetShard):
 
     def _batches(
         self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
-    ) -> Iterator[tuple[list[Any], Fill | None]]:
+    ) -> list[tuple[list[Any], Fill | None]]:
         parts = layout.deal(group, reading.head, None)
         is_full = len(group) == layout.group
         real = (layout.share,) * len(parts) if is_full else layout.real_sizes(len(group))
         if self.joined and parts:
             parts, real = [list(chain(*parts))], (sum(real),)
-        for samples, count in zip(parts, real, strict=False):
-            yield samples, None if is_full else Fill((count,), (len(samples),))
+        return [
+            (samples, None if is_full else Fill((count,), (len(samples),)))
+            for samples, count in zip(parts, real, strict=False)
+        ]
 
     def _layout_of_worker(self) -> Layout:
         # As of one process: a divided part is cut into the chunks that one worker gives in its turn.

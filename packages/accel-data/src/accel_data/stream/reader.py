@@ -111,7 +111,7 @@ class Source:
     def part(self, samples: Counted) -> Part:
         """Return how far the dataset has been read."""
         if samples.ended or not self.has_state:
-            return Part(samples.count, ended=samples.ended)
+            return Part(samples.count, None, samples.ended)
         # Pickled at once: what state_dict returns may change while the dataset is read.
         return Part(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
 
@@ -157,7 +157,7 @@ def _from_start(source: Source, group: int, start: int, count: int) -> Reading:
         part = source.part(counted)
         if stream.divided:
             return Mark(stream.worker, stream.num_workers, group, part)
-        return Place(group, group, parts=(part,))
+        return Place(group, group, 0, (part,))
 
     return Reading(stream.worker, stream.num_workers, stream.divided, counted.take, mark, head)
 
