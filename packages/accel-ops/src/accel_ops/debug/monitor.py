@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from accel_ops.debug.stack import whereabouts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Monitor", "whereabouts"]
+__all__ = ["Monitor"]
 
 _EVERY_S = 0.1
 _JOIN_S = 1.0  # it may hang in a store that does not answer
 # Nobody asks before having waited longer than this, so until then the store is left in peace.
 _QUIET_S = 3.0
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
-)
 
 
 class Monitor:
@@ -81,27 +77,3 @@ class Monitor:
         except (RuntimeError, OSError):  # the store is gone, and with it those who might ask
             return False
         return True
-
-
-def whereabouts(thread_id: int) -> str:
-    """Say where a thread is now.
-
-    Args:
-        thread_id: Its `threading.get_ident()`.
-
-    Returns:
-        File, line and function of the innermost frame, and of the innermost one outside of libraries.
-    """
-    # CPython's only way to see what another thread does.
-    frame = sys._current_frames().get(thread_id)
-    if frame is None:
-        return "no line of Python: its thread has ended"
-    here = _place(frame)
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
-        outer = outer.f_back
-    return here if outer is None or outer is frame else f"{here}, called from {_place(outer)}"
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import multiprocessing.util
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,13 +19,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from accel_ops.debug.monitor import Monitor
+from accel_ops.debug.stack import why_exiting
 from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["DistributedOperationException", "Session", "current_session", "default_store", "leave"]
+__all__ = [
+    "DistributedOperationException",
+    "Session",
+    "call_at_the_end",
+    "current_session",
+    "default_store",
+    "first_line",
+    "leave",
+    "prefixed",
+]
 
 WARN_AFTER_S = 5.0
 """After so long a wait for others (seconds) there is one warning that says where they are."""
@@ -66,7 +75,7 @@ class Session:
         self._old: list[str] = []
         self._noted: set[str] = set()
         # A prefix, so that keys do not meet those of torch in the same store.
-        self.store = _prefixed("accel/contract", base)
+        self.store = prefixed("accel/contract", base)
         self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
 
     def begin(self) -> None:
@@ -101,7 +110,7 @@ class Session:
         except (RuntimeError, OSError) as error:
             raise DistributedOperationException(
                 f"Process {self.rank}, in {self.last}, lost the store of the process group "
-                f"({_first_line(error)}). The process that hosts it, usually process 0, has ended or cannot "
+                f"({first_line(error)}). The process that hosts it, usually process 0, has ended or cannot "
                 "be reached; see its output."
             ) from error
         return texts
@@ -259,12 +268,16 @@ def current_session(process: Process) -> Session:
     with _lock:
         if _session is None or _session.base is not store:  # the old one's thread sees that it is over
             _session = Session(store, process)
-            _call_at_the_end(_exit)
+            call_at_the_end(_exit)
         return _session
 
 
-def _call_at_the_end(function: Callable[[], None]) -> None:
-    """Have a function called when this process ends, before what was registered earlier."""
+def call_at_the_end(function: Callable[[], None]) -> None:
+    """Have a function called when this process ends, before what was registered earlier.
+
+    Args:
+        function: The function.
+    """
     atexit.unregister(function)
     atexit.register(function)
     if multiprocessing.parent_process() is not None:
@@ -283,7 +296,7 @@ def leave(reason: str | None = None) -> None:
     """
     session = _session
     if session is not None:
-        session.leave(reason or _why_exiting())
+        session.leave(reason or why_exiting())
 
 
 def _exit() -> None:
@@ -300,16 +313,8 @@ def _forget(session: Session) -> None:
             _session = None
 
 
-def _why_exiting() -> str:
-    # The last value is an exception that nothing caught; a worker of multiprocessing ends while it handles
-    # one.
-    error: Any = getattr(sys, "last_value", None) or sys.exc_info()[1]
-    if isinstance(error, SystemExit):
-        error = error.__context__  # torch's launchers exit so in answer to the function's exception
-    return f"of {type(error).__name__}: {_first_line(error)}" if error else "its script ended"
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text."""
     return str(error).partition("\n")[0]
 
 
@@ -326,6 +331,12 @@ def _timeout_s(store: Any) -> float:
     return float(store.timeout.total_seconds())
 
 
-def _prefixed(prefix: str, store: Store) -> Store:
+def prefixed(prefix: str, store: Store) -> Store:
+    """Return a store whose keys have a prefix, so that they do not meet those of others.
+
+    Args:
+        prefix: The prefix.
+        store: The store that holds them.
+    """
     prefixed: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     return prefixed

@@ -7,7 +7,7 @@ import warnings
 from types import FrameType
 from typing import Literal
 
-__all__ = ["user_frame", "warn"]
+__all__ = ["stands_between", "user_frame", "warn"]
 
 # What calls other code for the user: these packages, torch, and what `with`, decorators, enumerations,
 # dataclasses and loggers put between.
@@ -30,10 +30,15 @@ _BETWEEN = frozenset(
 )
 
 
+def stands_between(frame: FrameType) -> bool:
+    """Return whether a frame is of code that calls other code for the user: accel, torch, `with`."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN
+
+
 def user_frame() -> FrameType:
     """Return the innermost frame of the user's code."""
     frame: FrameType = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN and frame.f_back is not None:
+    while stands_between(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

@@ -16,7 +16,9 @@ from types import TracebackType
 
 from accel_state import env
 
-__all__ = ["record_uncaught"]
+__all__ = ["record", "record_uncaught"]
+
+_path: str | None = None  # of the file that a launcher asked for
 
 
 def record_uncaught() -> None:
@@ -27,6 +29,7 @@ def record_uncaught() -> None:
     process of `multiprocessing` nothing is done: nothing calls the hook there, and torch's agent reads the
     variable after the function that it runs.
     """
+    global _path
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
@@ -36,18 +39,26 @@ def record_uncaught() -> None:
     if parent_process() is not None:
         return
     env.put_here("TORCHELASTIC_ERROR_FILE", None)
+    _path = path
     # Forks inherit the hook.
     pid, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == pid:  # else a fork, whose end is not that of the worker
-            _write(path, error)
+            record(error)
         before(kind, error, trace)
 
     sys.excepthook = hook
 
 
-def _write(path: str, error: BaseException) -> None:
+def record(error: BaseException) -> None:
+    """Write why this process is about to end, if a launcher asked for it and nothing has been written yet.
+
+    Args:
+        error: The reason.
+    """
+    if _path is None:
+        return
     now = time.time_ns()
     text = {
         "message": f"{type(error).__name__}: {error}",
@@ -57,7 +68,7 @@ def _write(path: str, error: BaseException) -> None:
         },
     }
     # What wrote before this one, as torch's decorator `record` does, was closer to the exception.
-    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(_path, "x", encoding="utf-8") as file:
         json.dump({"message": text}, file)
         file.flush()
-        os.utime(path, ns=(now, now))
+        os.utime(_path, ns=(now, now))

@@ -1,0 +1,85 @@
+"""Calling a store from a thread that may hang there, while the caller goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["PatientStore", "StoreSilentError"]
+
+_R = TypeVar("_R")
+_Call: TypeAlias = "tuple[Callable[[Store], Any], Future[Any]]"
+_JOIN_S = 1.0
+
+
+class StoreSilentError(RuntimeError):
+    """The store does not answer in time."""
+
+
+class PatientStore:
+    """Calls a store with a time limit.
+
+    A store has calls that wait for ever, where the process that hosts it is stopped.
+
+    Args:
+        store: The store. It is called over a connection of its own where it can make one: a thread that
+            waits in the store would keep others out.
+    """
+
+    def __init__(self, store: Store) -> None:
+        try:
+            self._store = store.clone()  # type: ignore[attr-defined]
+        # Before torch 2.9, and stores that others have written.
+        except (AttributeError, RuntimeError, NotImplementedError):
+            self._store = store
+        self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._last: Future[Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="accel-watchdog-store", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Store], _R], within_s: float) -> _R:
+        """Call a function with the store.
+
+        Args:
+            function: Called in the thread of the store.
+            within_s: How long to wait for it, in seconds.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            StoreSilentError: If it does not return in time, or an earlier one has not returned yet.
+            RuntimeError: If the store is gone.
+        """
+        if self._last is not None and not self._last.done():
+            raise StoreSilentError("no answer in time")
+        future: Future[_R] = Future()
+        self._last = future
+        self._calls.put((function, future))
+        try:
+            return future.result(within_s)
+        except FutureTimeout:
+            raise StoreSilentError("no answer in time") from None
+
+    def close(self) -> None:
+        """End the thread, unless it hangs in the store."""
+        self._calls.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            function, future = item
+            try:
+                future.set_result(function(self._store))
+            except Exception as error:  # whatever it is, the caller gets it
+                future.set_exception(error)
+            del item, function, future

@@ -1,0 +1,168 @@
+"""Where a thread is: the user's line, and the operation that it called there."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import _functional_collectives
+
+from accel_state.logging.warning import stands_between
+
+__all__ = ["Site", "failed_in_collective", "failure_place", "find_site", "whereabouts", "why_exiting"]
+
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
+)
+_INSTALLED = ("site-packages", "dist-packages")
+# In the code of these files a thread waits for other processes: two of torch, and debug mode's meeting.
+_WAITING = {
+    str(dist.distributed_c10d.__file__),
+    str(_functional_collectives.__file__),
+    str(Path(__file__).with_name("session.py")),
+}
+# Decorators of torch and functools, which stand between a call and the function that was called.
+_DECORATORS = {"wrapper", "inner", "decorate_context", "check", "meet"}
+_BACKWARD = "_engine_run_backward"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a thread is.
+
+    Attributes:
+        place: The user's line, as "file:line in function".
+        operation: What the user's line has called, and the collective in it: "wait_for_everyone (barrier)";
+            empty in code that calls no other process.
+        waits: Whether it is inside a function that waits for other processes.
+        instruction: Says, compared with an earlier one, whether the thread has moved.
+    """
+
+    place: str
+    operation: str
+    waits: bool
+    instruction: tuple[int, int]
+
+
+def find_site(thread_id: int) -> Site:
+    """Find where a thread is.
+
+    Args:
+        thread_id: Its `threading.get_ident()`.
+    """
+    # CPython's only way to see what another thread does.
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return Site(_ended(), "", False, (0, 0))
+    stack: list[FrameType] = []
+    outer: FrameType | None = frame
+    while outer is not None:
+        stack.append(outer)
+        outer = outer.f_back
+    # A script may be installed, and then is of no library that the user calls.
+    line = next((n for n, f in enumerate(stack) if not _is_library(f)), None)
+    if line is None:
+        line = next((n for n, f in enumerate(stack) if not _is_standard(f) and not stands_between(f)), None)
+    if line is None:  # the interpreter alone, which ends
+        return Site(_ended(), "", False, (id(frame), frame.f_lasti))
+    operation, waits = _operation(stack[:line])
+    return Site(_place(stack[line]), operation, waits, (id(frame), frame.f_lasti))
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_LIBRARIES) or stands_between(frame)
+
+
+def _is_standard(frame: FrameType) -> bool:
+    """Return whether a frame is of Python's own library, in whose folder other packages are installed."""
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARIES) and not any(folder in name for folder in _INSTALLED)
+
+
+def _operation(stack: list[FrameType]) -> tuple[str, bool]:
+    """Name what the frames between the user's line and the innermost one do, and whether they wait."""
+    collective, waits = "", False
+    for frame in stack:  # from the innermost to the outermost
+        code = frame.f_code
+        if code.co_filename in _WAITING:
+            waits = True
+            if _is_name(code.co_name) and not code.co_filename.endswith("session.py"):
+                collective = code.co_name
+    if not waits and all(frame.f_code.co_name != _BACKWARD for frame in stack):
+        return "", False
+    names = (frame.f_code.co_name for frame in reversed(stack) if not _is_standard(frame))
+    called = next(filter(_is_name, names), "")
+    both = f"{called} ({collective})" if collective not in ("", called) else called
+    return both or "a collective", waits
+
+
+def _is_name(name: str) -> bool:
+    return not name.startswith(("_", "<")) and name not in _DECORATORS
+
+
+def whereabouts(thread_id: int) -> str:
+    """Say where a thread is now.
+
+    Args:
+        thread_id: Its `threading.get_ident()`.
+
+    Returns:
+        File, line and function of the innermost frame, and of the innermost one outside of libraries.
+    """
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "no line of Python: its thread has ended"
+    here = _place(frame)
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+        outer = outer.f_back
+    return here if outer is None or outer is frame else f"{here}, called from {_place(outer)}"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _ended() -> str:
+    # Non-daemon threads may keep a process whose main thread has failed.
+    return f"the end of its script, because {why_exiting()}"
+
+
+def why_exiting() -> str:
+    """Return the exception that ends the script, or that it ended, as the end of a sentence."""
+    # The last value is an exception that nothing caught; a worker of multiprocessing ends while it handles
+    # one.
+    error: Any = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__  # torch's launchers exit so in answer to the function's exception
+    if not error:
+        return "its script ended"
+    return f"of {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def failed_in_collective() -> bool:
+    """Return whether the script ends by an error of a collective, such as the loss of another process."""
+    error = getattr(sys, "last_value", None)
+    codes = [frame.f_code for frame, _ in _failing_frames()]
+    waited = any(code.co_filename in _WAITING or code.co_name == _BACKWARD for code in codes)
+    return isinstance(error, RuntimeError) and waited
+
+
+def failure_place() -> str:
+    """Return the user's line at which the script failed, as "file:line in function"; empty if it did not."""
+    lines = [(frame, line) for frame, line in _failing_frames() if not _is_library(frame)]
+    if not lines:
+        return ""
+    frame, line = lines[-1]
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+
+
+def _failing_frames() -> list[tuple[FrameType, int]]:
+    error = getattr(sys, "last_value", None)
+    return list(traceback.walk_tb(error.__traceback__)) if error is not None else []

@@ -1,0 +1,297 @@
+"""A thread that notices when this process, or another one, waits for too long in a collective.
+
+It looks at the training thread from outside, several times within the limit: whether that has moved, and how
+many operations the process groups have begun, which they count themselves. So nothing is added to a
+collective or to a step. A process that has not moved for the limit asks all others, over the process group's
+store, how far they are; each answers, reads the other answers and, if an operation waits, reports it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel_ops.debug.patient_store import PatientStore
+from accel_ops.debug.progress import Sampler, Status, group_ranks
+from accel_ops.debug.session import call_at_the_end, default_store, first_line, prefixed
+from accel_ops.debug.stack import failed_in_collective, failure_place, why_exiting
+from accel_ops.debug.verdict import find_stuck, report
+from accel_state.process import failure
+from accel_state.process.facts import Process
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["StuckCollectiveError", "Watchdog"]
+
+ANSWER_S = 5.0
+"""How long to wait (seconds) for the other processes to say how far they are."""
+
+LINGER_S = 2.0
+"""How long process 0, which may host the store, stays (seconds) for others to read why it leaves."""
+
+_LOOKS = 4  # at the training thread, within the limit
+_EVERY_S = (0.05, 0.5)  # between two looks: at least, at most
+_PAUSE_S = 0.02
+_STORE_S = 1.0  # for one call of a store that is well
+_STORE_LOST = """
+  The others could not be asked: the store of the process group does not reply ({reason}).
+  The process that hosts it, usually process 0, is stopped, hangs outside Python, or has ended."""
+
+
+class StuckCollectiveError(RuntimeError):
+    """Why a watchdog has ended its process: an operation waited for longer than the limit."""
+
+
+class Watchdog:
+    """Reports an operation that waits for longer than a limit, on every process, once.
+
+    With one process it does nothing.
+
+    Args:
+        process: The facts of this process.
+        timeout_s: The limit, in seconds.
+        abort: End every process after the report, with exit code 1.
+
+    Raises:
+        ValueError: If the limit is not a number of seconds above 0.
+        RuntimeError: If there are several processes, and no process group.
+    """
+
+    def __init__(self, process: Process, timeout_s: float, abort: bool = False) -> None:
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s is {timeout_s!r}; it takes a number of seconds above 0.")
+        self.rank = process.rank
+        self.world = process.world_size
+        self.timeout_s = timeout_s
+        self.abort = abort
+        self._pid = os.getpid()
+        self._every_s = min(max(timeout_s / _LOOKS, _EVERY_S[0]), _EVERY_S[1])
+        self._sampler = Sampler(threading.get_ident())
+        self._groups: dict[str, list[int]] = {}
+        self._ask_after_s = timeout_s
+        self._reported: set[tuple[str, int, bool]] = set()
+        self._number = 0  # of this watchdog among those that the process has had in this process group
+        self._round = 0
+        self._left: dict[int, Status] = {}  # processes known to have left; process 0 may take the store along
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self.world > 1:
+            self._start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it watches: not with one process, nor once it is stopped or its process group is gone."""
+        return self._thread is not None and os.getpid() == self._pid  # a fork has no threads of its parent
+
+    def stop(self, reason: str = "its watchdog was stopped") -> None:
+        """Stop watching, and note for the others that this process takes part no longer.
+
+        Args:
+            reason: Why, as the end of a sentence.
+        """
+        if self.is_running:
+            self._end_thread()
+            self._leave(reason)
+
+    # The thread
+
+    def _start(self) -> None:
+        base = default_store()
+        if base is None:
+            raise RuntimeError(
+                f"Process {self.rank} of {self.world} has no process group: make the PartialState or the "
+                "Accelerator first."
+            )
+        self._base = base
+        # A prefix, so that keys do not meet those of torch and of debug mode in the same store.
+        self._store = PatientStore(prefixed("accel/watchdog", base))
+        with contextlib.suppress(RuntimeError, OSError):
+            self._number = self._store.call(lambda store: store.add(f"started/{self.rank}", 1), _STORE_S)
+        self._thread = threading.Thread(target=self._run, name="accel-watchdog", daemon=True)
+        self._thread.start()
+        call_at_the_end(self._exit)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._every_s):
+            if default_store() is not self._base:
+                self._leave("its process group was destroyed")
+                return
+            self._look()
+
+    def _look(self) -> None:
+        status = self._sampler.take()
+        if status.waited_s < self.timeout_s:
+            self._ask_after_s = self.timeout_s
+        asks = status.waited_s >= self._ask_after_s
+        if asks:
+            self._ask_after_s = 2 * status.waited_s
+        # A store that process 0 may have taken along is left in peace, unless it is needed.
+        elif 0 in self._left and not (status.operation and status.waited_s >= self.timeout_s / 2):
+            return
+        try:
+            asked = self._store.call(lambda store: self._poll(store, asks), _STORE_S)
+            if asked > self._round:
+                self._round = asked
+                self._report(self._ask_all(asked, self._sampler.take()))
+        except (RuntimeError, OSError) as error:  # gone, or without an answer in time
+            if asks:
+                self._report(self._known(status), _STORE_LOST.format(reason=first_line(error)))
+
+    def _report(self, statuses: Mapping[int, Status | None], lost: str = "") -> None:
+        """Report what is stuck, if that has not been reported yet.
+
+        Args:
+            statuses: What each process says of itself.
+            lost: Why the others could not be asked.
+        """
+        self._groups.update(group_ranks())
+        stuck = find_stuck(statuses, self._groups, self.timeout_s)
+        # Once for each operation, and once more if all have come, but not to the same one.
+        found = {(one.group, one.number, bool(one.missing)) for one in stuck}
+        if found <= self._reported:
+            return
+        self._reported |= found
+        headline = f"an operation has waited for longer than {self.timeout_s:g} s."
+        accounts = report(stuck, statuses, self._groups, are_asked=not lost)
+        text = self._write(f"{headline}\n{accounts}{lost}")
+        if self.abort:
+            self._abort(text, [rank for rank, status in statuses.items() if status and not status.left])
+
+    def _write(self, text: str) -> str:
+        text = f"Watchdog, process {self.rank} of {self.world}: {text}\n"
+        # In one write, as other processes write to the same terminal.
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        return text
+
+    def _abort(self, text: str, answering: list[int]) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.call(lambda store: self._wait_until_all_reported(store, answering), ANSWER_S)
+        failure.record(StuckCollectiveError(text.rstrip()))
+        self._write("ends this process with exit code 1, because abort is on.")
+        sys.stdout.flush()
+        # The training thread hangs in C++, where no exception reaches it.
+        os._exit(1)
+
+    def _ask_all(self, number: int, own: Status) -> dict[int, Status | None]:
+        return self._store.call(lambda store: self._exchange(store, number, own), ANSWER_S + _STORE_S)
+
+    def _known(self, own: Status) -> dict[int, Status | None]:
+        """Return what this process knows of all where nobody can be asked."""
+        return {**dict.fromkeys(range(self.world)), **self._left, self.rank: own}
+
+    # The store; these run in its thread
+
+    def _key(self, name: str, rank: int | None = None) -> str:
+        return f"{self._number}/{name}/{self.rank if rank is None else rank}"
+
+    def _poll(self, store: Store, asks: bool) -> int:
+        """Return the number of the latest question; ask one if this process waits and nobody else has."""
+        if 0 not in self._left and store.check([self._key("farewell", 0)]):
+            notes = json.loads(store.get(self._key("farewell", 0)))
+            self._left.update({int(rank): Status.from_text(note) for rank, note in notes.items()})
+            store.set(self._key("read"), "")
+        asked = int(store.add(self._key("round", 0), 0))
+        return int(store.add(self._key("round", 0), 1)) if asks and asked <= self._round else asked
+
+    def _exchange(self, store: Store, number: int, own: Status) -> dict[int, Status | None]:
+        """Answer a question, and read the answers of the others."""
+        store.set(self._key("status"), f"{number} {own.to_text()}")
+        found: dict[int, Status | None] = {**dict.fromkeys(range(self.world)), self.rank: own}
+        until = time.monotonic() + ANSWER_S
+        while (missing := [rank for rank, status in found.items() if status is None]) and (
+            time.monotonic() < until
+        ):
+            for rank, text in zip(missing, self._texts(store, "status", missing), strict=True):
+                # Questions are numbered: an answer to an earlier one says where the process was.
+                answered, _, status = text.partition(" ")
+                if status and int(answered) >= number:
+                    found[rank] = Status.from_text(status)
+                elif store.check([self._key("left", rank)]):
+                    found[rank] = self._left[rank] = Status.from_text(store.get(self._key("left", rank)))
+            time.sleep(_PAUSE_S)
+        return found
+
+    def _texts(self, store: Store, name: str, ranks: list[int]) -> list[str]:
+        keys = [self._key(name, rank) for rank in ranks]
+        # In two messages where all are there: each of N processes reads N answers.
+        if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
+            return [text.decode() for text in store.multi_get(keys)]
+        return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
+    def _wait_until_all_reported(self, store: Store, ranks: list[int]) -> None:
+        """Wait, as whoever starts the processes may end all once one has ended."""
+        self._wait_for(store, "reported", ranks)
+        if self.rank == 0:  # which may host the store
+            self._wait_for(store, "ending", ranks)
+        else:
+            store.set(self._key("ending"), "")
+
+    def _wait_for(self, store: Store, name: str, ranks: list[int]) -> None:
+        store.set(self._key(name), "")
+        until = time.monotonic() + ANSWER_S
+        while not store.check([self._key(name, rank) for rank in ranks]) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+
+    def _say_farewell(self, store: Store) -> None:
+        """Stay, as process 0 may host the store, until all others know who has left."""
+        notes = {rank: status.to_text() for rank, status in self._left.items()}
+        store.set(self._key("farewell"), json.dumps(notes))
+        others = list(range(1, self.world))
+        until = time.monotonic() + LINGER_S
+        while others and time.monotonic() < until:
+            others = [rank for rank in others if not self._knows_or_left(store, rank)]
+            time.sleep(_PAUSE_S if others else 0)
+
+    def _knows_or_left(self, store: Store, rank: int) -> bool:
+        return bool(store.check([self._key("read", rank)]) or store.check([self._key("left", rank)]))
+
+    # The end
+
+    def _end_thread(self) -> None:
+        self._stopping.set()
+        assert self._thread is not None
+        self._thread.join(ANSWER_S + 2 * _STORE_S)
+
+    def _leave(self, reason: str, place: str = "") -> None:
+        self._thread = None
+        atexit.unregister(self._exit)
+        note = self._sampler.last(reason, place)
+        if 0 not in self._left:
+            self._left[self.rank] = note
+            with contextlib.suppress(RuntimeError, OSError):
+                text = note.to_text()
+                self._store.call(lambda store: store.set(self._key("left"), text), _STORE_S)
+                if self.rank == 0:
+                    self._store.call(self._say_farewell, LINGER_S + _STORE_S)
+        self._store.close()
+
+    def _exit(self) -> None:
+        if not self.is_running:
+            return
+        self._end_thread()
+        reason, place = why_exiting(), failure_place()
+        if failed_in_collective():
+            self._explain_failure(self._sampler.last(reason, place))
+        self._leave(reason, place)
+
+    def _explain_failure(self, own: Status) -> None:
+        """Report where all are, as a collective of this process has failed: perhaps another one has left."""
+        lost = ""
+        try:
+            number = self._store.call(lambda store: self._poll(store, asks=True), _STORE_S)
+            statuses = self._known(own) if 0 in self._left else self._ask_all(number, own)
+        except (RuntimeError, OSError) as error:
+            statuses, lost = self._known(own), _STORE_LOST.format(reason=first_line(error))
+        self._groups.update(group_ranks())
+        asked = not lost and 0 not in self._left
+        self._write(f"a collective failed here.\n{report([], statuses, self._groups, are_asked=asked)}{lost}")

@@ -1,0 +1,370 @@
+"""The watchdog in real processes: each way to hang, and none."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_ops.collectives.operations import gather
+from accel_ops.debug import watchdog
+from accel_ops.debug.watchdog import Watchdog
+from accel_state.process.state import PartialState, current_process
+from accel_world.ports import lease_port
+
+LIMIT = 0.4
+
+# In one pool of processes: what comes to an end by itself
+
+
+def watched(function: Callable[..., None], *args: Any, limit: float, answer_s: float) -> str:
+    """Run a function under a watchdog; return what that reports."""
+    reports: list[str] = []
+
+    class Noted(Watchdog):
+        def _write(self, text: str) -> str:
+            reports.append(text)
+            return text
+
+    with mock.patch.object(watchdog, "ANSWER_S", answer_s):
+        dog = Noted(current_process(), limit)
+        try:
+            dist.barrier()
+            function(*args)
+        finally:
+            dog.stop()
+    assert not dog.is_running
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in names if name.startswith("accel-watchdog")}
+    return "\n\n".join(reports)
+
+
+def sleep_here(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def late(kind: str) -> None:
+    rank = current_process().rank
+    state, layer = PartialState(), torch.nn.Linear(2, 2)
+    if kind == "backward":
+        layer = torch.nn.parallel.DistributedDataParallel(layer)
+        loss = layer(torch.ones(1, 2)).sum()
+    if rank == 1:
+        sleep_here(1.6)
+    if kind == "gather":
+        gather(torch.ones(1))
+    elif kind == "wait":
+        state.wait_for_everyone()
+    elif kind == "torch":
+        dist.all_reduce(torch.ones(1))
+    elif kind == "backward":
+        loss.backward()
+    else:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+
+
+def late_in_subgroup() -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    if current_process().rank == 2:
+        sleep_here(1.6)
+    if current_process().rank != 1:
+        dist.all_reduce(torch.ones(1), group=groups[0])
+    dist.barrier()
+
+
+def busy() -> None:
+    """Steps, and long work without any collective on both, which nobody waits for."""
+    for _ in range(5):
+        gather(torch.ones(1))
+    sleep_here(2.2)
+    gather(torch.ones(1))
+
+
+def stopped() -> None:
+    """Process 1 is stopped, until process 0 lets it go on."""
+    pids = gather(torch.tensor(os.getpid()))
+    if current_process().rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        threading.Timer(2.5, os.kill, [int(pids[1]), signal.SIGCONT]).start()
+    gather(torch.ones(1))
+
+
+def scenario(kind: str, *args: Any, limit: float = LIMIT, answer_s: float = 20.0) -> str:
+    return watched(globals()[kind], *args, limit=limit, answer_s=answer_s)
+
+
+LATE = {
+    "gather": "gather (all_gather",
+    "wait": "wait_for_everyone (barrier)",
+    "torch": "all_reduce",
+    "backward": "backward",
+    "async": "",
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_every_process_reports_once_who_is_late_and_where(world: Any, kind: str) -> None:
+    first, second = world.run(scenario, "late", kind)
+
+    assert first == second
+    headline, arrival, waiting, sleeping = first.splitlines()
+    assert headline == "an operation has waited for longer than 0.4 s."
+    assert ": arrived: 0; not arrived: 1" in arrival
+    number = int(arrival.split()[1].rstrip(":"))
+    name = f", {LATE[kind]}" if LATE[kind] else " at"
+    assert waiting.startswith(f"  process 0: in operation {number}{name}")
+    assert f" at {__file__}:" in waiting
+    assert waiting.endswith(" in late")
+    assert sleeping.startswith(f"  process 1: after operation {number - 1}, at {__file__}:")
+    assert sleeping.endswith(" in sleep_here")
+
+
+def test_operations_of_other_groups_are_seen(world: Any) -> None:
+    reports = world.run(scenario, "late_in_subgroup", size=3)
+
+    assert len(set(reports)) == 1
+    assert "  Operation 1 of the group of processes 0, 2: arrived: 0; not arrived: 2\n" in reports[0]
+    assert "arrived: 1; not arrived: 0, 2\n" in reports[0]  # which follows from it
+
+
+def test_nothing_is_reported_when_nobody_waits(world: Any) -> None:
+    assert world.run(scenario, "busy", limit=1.0) == ["", ""]
+
+
+def test_a_stopped_process_is_said_not_to_answer(world: Any) -> None:
+    report = world.run(scenario, "stopped", answer_s=1.0)[0]
+
+    assert ": arrived: 0; without answer: 1\n" in report
+    assert "  process 1: does not answer: it is stopped, hangs outside Python, was killed" in report
+
+
+# One process
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_no_time_is_an_error(limit: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout_s is {limit!r}; it takes a number of seconds above 0"):
+        Watchdog(current_process(), limit)
+
+
+def test_one_process_has_nobody_to_wait_for() -> None:
+    before = threading.enumerate()
+    dog = Watchdog(current_process(), 0.1)
+
+    assert not dog.is_running
+    assert threading.enumerate() == before
+    dog.stop()
+
+
+def test_several_processes_need_a_process_group() -> None:
+    process = dataclasses.replace(current_process(), world_size=2)
+
+    with pytest.raises(RuntimeError, match="has no process group: make the PartialState"):
+        Watchdog(process, 1.0)
+
+
+# Whole processes
+
+SCENARIOS = {
+    "sleeps": (2, "if rank == 1:\n    time.sleep(30)\nmeet()", True),
+    "leaves": (2, "if rank != 1:\n    meet()", False),
+    "raises 0": (2, "if rank == 0:\n    raise ValueError('bad sample')\nmeet()", False),
+    "raises 1": (3, "if rank == 1:\n    raise ValueError('bad sample')\nmeet()", False),
+    # Process 0 hosts the store.
+    "stops 0": (2, "if rank == 0:\n    stop()\nmeet()", True),
+    "stops 1": (3, "if rank == 1:\n    stop()\nmeet()", True),
+    "main": (2, "if PartialState().is_main_process:\n    PartialState().wait_for_everyone()\nmeet()", True),
+    "kept": (2, "if rank == 1:\n    keep()\n    raise ValueError('bad sample')\nmeet()", True),
+    "well": (2, "time.sleep(0.3 * rank)\nfor _ in range(20):\n    meet()\ntime.sleep(0.8 * rank)", True),
+}
+
+# Imports torch once and forks the processes of all scenarios, which then end as any script does; but for that
+# in which all is well they skip the interpreter's own end, which takes a second for each.
+SCRIPT = """
+import atexit, os, signal, subprocess, sys, threading, time
+import torch
+from accel_ops.collectives.operations import gather
+from accel_ops.debug import watchdog
+from accel_state.process.state import PartialState
+
+def stop():
+    subprocess.Popen(["sh", "-c", f"sleep 6; kill -9 {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def keep():
+    threading.Thread(target=time.sleep, args=(30,)).start()
+
+def meet():
+    gather(torch.ones(1))
+
+scenarios, folder = eval(sys.argv[1]), sys.argv[2]
+children = []
+for name, (size, body, abort, port) in scenarios.items():
+    for rank in range(size):
+        child = os.fork()
+        if child:
+            children.append((f"{name} {rank}", child))
+            continue
+        errors = os.open(f"{folder}/{name} {rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(errors, 2)
+        if name != "well":  # called last
+            atexit.register(lambda: os._exit(int(hasattr(sys, "last_value"))))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
+        watchdog.ANSWER_S = 1.5 if name.startswith("stops") else 30  # patient on a busy machine
+        watchdog.Watchdog(PartialState().process, 5.0 if name == "well" else 0.6, abort)
+        meet()
+        exec(body)
+        sys.exit()
+codes = {name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children}
+print(codes)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """For each process of each scenario: its exit code and what it wrote to stderr."""
+    folder = tmp_path_factory.mktemp("ended")
+    with contextlib.ExitStack() as ports:
+        scenarios = {name: (*values, ports.enter_context(lease_port())) for name, values in SCENARIOS.items()}
+        environment = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "MASTER_ADDR": "127.0.0.1",
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-c", SCRIPT, repr(scenarios), str(folder)]
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            output, _ = process.communicate(timeout=120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    codes: dict[str, int] = ast.literal_eval(output.decode())
+    return {name: (code, (folder / name).read_text()) for name, code in codes.items()}
+
+
+def lines_of(errors: str) -> list[str]:
+    """The last report that a process has printed."""
+    lines = errors[errors.rindex("Watchdog, process ") if "ends this" not in errors else 0 :].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("Watchdog, process "))
+    return [line for line in lines[start:] if line.startswith(("Watchdog", "  "))]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_abort_ends_every_process_after_its_report(ended: dict[str, tuple[int, str]], rank: int) -> None:
+    code, errors = ended[f"sleeps {rank}"]
+
+    assert code == 1
+    headline, arrival, waiting, sleeping, end = lines_of(errors)
+    assert headline == f"Watchdog, process {rank} of 2: an operation has waited for longer than 0.6 s."
+    assert arrival == "  Operation 2: arrived: 0; not arrived: 1"
+    assert waiting.startswith("  process 0: in operation 2, gather (all_gather")
+    assert waiting.endswith("at <string>:16 in meet")
+    assert sleeping == "  process 1: after operation 1, at <string>:2 in <module>"
+    assert end == f"Watchdog, process {rank} of 2: ends this process with exit code 1, because abort is on."
+
+
+def test_who_leaves_early_is_named(ended: dict[str, tuple[int, str]]) -> None:
+    assert ended["leaves 1"] == (0, "")
+    code, errors = ended["leaves 0"]
+
+    assert code == 1
+    assert lines_of(errors)[0] == "Watchdog, process 0 of 2: a collective failed here."
+    assert "  process 1: left after operation 1, because its script ended" in lines_of(errors)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_raises_is_named_with_its_error(ended: dict[str, tuple[int, str]], failing: int) -> None:
+    code, errors = ended[f"raises {failing} {failing}"]
+    assert code == 1
+    assert "Watchdog" not in errors  # its own traceback says it all
+    for rank in {0, 1, 2 * failing} - {failing}:
+        code, errors = ended[f"raises {failing} {rank}"]
+        assert code == 1
+        assert (
+            f"  process {failing}: left after operation 1 at <string>:2 in <module>, "
+            "because of ValueError: bad sample"
+        ) in lines_of(errors)
+
+
+def test_a_collective_that_main_alone_calls_is_shown_beside_that_of_the_others(
+    ended: dict[str, tuple[int, str]],
+) -> None:
+    for rank in range(2):
+        code, errors = ended[f"main {rank}"]
+        assert code == 1
+        assert "  Operation 2: arrived: 0-1, but not in the same operation" in lines_of(errors)
+        assert "  process 0: in operation 2, wait_for_everyone (barrier), at <string>:2 in <module>" in errors
+        assert "  process 1: in operation 2, gather (all_gather" in errors
+
+
+def test_who_raised_and_is_kept_by_a_thread_is_named(ended: dict[str, tuple[int, str]]) -> None:
+    for rank in range(2):
+        code, errors = ended[f"kept {rank}"]
+        assert code == 1
+        assert "  Operation 2: arrived: 0; not arrived: 1" in errors
+        assert (
+            "  process 1: after operation 1, at the end of its script, because of ValueError: bad sample"
+        ) in errors
+
+
+def test_a_stopped_process_does_not_keep_the_others(ended: dict[str, tuple[int, str]]) -> None:
+    assert ended["stops 1 1"][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        code, errors = ended[f"stops 1 {rank}"]
+        assert code == 1
+        assert "  Operation 2: arrived: 0, 2; without answer: 1" in lines_of(errors)
+        assert any(
+            line.startswith("  process 1: does not answer: it is stopped") for line in lines_of(errors)
+        )
+
+
+def test_where_the_host_of_the_store_is_stopped_others_say_what_they_know(
+    ended: dict[str, tuple[int, str]],
+) -> None:
+    code, errors = ended["stops 0 1"]
+
+    assert code == 1
+    lines = lines_of(errors)
+    assert lines[1] == "  Operation 2: arrived: 1; not known: 0"
+    assert lines[2] == "  process 0: not known"
+    assert lines[3].startswith("  process 1: in operation 2, gather (all_gather")
+    assert "the store of the process group does not reply (no answer in time)" in errors
+
+
+def test_nothing_is_printed_when_all_is_well(ended: dict[str, tuple[int, str]]) -> None:
+    assert [ended[f"well {rank}"] for rank in range(2)] == [(0, "")] * 2
+
+
+def test_a_fork_does_not_speak_for_its_parent(world: Any) -> None:
+    world.run(forks)
+
+
+def forks() -> None:
+    dog = Watchdog(current_process(), 5.0)
+    child = os.fork()
+    if child == 0:
+        was_running = dog.is_running
+        dog.stop()
+        os._exit(int(was_running))
+    assert os.waitpid(child, 0)[1] == 0
+    assert dog.is_running
+    dog.stop()
