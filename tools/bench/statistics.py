@@ -61,7 +61,7 @@ def _step(accelerator: Any) -> Contestant:
     model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     rows = [(torch.randn(WIDTH), 0) for _ in range(BATCH)]
-    loader = DataLoader(rows * 2000, batch_size=BATCH)
+    loader: Any = DataLoader(rows * 2000, batch_size=BATCH)  # type: ignore[arg-type]  # a list is a dataset
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     batches = iter(loader)
 
