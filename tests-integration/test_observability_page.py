@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,31 @@ def test_the_table_lists_every_tracker_with_what_it_has():
         kind = tracker_class(name)
         assert (kind.log_images is not GeneralTracker.log_images) == bool(has_images)
         assert (kind.log_table is not GeneralTracker.log_table) == bool(has_tables)
+
+
+def test_accel_verify_prints_what_the_page_shows(tmp_path):
+    """Numbers may differ in their last digit between processors; distances of rounding are rounding."""
+    program = re.search(r"^```python file=train.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    console = re.search(r"^```console\n(\$ accel verify.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert program is not None
+    assert console is not None
+    (tmp_path / "train.py").write_text(program[1])
+    codes = []
+    for part in console[1].split("$ accel ")[1:]:
+        arguments, _, shown = part.partition("\n")
+        verify, *rest = arguments.split()
+        command = [sys.executable, "-m", "accel_launch", verify, "--json=found.json", *rest]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        found = json.loads((tmp_path / "found.json").read_text())
+        codes.append((ran.returncode, found["same"], found["num_processes"], len(found["rows"])))
+        assert without_numbers(ran.stdout) == without_numbers(shown), ran.stderr
+        assert numbers(ran.stdout) == pytest.approx(numbers(shown), rel=1e-3, abs=1e-5)
+    assert codes == [(1, False, 2, 3), (0, True, 2, 3)]
+
+
+def without_numbers(text):
+    return re.sub(r" *[0-9.]+(e-\d+)?", " #", text)
+
+
+def numbers(text):
+    return [float(item) for item in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", text)]

@@ -48,6 +48,10 @@ _SIBLINGS = {
     "merge-weights": ("accel-ckpt", "Make one weight file of a checkpoint in parts."),
     "report": ("accel", "Draw what a run logged, and where its time went, as one HTML page."),
     "test": ("accel", "Check that processes of this setup communicate, share data, train and save."),
+    "verify": (
+        "accel",
+        "Check that a script trains the same on one process and on many, or say what differs.",
+    ),
 }
 
 

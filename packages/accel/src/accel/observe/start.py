@@ -19,6 +19,7 @@ _ASKED_BY: dict[str, tuple[str, str]] = {
     "ACCELERATE_GUARD": ("accel.observe.guard.settings", "GuardKwargs"),
     "ACCELERATE_GUARD_BUNDLE": ("accel.observe.guard.settings", "GuardKwargs"),
     "ACCELERATE_STATISTICS": ("accel.observe.statistics", "StatisticsKwargs"),
+    "ACCELERATE_VERIFY_FOLDER": ("accel.observe.record", "RecordKwargs"),
 }
 
 

@@ -1,0 +1,189 @@
+"""`accel verify`: whether a script trains the same on one process and on many."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.observe.same_training import Verdict, compare
+from accel_launch.errors import LaunchError
+from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
+from accel_state import env
+
+__all__ = ["register", "verify_command", "verify_command_parser"]
+
+_DESCRIPTION = (
+    "Run the first optimizer steps of a script on one process and on many, with the same global batch, and "
+    "say whether they are the same training: samples, losses, gradients and parameters. What differs first "
+    "is named, with its cause where that is known. The script is not changed; it runs twice, in the current "
+    "folder. Exit codes: 0 the same, 1 different, 2 not verified."
+)
+_OWN_FLAGS = ("--steps", "--json", "--without_dropout")
+_WIDTH = 100  # characters of a line
+_FAILED_LINES = 40  # of a script's output
+
+
+class _VerifyParser(LaunchParser):
+    """Keeps the flags that the launcher gets as well."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        tokens = list(sys.argv[1:] if args is None else args)
+        parsed, rest = super().parse_known_args(tokens, namespace)
+        flags, _ = self._split(tokens)
+        parsed.launch_flags = [item for item in flags if item.partition("=")[0] not in _OWN_FLAGS]
+        return parsed, rest
+
+
+def verify_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accel verify`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers()` returned, to add `verify` there; a parser of its
+            own by default.
+
+    Returns:
+        The parser. Its namespace is for `verify_command`, which it has as `func`.
+    """
+    parser = command_parser(
+        "verify",
+        subparsers,
+        _VerifyParser,
+        usage="accel verify [--num_processes N] [--steps K] [flags of accel launch] SCRIPT [arguments]",
+        description=_DESCRIPTION,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=5, metavar="K", help="Optimizer steps. Default: 5.")
+    parser.add_argument("--json", metavar="FILE", help="Write the result there too.")
+    parser.add_argument(
+        "--without_dropout",
+        action="store_true",
+        help="Switch dropout off in both runs, so that all the rest can be compared.",
+    )
+    add_settings(parser)
+    parser.set_defaults(func=verify_command)
+    return parser
+
+
+register = verify_command_parser  # what the entry point of `accel verify` names
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Run a script on many processes and on one, and print whether they are the same training.
+
+    Args:
+        args: The parsed flags.
+
+    Returns:
+        0 if they are, else 1.
+
+    Raises:
+        LaunchError: If it cannot be verified: the script fails, makes no Accelerator, or makes no step.
+    """
+    size = 2 if args.num_processes is None else args.num_processes
+    _check(args, size)
+    with tempfile.TemporaryDirectory(prefix="accel-verify-") as folder:
+        many = _run(args, Path(folder) / "many", size, batch_factor=1)
+        # As many as read different data: fewer than all with tensor parallelism.
+        factor = 1 if many[0]["split_batches"] else many[0]["data_shards"]
+        one = _run(args, Path(folder) / "one", 1, batch_factor=factor)
+    verdict = compare(one[0], many)
+    made = len(verdict.rows)
+    if made < args.steps:
+        note = f"The script ended after {made} of {args.steps} steps."
+        verdict = dataclasses.replace(verdict, notes=(*verdict.notes, note))
+    print(_text(verdict, args.training_script, size))
+    if args.json is not None:
+        same = {"same": verdict.difference is None, "num_processes": size}
+        Path(args.json).write_text(json.dumps(same | dataclasses.asdict(verdict), indent=2))
+    return int(verdict.difference is not None)
+
+
+def _check(args: argparse.Namespace, size: int) -> None:
+    if args.training_script is None:
+        raise LaunchError("No script was given: accel verify [flags] SCRIPT [arguments of the script].")
+    if size < 2:
+        raise LaunchError(f"--num_processes is {size}: give 2 or more, which are compared with one.")
+    if args.steps < 1:
+        raise LaunchError(f"--steps is {args.steps}: give 1 or more.")
+    if args.num_machines not in (None, 1):
+        raise LaunchError(
+            f"--num_machines is {args.num_machines}: accel verify starts processes on one machine."
+        )
+
+
+def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -> list[dict[str, Any]]:
+    """Run the script, and return what its processes recorded, in the order of their ranks."""
+    folder.mkdir()
+    settings = {"steps": args.steps, "batch_factor": batch_factor, "without_dropout": args.without_dropout}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    environ = env.snapshot()
+    env.put(environ, "ACCELERATE_VERIFY_FOLDER", str(folder))
+    # What may differ between two runs of one program: sets of strings, and matrix products on GPUs.
+    environ |= {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
+    flags = [item for item in args.launch_flags if size > 1 or item != "--multi_gpu"]
+    command = [*flags, f"--num_processes={size}", args.training_script, *args.training_script_args]
+    ran = subprocess.run(
+        [sys.executable, "-m", "accel_launch", "launch", *command],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    where = f"on {size} processes" if size > 1 else "on one process"
+    if ran.returncode:
+        shown = "\n".join(f"  {line}" for line in ran.stdout.splitlines()[-_FAILED_LINES:])
+        raise LaunchError(
+            f"not verified: {args.training_script} failed {where} with exit code {ran.returncode}. The end "
+            f"of its output:\n{shown}"
+        )
+    files = [folder / f"rank-{rank}.json" for rank in range(size)]
+    if not all(file.exists() for file in files):
+        raise LaunchError(
+            f"not verified: {args.training_script} made no Accelerator {where}, which records the steps."
+        )
+    records = [json.loads(file.read_text()) for file in files]
+    if not all(record["steps"] for record in records):
+        raise LaunchError(
+            f"not verified: {args.training_script} ended {where} without a step of an optimizer of torch's."
+        )
+    return records
+
+
+def _text(verdict: Verdict, script: str, size: int) -> str:
+    head = ["step", "samples", "loss on 1", f"on {size}", "gradients on 1", f"on {size}", "parameters apart"]
+    rows = [
+        [
+            str(row.step),
+            str(row.samples[0])
+            if row.samples[0] == row.samples[1]
+            else f"{row.samples[0]} and {row.samples[1]}",
+            *(f"{value:.6g}" for value in (*row.losses, *row.norms)),
+            f"{row.apart:.1e}",
+        ]
+        for row in verdict.rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(item.rjust(width) for item, width in zip(row, widths, strict=True)) for row in [head, *rows]
+    ]
+    told = [f"Note: {note}" for note in verdict.notes]
+    difference = verdict.difference
+    if difference is None:
+        told.append(f"The same: {script} trains on {size} processes as it does on one.")
+    else:
+        when = f"from step {difference.step} on" if difference.step else "from the start"
+        told.append(f"Different {when}: {difference.text}")
+        told += [f"Likely cause: {cause}" for cause in verdict.causes] or ["The cause is not known."]
+    lines += [textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False) for text in told]
+    return "\n".join(lines)

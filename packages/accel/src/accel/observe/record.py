@@ -1,0 +1,391 @@
+"""What `accel verify` records of the first steps of a run: samples, losses, gradients and parameters.
+
+The recorder works in a process that is there for it, and ends it after enough steps. It sees batches as
+loaders yield them, or else the arguments of the model; losses on their way to backward; gradients before and
+parameters after each step of any optimizer, prepared or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from accel.engines.common.loader import EngineLoader
+from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.fingerprint import sample_digests, sketch
+from accel_data.loader.iteration import PreparedLoader
+from accel_ops.modules import extract_model_from_parallel
+from accel_optim.optimizer import AcceleratedOptimizer
+from accel_optim.scheduler import AcceleratedScheduler
+from accel_state import env
+
+if TYPE_CHECKING:
+    from accel.training.run import Run
+
+__all__ = ["RecordKwargs", "Recorder", "Step"]
+
+
+@dataclass
+class RecordKwargs(ObserverKwargs):
+    """Asks for the recorder of `accel verify`, whose settings are in `settings.json` in the folder."""
+
+    def start(self, run: Run) -> Observer:
+        """Begin to record; the second Accelerator of a program is not recorded.
+
+        Raises:
+            ValueError: If the folder has no settings.
+        """
+        folder = Path(env.get("ACCELERATE_VERIFY_FOLDER"))
+        if not (folder / "settings.json").is_file():
+            raise ValueError(
+                f"ACCELERATE_VERIFY_FOLDER={folder} has no settings.json. `accel verify` sets it for the "
+                "runs that it starts; leave it unset elsewhere."
+            )
+        if (folder / f"rank-{run.process.rank}.json").exists():
+            return Observer()
+        return Recorder(run, folder, **json.loads((folder / "settings.json").read_text()))
+
+
+@dataclass
+class Step:
+    """What led to one step of an optimizer, and what came of it.
+
+    Attributes:
+        optimizer: Which one, in the order in which they first stepped.
+        samples: Digests of the samples of its batches.
+        losses: Pairs of a loss and its weight; None for a mean, which has none.
+        rates: Learning rates of the parameter groups.
+        gradients: Sketches by name of the parameter, before the step; likewise `parameters`, after it.
+        parameters: Sketches of all parameters.
+    """
+
+    optimizer: int = 0
+    samples: list[int] = field(default_factory=list)
+    losses: list[tuple[float, float | None]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    gradients: dict[str, list[float]] = field(default_factory=dict)
+    parameters: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Recorder(Observer):
+    """Records a run, and ends its process after enough steps of each optimizer.
+
+    Args:
+        run: The run.
+        folder: Where the record is written, in `rank-N.json`.
+        steps: How many steps to record.
+        batch_factor: How many times as large to make the batches of loaders before they are prepared.
+        without_dropout: Whether to switch dropout off.
+    """
+
+    def __init__(
+        self, run: Run, folder: Path, *, steps: int, batch_factor: int, without_dropout: bool
+    ) -> None:
+        self._run = run
+        self._file = folder / f"rank-{run.process.rank}.json"
+        self._num_steps = steps
+        self._factor = batch_factor
+        self._without_dropout = without_dropout
+        self._roots: list[torch.nn.Module] = []
+        self._counts: dict[torch.optim.Optimizer, int] = {}
+        self._step = Step()
+        self._depth = 0
+        self._in_engine = False
+        self._weight: tuple[float, float] | None = None  # of the loss to come, and its factor
+        self._pending: dict[int, tuple[Any, Any]] = {}  # batches since the last backward pass, and loaders
+        self._inputs: Any = None
+        self._detach = ExitStack()
+        self.record: dict[str, Any] = {
+            "process": run.process.rank,
+            "data_rank": run.engine.loaders.data_shard[0],
+            "data_shards": run.engine.loaders.data_shard[1],
+            "split_batches": run.dataloader_config.split_batches,
+            "precision": run.state.mixed_precision,
+            "initial": {},
+            "steps": [],
+            "models": [],
+            "batch_norm": [],
+            "dropout": [],
+            "draws": False,
+            "not_compared": [],
+            "unprepared": {"model": [], "optimizer": [], "loader": []},
+        }
+        self._attach()
+        self._write()
+
+    def stop(self) -> None:
+        """Take everything off."""
+        self._detach.close()
+
+    def _attach(self) -> None:
+        run = self._run
+        pre = register_optimizer_step_pre_hook(self._before_step)
+        post = register_optimizer_step_post_hook(self._after_step)
+        self._detach.callback(pre.remove)
+        self._detach.callback(post.remove)
+        # Classes, as batches and models of any kind are to be seen, also those that nobody prepared.
+        self._wrap(torch.nn.Module, "__call__", self._call)
+        self._wrap(torch.Tensor, "backward", self._tensor_backward)
+        for kind in (DataLoader, PreparedLoader):
+            self._wrap(kind, "__iter__", self._iterate)
+        self._wrap(run.engine, "backward", self._backward)
+        self._wrap(run.window, "weigh", self._weigh)
+        strict = torch.are_deterministic_algorithms_enabled()
+        lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=not strict or lenient)
+        self._detach.callback(torch.use_deterministic_algorithms, strict, warn_only=lenient)
+        if self._without_dropout:
+            for name, keyword in (("dropout", "p"), ("scaled_dot_product_attention", "dropout_p")):
+                self._wrap(torch.nn.functional, name, _switched_off(keyword))
+        if self._factor > 1:
+            self._wrap(run.engine, "prepare_scheduler", self._prepare_scheduler)
+            base, enlarge = run.engine.loaders_type, self._enlarge
+
+            class Enlarging(base):  # type: ignore[valid-type, misc]
+                def loader_to_prepare(self, loader: Any) -> Any:
+                    return super().loader_to_prepare(enlarge(loader))
+
+            run.engine.loaders_type = Enlarging  # type: ignore[misc]
+            self._detach.callback(setattr, run.engine, "loaders_type", base)
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Have `wrapper(original, *args, **kwargs)` run in the place of a function, until `stop`."""
+        original = getattr(owner, name)
+        is_own = name in vars(owner)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        if is_own:
+            self._detach.callback(setattr, owner, name, original)
+        else:
+            self._detach.callback(delattr, owner, name)
+
+    # Loaders
+
+    def _enlarge(self, loader: Any) -> Any:
+        """Make the batches of a loader larger, in place."""
+        if not isinstance(loader, DataLoader) or getattr(loader, "_verify_enlarged", False):
+            return loader
+        sampler = loader.batch_sampler
+        if isinstance(getattr(sampler, "batch_size", None), int):
+            sampler.batch_size *= self._factor  # type: ignore[union-attr]
+        # DataLoader refuses an assignment after it was made, and reads it when it is prepared.
+        if loader.batch_size is not None:
+            vars(loader)["batch_size"] = loader.batch_size * self._factor
+        vars(loader)["_verify_enlarged"] = True
+        return loader
+
+    def _prepare_scheduler(self, original: Callable[..., Any], scheduler: Any) -> Any:
+        """Move schedules as many processes would: their length counts the batches of one process."""
+        own = original(scheduler)
+        if own is not None or isinstance(scheduler, AcceleratedScheduler):
+            return own
+        run = self._run
+        return AcceleratedScheduler(
+            scheduler,
+            run.optimizers,
+            step_with_optimizer=run.step_scheduler_with_optimizer,
+            split_batches=run.dataloader_config.split_batches,
+            gradient_state=run.gradient_state,
+            num_processes=self._factor,
+        )
+
+    def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
+        if self._depth:  # a prepared loader reads its own
+            return original(loader)  # type: ignore[no-any-return]
+        return self._batches(original, loader)
+
+    def _batches(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
+        with self._inside():
+            batches = iter(original(loader))
+        while True:
+            with self._inside():
+                batch = next(batches, self)
+            if batch is self:
+                self._pending.pop(id(batches), None)
+                return
+            self._pending[id(batches)] = batch, loader
+            yield batch
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    # Models
+
+    def _call(self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._depth or torch.compiler.is_compiling():
+            return original(module, *args, **kwargs)
+        is_training = module.training and torch.is_grad_enabled()
+        has_parameters = any(item.requires_grad for item in module.parameters())
+        if not is_training and has_parameters:
+            self._pending.clear()  # batches of an evaluation
+        before = torch.get_rng_state() if is_training and has_parameters else None
+        if before is not None:
+            self._note_root(module)
+            if self._inputs is None:
+                self._inputs = [item for item in (*args, kwargs) if not _has_graph(item)]
+        with self._inside():
+            result = original(module, *args, **kwargs)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            self.record["draws"] = True
+        return result
+
+    def _note_root(self, module: torch.nn.Module) -> None:
+        inner = extract_model_from_parallel(module, keep_torch_compile=False)
+        if any(inner is known for known in self._roots):
+            return
+        self._roots.append(inner)
+        name = type(inner).__name__
+        self.record["models"].append(name)
+        known = (item for model in self._run.models for item in model.modules())
+        if inner is module and not any(inner is item for item in known):
+            self.record["unprepared"]["model"].append(name)
+        for path, item in inner.named_modules():
+            label = f"{name}.{path}" if path else name
+            is_batch_norm = isinstance(item, torch.nn.modules.batchnorm._BatchNorm)
+            if is_batch_norm and item.training and not isinstance(item, torch.nn.SyncBatchNorm):
+                self.record["batch_norm"].append(label)
+            # `p` of all torch's dropouts, whose base class is private.
+            if isinstance(item, torch.nn.modules.dropout._DropoutNd) and item.p and item.training:
+                if self._without_dropout:
+                    item.p = 0.0
+                else:
+                    self.record["dropout"].append(label)
+
+    def _names(self) -> Iterator[tuple[str, torch.Tensor]]:
+        seen: dict[str, int] = {}
+        for root in self._roots:
+            kind = type(root).__name__
+            seen[kind] = number = seen.get(kind, 0) + 1
+            label = kind if number == 1 else f"{kind} ({number})"
+            for name, item in root.named_parameters():
+                yield f"{label}.{name}", item
+
+    # Losses
+
+    def _weigh(self, original: Callable[..., Any], weight: Any, gradients: Any) -> Any:
+        factor = original(weight, gradients)
+        self._weight = float(weight), float(factor)
+        return factor
+
+    def _backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
+        gradient = kwargs.get("gradient")
+        self._note_loss(loss, 1.0 if gradient is None else float(gradient))
+        self._in_engine = True
+        try:
+            original(loss, **kwargs)
+        finally:
+            self._in_engine = False
+
+    def _tensor_backward(
+        self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if not self._in_engine:
+            self._note_loss(loss, 1.0)
+        original(loss, *args, **kwargs)
+
+    def _note_loss(self, loss: torch.Tensor, share: float) -> None:
+        weight, self._weight = self._weight, None
+        if loss.numel() == 1:
+            value = float(loss.detach()) * share
+            # A weighted loss has been multiplied by a factor, which is not the same on one process.
+            pair = (value, None) if weight is None else (value / weight[1] if weight[1] else 0.0, weight[0])
+            self._step.losses.append(pair)
+        for batch, loader in self._pending.values():
+            self._step.samples += sample_digests(batch)
+            if not isinstance(loader, PreparedLoader | EngineLoader):
+                name = f"{type(loader).__name__} of {type(loader.dataset).__name__}"
+                if name not in self.record["unprepared"]["loader"]:
+                    self.record["unprepared"]["loader"].append(name)
+        if not self._pending and self._inputs is not None:
+            self._step.samples += sample_digests(self._inputs)
+        self._pending.clear()
+        self._inputs = None
+
+    # Steps
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, AcceleratedOptimizer):  # the one inside of it is recorded
+            return
+        if optimizer not in self._counts:
+            self._counts[optimizer] = 0
+            inner = [getattr(item, "optimizer", item) for item in self._run.optimizers]
+            if not any(optimizer is item for item in inner):
+                self.record["unprepared"]["optimizer"].append(type(optimizer).__name__)
+        elif next(iter(self._counts.values())) >= self._num_steps:
+            self._end()  # one that steps less often than the first does not get as far
+        if not self.record["initial"]:
+            self.record["initial"] = self._sketches(self._names())
+        names = {id(item): name for name, item in self._names()}
+        held = [item for group in optimizer.param_groups for item in group["params"]]
+        self._step.optimizer = list(self._counts).index(optimizer)
+        self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self._step.gradients = self._sketches(
+            (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
+            for number, item in enumerate(held)
+            if item.grad is not None
+        )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return
+        self._counts[optimizer] += 1
+        self._step.parameters = self._sketches(self._names())
+        self.record["steps"].append(vars(self._step))
+        self._step = Step()
+        self._write()
+        if min(self._counts.values()) >= self._num_steps:
+            self._end()
+
+    def _sketches(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]:
+        found = {}
+        for name, item in named:
+            if self._run.engine.states.is_part(item) or item.is_meta or item.is_complex():
+                if name not in self.record["not_compared"]:
+                    self.record["not_compared"].append(name)
+                continue
+            whole = item.detach()
+            # A collective; all processes go through the names in one order.
+            found[name] = sketch(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
+        return found
+
+    def _write(self) -> None:
+        self._file.write_text(json.dumps(self.record))
+
+    def _end(self) -> None:
+        """End the script; what it does at its end, in `finally` and the like, is done."""
+        self.stop()
+        raise SystemExit(0)
+
+
+def _has_graph(item: Any) -> bool:
+    """Whether it was computed by a model: what is compared to the last bit is what was read."""
+    return isinstance(item, torch.Tensor) and item.requires_grad
+
+
+def _switched_off(keyword: str) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if keyword == "p":
+            # Its second argument by place.
+            args, kwargs = args[:1] + (0.0,) * (len(args) > 1) + args[2:], {**kwargs}
+            return original(*args, **({**kwargs, "p": 0.0} if len(args) < 2 else kwargs))
+        return original(*args, **({**kwargs, keyword: 0.0} if keyword in kwargs else kwargs))
+
+    return call
