@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,37 @@ def test_what_was_never_read_is_not(tmp_path: Path) -> None:
 
 
 @linux
-def test_a_file_that_is_cut_off_meanwhile_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = page_cache._are_cached
+def test_who_cuts_the_file_off_meanwhile_has_to_wait(file: Path) -> None:
+    thread = threading.Thread(target=os.truncate, args=(file, 5000))
+    with cached_part(file, 0, len(DATA)) as part:
+        thread.start()
+        thread.join(0.3)
+        assert file.stat().st_size == len(DATA)  # else reading the part would kill this process
+        assert part == DATA
+    thread.join(60)
 
-    def after_the_cut(pages: page_cache.mmap.mmap, path: Path) -> bool:
-        os.truncate(path, 5000)
-        return ask(pages, path)
-
-    monkeypatch.setattr(page_cache, "_are_cached", after_the_cut)
+    assert file.stat().st_size == 5000
     with cached_part(file, 0, len(DATA)) as part:
         assert part is None
+
+
+@linux
+def test_the_file_may_be_opened_for_writing_afterwards(file: Path) -> None:
+    with cached_part(file, 0, 9):
+        with pytest.raises(BlockingIOError):
+            os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+        copied = os.open(file, os.O_RDONLY)  # reading is for all
+        os.close(copied)
+
+    os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+
+
+@linux
+def test_a_file_that_somebody_has_open_for_writing_is_not_used(file: Path) -> None:
+    with open(file, "r+b"), cached_part(file, 0, 100) as part:
+        assert part is None
+    with cached_part(file, 0, 100) as part:
+        assert part == DATA[:100]
 
 
 def test_a_part_beyond_the_end_is_not_there(file: Path) -> None:

@@ -109,7 +109,7 @@ def load_checkpoint_in_model(
     Raises:
         FileNotFoundError: If there are no weights at `checkpoint`.
         ValueError: If `device_map` does not cover a weight, or has "disk" and there is no `offload_folder`;
-            or `dtype` is unknown.
+            or `dtype` is unknown; or a weight would replace one in the folder that another model reads.
         TypeError: If `device_map` is not a mapping.
         RuntimeError: If a shape differs; or names differ and `strict` is set; or hooks have offloaded a
             weight, and would put the earlier one in its place.
@@ -166,7 +166,7 @@ def load_placed(
     placing.check(slots)
     # Twice through the files, the first time for names and shapes: mapped, so that no weight is read for it.
     files = find_weight_files(checkpoint)
-    found = _check_files(slots, files, checkpoint, strict)
+    found = _check_files(slots, files, checkpoint, strict, placing)
     offloaded = _offloaded(model)
     if placing.in_place and placing.device_map is not None:
         _check_values(slots, found & slots.expected | offloaded, placing.device_map, checkpoint)
@@ -225,14 +225,19 @@ def _read(file: Folder, **options: Any) -> dict[str, Any]:
     return dict(state)
 
 
-def _check_files(slots: Slots, files: list[Path], checkpoint: Folder, strict: bool) -> set[str]:
+def _check_files(
+    slots: Slots, files: list[Path], checkpoint: Folder, strict: bool, placing: Placing
+) -> set[str]:
     """Compare names and shapes, while the model is as it was; return the names in the files."""
     found: set[str] = set()
     for file in files:
-        for name, value in _map_file(file).items():
-            found.add(name)
-            if name in slots and name in slots.expected:
-                _check_shape(slots, name, value, file)
+        state = _map_file(file)
+        found |= state.keys()
+        ours = {name: state[name] for name in state if name in slots and name in slots.expected}
+        for name, value in ours.items():
+            _check_shape(slots, name, value, file)
+        placing.check_folder(slots, ((name, value, file) for name, value in ours.items()))
+        del state, ours
     known = found & slots.expected
     tied = {other for name in known if name in slots for other in slots.names(name)}
     _report_differences(

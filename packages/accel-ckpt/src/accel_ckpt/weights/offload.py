@@ -28,6 +28,7 @@ from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.paths import check_inside, listed_file
 from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
+from accel_ckpt.weights.readers import check_not_in_use, note_reader
 from accel_ops.collectives.pack_parts import as_bytes
 
 __all__ = [
@@ -185,7 +186,12 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
     Args:
         save_dir: The folder. It is made if needed; weights that are there already stay.
         state_dict: Tensors by name.
+
+    Raises:
+        ValueError: If one would replace a weight that a model, or an `OffloadedWeightsLoader`, still reads.
+        OSError: If a weight cannot be written.
     """
+    check_not_in_use(save_dir, state_dict.keys())
     make_offload_folder(save_dir)
     entries: Index = {}
     for name, weight in state_dict.items():
@@ -285,6 +291,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             {str(entry["safetensors_file"]) for entry in self.index.values() if "safetensors_file" in entry}
         )
         self._files: dict[str, str] = {}
+        note_reader(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        note_reader(self)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.mapped import converted
 from accel_ckpt.weights.offload import make_offload_folder, offload_weight, save_offload_index
+from accel_ckpt.weights.readers import check_not_in_use, readers_of
 from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
 
@@ -177,9 +178,7 @@ class Placing:
         self, name: str, value: torch.Tensor, dtype: torch.dtype, source: tuple[Path, str] | None
     ) -> None:
         file, inside = source or (None, name)
-        readable = self.in_place and file is not None and _is_safetensors(file)
-        # Weights of another dtype would be converted at each use; where there is a folder, they are once.
-        if file is not None and readable and (value.dtype == dtype or self.offload_folder is None):
+        if file is not None and self._is_read_in_place(value, dtype, file):
             self.index[name] = {
                 "safetensors_file": os.path.abspath(file),
                 "weight_name": inside,
@@ -191,9 +190,48 @@ class Placing:
                 f"{file} is no safetensors file, from which {name} could be read in place: say where to "
                 'write weights of "disk" with offload_folder=.'
             )
+        self.write(name, converted(value, dtype) if self.in_place else value)
+
+    def _is_read_in_place(self, value: torch.Tensor, dtype: torch.dtype, file: Path) -> bool:
+        # Weights of another dtype would be converted at each use; where there is a folder, they are once.
+        same = value.dtype == dtype or self.offload_folder is None
+        return self.in_place and _is_safetensors(file) and same
+
+    def check_folder(self, slots: Slots, weights: Iterable[tuple[str, torch.Tensor, Path | None]]) -> None:
+        """Check that no weight that will be written replaces one that another model reads from the folder.
+
+        Args:
+            slots: The weights of the model.
+            weights: Weights of the model by name, each with its file, if it can be read in place.
+
+        Raises:
+            ValueError: If one does.
+        """
+        if self.device_map is None or self.offload_folder is None:
+            return
+        written = {
+            name
+            for name, value, file in weights
+            if self._device_of(slots, name) == "disk"
+            and not (file and self._is_read_in_place(value, self._dtype_of(name, slots.get(name)), file))
+        }
+        if written:
+            check_not_in_use(self.offload_folder, written, readers_of(slots.model))
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Write a weight to the folder for "disk", which there has to be.
+
+        Args:
+            name: Its name.
+            value: The weight, on any device.
+
+        Raises:
+            ValueError: If it is of a class that cannot be written.
+            OSError: If it cannot be written.
+        """
+        assert self.offload_folder is not None
         make_offload_folder(self.offload_folder)
-        content = converted(value, dtype) if self.in_place else value
-        offload_weight(content, name, self.offload_folder, self.index)
+        offload_weight(value, name, self.offload_folder, self.index)
 
     def _device_of(self, slots: Slots, name: str) -> str:
         assert self.device_map is not None

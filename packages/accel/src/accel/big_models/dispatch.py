@@ -84,7 +84,8 @@ def dispatch_model(
         TypeError: If the map is not a mapping.
         ValueError: If the map does not cover the model, or names a device that is not there; if all is on the
             disk (use `disk_offload`); if a weight has no values, or is of a class that cannot be written to
-            the disk; if the model is sharded by FSDP. The model is unchanged.
+            the disk, or would replace one in the folder that another model reads; if the model is sharded by
+            FSDP. The model is unchanged.
         OSError: If the folder cannot be written. The model is unchanged.
     """
     check_placement(model, device_map, main_device)
@@ -166,7 +167,8 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         ValueError: If `device_map` is unknown text, does not fit the model, or names a device that is not
-            there; if a folder is needed and not given; if a weight would have no values.
+            there; if a folder is needed and not given, or has weights that another model reads and that
+            would be replaced; if a weight would have no values.
         FileNotFoundError: If there are no weights at `checkpoint`.
         CheckpointError: If a file is damaged.
         OSError: If a weight cannot be written to the folder. After an error while weights are placed, those

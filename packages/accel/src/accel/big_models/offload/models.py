@@ -73,7 +73,8 @@ def disk_offload(
 
     Raises:
         ValueError: If a weight is neither in the model nor in the folder, or is of a class that cannot be
-            written to the disk (DTensor, those of torchao), or FSDP has sharded the model.
+            written to the disk (DTensor, those of torchao), or would replace one in the folder that another
+            model reads; or FSDP has sharded the model.
         OSError: If a weight cannot be written; the model is unchanged, and what was written is deleted.
     """
     check_not_sharded(model)

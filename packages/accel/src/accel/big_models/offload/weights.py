@@ -23,6 +23,7 @@ from accel_ckpt.weights.offload import (
     read_offload_index,
     save_offload_index,
 )
+from accel_ckpt.weights.readers import check_not_in_use, readers_of
 from accel_ops.modules import model_is_sharded
 
 __all__ = [
@@ -49,12 +50,14 @@ class Offloaded:
         index: Entries of those that are on the disk already, by name.
         to_write: Those that are to be written, by name; equal tensors are written once.
         folder: Where to.
+        own_readers: Ids of those who read weights of the folder for this very model.
     """
 
     in_memory: dict[str, torch.Tensor] = field(default_factory=dict)
     index: Index = field(default_factory=dict)
     to_write: dict[str, torch.Tensor] = field(default_factory=dict)
     folder: Path | None = None
+    own_readers: set[int] = field(default_factory=set)
 
     @property
     def on_disk(self) -> set[str]:
@@ -74,7 +77,8 @@ class Offloaded:
 
         Raises:
             OSError: If a weight cannot be written; what was written before is deleted.
-            ValueError: If a weight is of a class that cannot be written; likewise.
+            ValueError: If a weight is of a class that cannot be written; likewise. Or if one would replace a
+                weight that another model reads; nothing is written then.
         """
         first: dict[int, str] = {}
         written: Index = {}
@@ -84,6 +88,7 @@ class Offloaded:
         try:
             if first:
                 assert self.folder is not None
+                check_not_in_use(self.folder, set(first.values()), self.own_readers)
                 make_offload_folder(self.folder)
                 for name in first.values():
                     offload_weight(self.to_write[name], name, self.folder, written)
@@ -128,7 +133,7 @@ def collect(
         CorruptCheckpointError: If the folder's index is damaged.
     """
     root = None if folder is None else Path(folder)
-    found = Offloaded(folder=root)
+    found = Offloaded(folder=root, own_readers=readers_of(model))
     known: Index | None = None
     groups: dict[int, list[str]] = {}
     tensors = named_tensors(model)

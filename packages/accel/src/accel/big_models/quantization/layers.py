@@ -11,7 +11,6 @@ from torch import nn
 from accel.big_models.parameters import on_meta
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel_ckpt.weights.by_name import Slots
-from accel_ckpt.weights.offload import make_offload_folder, offload_weight
 from accel_ckpt.weights.placement import Placing, device_for, memory_device
 from accel_state.imports.packages import require
 
@@ -87,9 +86,7 @@ class QuantizedLayers:
         """Give a layer its quantized weight; for the disk it is written, its statistics stay in memory."""
         assert placing.device_map is not None
         if str(device_for(f"{path}.weight", placing.device_map)) == "disk":
-            assert placing.offload_folder is not None
-            make_offload_folder(placing.offload_folder)
-            offload_weight(weight, f"{path}.weight", placing.offload_folder, placing.index)
+            placing.write(f"{path}.weight", weight)
             weight = on_meta(weight)
         self._layers[path].weight = weight
 

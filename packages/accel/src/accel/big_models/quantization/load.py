@@ -86,6 +86,7 @@ def load_and_quantize_model(
     own = {} if files else dict(model.state_dict())
     # All is compared before the model changes, for which files are read twice.
     surplus = check_weights(model, names, config, _read(files) if files else own.items())
+    placing.check_folder(Slots(model), ((name, value, None) for name, value in model.state_dict().items()))
     if surplus:
         warn(f"Weights that {type(model).__name__} does not have are ignored: {', '.join(surplus)}.")
     layers = QuantizedLayers(model, names, config)
