@@ -42,7 +42,10 @@ def test_slow_begins_above_the_limit():
 def test_a_wait_within_forward_is_not_taken_for_slowness():
     rows = [times(data=5.0, forward=1.0), times(data=1.0, forward=5.0), times(data=1.0, forward=5.0)]
     assert found(rows, hides_waits=True) == [(0, "data", 1.67)]
-    assert found([times(forward=5.0), times(forward=1.0), times(forward=1.0)], hides_waits=True) == []
+    assert found(rows, hides_waits=False) == []
+    assert found([times(other=9.0), times(other=1.0), times(other=1.0)], hides_waits=True) == [
+        (0, "other", 9.0)
+    ]
 
 
 def test_one_process_and_no_steps_are_nothing_to_compare():

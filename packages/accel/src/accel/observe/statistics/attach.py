@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.observe.attach import Undo, put
 from accel.observe.statistics.clock import Clock
 from accel_ops.collectives import operations
 
 __all__ = ["time_backward", "time_collectives", "time_loader", "time_model", "time_step"]
-
-Undo = Callable[[], None]
 
 # Those that torch has; the names differ between releases.
 _COLLECTIVES = (
@@ -151,7 +150,7 @@ def time_backward(clock: Clock, engine: Any, awaits: Callable[[], bool], started
                 hook.remove()
             clock.back(before)
 
-    return _put(engine, "backward", backward)
+    return put(engine, "backward", backward)
 
 
 def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo:
@@ -177,30 +176,14 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
         return result
 
     # A method: torch's schedules take its function.
-    return _put(optimizer, "step", MethodType(step, optimizer))
-
-
-def _put(owner: Any, name: str, function: Any) -> Undo:
-    """Set an attribute of an object; returns what puts back what was there, unless that was changed since."""
-    before = vars(owner).get(name)
-    setattr(owner, name, function)
-
-    def undo() -> None:
-        if vars(owner).get(name) is not function:
-            return
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return undo
+    return put(optimizer, "step", MethodType(step, optimizer))
 
 
 def time_loader(
     clock: Clock,
     loader: Any,
     part: str,
-    begins: Callable[[], None],
+    begins: Callable[[Any], None],
     got: Callable[[Any, Any], None],
     ended: Callable[[Any], None],
 ) -> Undo:
@@ -213,7 +196,7 @@ def time_loader(
         clock: The clock.
         loader: The loader.
         part: The part that reading is.
-        begins: Called when an iteration begins.
+        begins: Called with the loader when an iteration begins.
         got: Called with the loader and each batch.
         ended: Called with the loader when its iteration ends.
     """
@@ -224,7 +207,7 @@ def time_loader(
         if not is_on:
             yield from kind.__iter__(self)
             return
-        begins()
+        begins(self)
         batches = kind.__iter__(self)
         try:
             while True:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Statistics"]
 
-_LAST_GATHER_S = 10.0  # how long the end waits for a gather that not all processes have joined
+_GATHER_S = 1.0  # the longest wait for a gather that not all processes have joined
 
 
 class Statistics(Observer):
@@ -60,7 +60,7 @@ class Statistics(Observer):
         self._steps_of: list[int] = []  # per optimizer
         self._unused: dict[int, int] = {}  # per loader: samples read since the last backward pass
         self._before = (0, 0, dict(self.clock.seconds))  # steps, samples and seconds at the last gather
-        self._pending: list[tuple[Any, torch.Tensor]] = []
+        self._pending: list[tuple[Any, torch.Tensor, int]] = []  # the work, its result, the step
         self._awaits_gradients = False
         # A group of their own: gathers are never confused with other collectives, and no step awaits them.
         distributed = run.process.world_size > 1 and dist.is_initialized() and dist.is_gloo_available()
@@ -72,7 +72,8 @@ class Statistics(Observer):
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Time its forward passes."""
-        self._awaits_gradients = self._awaits_gradients or isinstance(model, DistributedDataParallel)
+        inner = getattr(model, "_orig_mod", model)  # of a compiled model
+        self._awaits_gradients = self._awaits_gradients or isinstance(inner, DistributedDataParallel)
         self._undo.append(attach.time_model(self.clock, model))
 
     def optimizer_prepared(self, optimizer: Any) -> None:
@@ -87,7 +88,7 @@ class Statistics(Observer):
         receives = isinstance(loader, DataLoaderDispatcher) and self.loaders.data_shard[0] != 0
         part = "collectives" if receives else "data"
         self._undo.append(
-            attach.time_loader(self.clock, loader, part, self._await_gathers, self._got_batch, self._end_pass)
+            attach.time_loader(self.clock, loader, part, self._begin_pass, self._got_batch, self._end_pass)
         )
 
     @contextmanager
@@ -136,6 +137,10 @@ class Statistics(Observer):
             "peak_memory": peak_memory(self.process),
         }
 
+    def _begin_pass(self, loader: Any) -> None:
+        if getattr(loader, "num_workers", 0):  # forked while no thread of gloo is at work
+            self._await_gathers()
+
     def _got_batch(self, loader: Any, batch: Any) -> None:
         real = getattr(loader, "real_samples", None)  # None where nothing is padded
         count = ignorant_find_batch_size(batch) if real is None else real[self.loaders.data_shard[0]]
@@ -174,16 +179,21 @@ class Statistics(Observer):
         gathered = own.new_empty(self.process.world_size, len(own))
         parts = list(gathered.unbind())
         work = dist.distributed_c10d.all_gather(parts, own, group=self._group, async_op=True)
-        self._pending.append((work, gathered))
+        self._pending.append((work, gathered, self.steps))
 
     def _take_gathers(self) -> None:
         while self._pending and self._pending[0][0].is_completed():
-            _, gathered = self._pending.pop(0)
-            self._take(gathered, self._before[0])
+            work, gathered, last = self._pending.pop(0)
+            try:
+                work.wait()
+            except RuntimeError:  # a process has ended, after fewer steps
+                self._pending.clear()
+                return
+            self._take(gathered, last)
 
     def _await_gathers(self) -> None:
-        """Wait for gathers under way: also before a loader forks workers, which gloo's threads disturb."""
-        until = time.monotonic() + _LAST_GATHER_S
+        """Wait for the gathers under way."""
+        until = time.monotonic() + _GATHER_S
         while self._pending and time.monotonic() < until:
             self._take_gathers()
             time.sleep(0 if not self._pending else 0.0005)
@@ -205,10 +215,10 @@ class Statistics(Observer):
                 warn(slow.describe(first, last), about="process")
         self._note_slow(lasting, first, last)
         self._slow_before = {slow.rank for slow in found}
-        if self.folder is None:
-            return
         share = self.loaders.data_shard[1] / self.process.world_size
         whole = max(sum(times.values()) for times in seconds)
+        if self.folder is None or not whole:  # nothing that is timed has run
+            return
         own = sorted(1e3 * sum(times[part] for part in OWN_PARTS) / steps[0] for times in seconds)
         numbers = {
             "samples_per_second": share * sum(values[1] for values in rows) / whole,

@@ -59,8 +59,8 @@ def find_stragglers(
         seconds: Per process, the seconds of each part.
         steps: Per process, the number of steps that these are for.
         slow: See above.
-        hides_waits: Whether processes wait for each other within forward and backward, as sharded models do:
-            these are long on the fast processes then, and only data is compared.
+        hides_waits: Whether processes may wait for each other within forward and backward, as models do that
+            are shared out. These are long on the fast processes then, so that data is compared by itself too.
     """
     if len(seconds) < 2 or min(steps) < 1:
         return []
@@ -73,8 +73,9 @@ def find_stragglers(
     found = []
     for rank, times in enumerate(parts):
         excess = {part: times[part] - usual[part] for part in OWN_PARTS}
-        part = "data" if hides_waits else max(OWN_PARTS, key=excess.__getitem__)
-        lost = excess["data"] if hides_waits else own[rank] - usual_own
+        part, lost = max(OWN_PARTS, key=excess.__getitem__), own[rank] - usual_own
+        if hides_waits and excess["data"] > lost:
+            part, lost = "data", excess["data"]
         if lost > (slow - 1) * usual_own:
             ratio = 1 + lost / usual_own if usual_own else float("inf")
             found.append(Straggler(rank, part, ratio, usual_own + lost, usual_own, times[part], usual[part]))
