@@ -105,14 +105,14 @@ def load_rows(*, quick: bool = False) -> list[Row]:
 def measure_save(rank: int, size: int, layers: int, rounds: int) -> Samples:
     """Time a save of each contestant; runs in a worker."""
     model, optimizer, _ = _objects(layers)
-    ours = _accelerator("accel", layers)
+    ours, _ = _accelerator("accel", layers)
     contestants: dict[str, Callable[[Path], object]] = {
         BASELINE: partial(_save_raw, model, optimizer),
         CONTROL: partial(_save_raw, model, optimizer),
         "accel": lambda folder: ours.save_state(str(folder)),
     }
     if importlib.util.find_spec("accelerate"):
-        theirs = _accelerator("accelerate", layers)
+        theirs, _ = _accelerator("accelerate", layers)
         contestants["accelerate"] = lambda folder: theirs.save_state(str(folder))
     with tempfile.TemporaryDirectory() as base:
         measures = {name: partial(_timed_save, save, Path(base)) for name, save in contestants.items()}
@@ -121,7 +121,7 @@ def measure_save(rank: int, size: int, layers: int, rounds: int) -> Samples:
 
 def measure_async(rank: int, size: int, layers: int, rounds: int) -> Samples:
     """Time a blocking save, and the call of one in the background; runs in a worker."""
-    accelerator = _accelerator("accel", layers)
+    accelerator, _ = _accelerator("accel", layers)
 
     def blocking(folder: Path) -> None:
         accelerator.save_state(str(folder))
@@ -143,19 +143,19 @@ def measure_load(rank: int, size: int, layers: int, rounds: int, cold: bool) -> 
     """Time a load of each contestant into objects that are there; runs in a worker."""
     model, optimizer, _ = _objects(layers)
     with tempfile.TemporaryDirectory() as base:
-        ours = _accelerator("accel", layers)
+        ours, own_optimizer = _accelerator("accel", layers)
         ours.save_state(f"{base}/accel")
         contestants: dict[str, Callable[[], object]] = {
             name: partial(_load_raw, Path(base, "accel"), model, optimizer) for name in (BASELINE, CONTROL)
         }
-        optimizers = [optimizer, ours.run.optimizers[0].optimizer]
-        contestants["accel"] = partial(_load, ours, f"{base}/accel")
-        contestants["unverified"] = partial(_load, ours, f"{base}/accel", verify=False)
+        optimizers = [optimizer, own_optimizer]
+        contestants["accel"] = partial(_load, ours, own_optimizer, f"{base}/accel")
+        contestants["unverified"] = partial(_load, ours, own_optimizer, f"{base}/accel", verify=False)
         if importlib.util.find_spec("accelerate"):
-            theirs = _accelerator("accelerate", layers)
+            theirs, their_optimizer = _accelerator("accelerate", layers)
             theirs.save_state(f"{base}/accelerate")
-            contestants["accelerate"] = partial(_load, theirs, f"{base}/accelerate")
-            optimizers.append(theirs._optimizers[0].optimizer)
+            contestants["accelerate"] = partial(_load, theirs, their_optimizer, f"{base}/accelerate")
+            optimizers.append(their_optimizer)
         saved = {name: Path(base, "accelerate" if name == "accelerate" else "accel") for name in contestants}
 
         def measure(name: str) -> float:
@@ -171,7 +171,7 @@ def measure_load(rank: int, size: int, layers: int, rounds: int, cold: bool) -> 
 
 def measure_load_peak(rank: int, size: int, layers: int) -> dict[str, float]:
     """Return how far load_state goes above the memory before it, and the largest file, in bytes."""
-    accelerator = _accelerator("accel", layers)
+    accelerator, _ = _accelerator("accel", layers)
     with tempfile.TemporaryDirectory() as base:
         folder = Path(accelerator.save_state(f"{base}/accel"))
         before = _resident("VmRSS")
@@ -204,12 +204,12 @@ def _objects(layers: int) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.
     return model, optimizer, list(model.parameters())
 
 
-def _accelerator(library: str, layers: int) -> Any:
-    """Make an Accelerator of either library, with the objects prepared."""
+def _accelerator(library: str, layers: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Make an Accelerator of either library, with the objects prepared; return torch's optimizer too."""
     model, optimizer, _ = _objects(layers)
     accelerator = importlib.import_module(library).Accelerator(cpu=True)
     accelerator.prepare(model, optimizer)
-    return accelerator
+    return accelerator, optimizer
 
 
 def _save_raw(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -230,11 +230,11 @@ def _load_raw(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     _read(optimizer)
 
 
-def _load(accelerator: Any, folder: str, **options: Any) -> None:
+def _load(accelerator: Any, optimizer: torch.optim.Optimizer, folder: str, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator.load_state(folder, **options)
-    _read(accelerator.run.optimizers[0])
+    _read(optimizer)
 
 
 def _read(optimizer: torch.optim.Optimizer) -> None:
