@@ -27,6 +27,7 @@ from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipe
 from accel.observe.statistics import StatisticsKwargs
 from accel.tracking import GeneralTracker
 from accel.training.arguments import resolve_accumulation
+from accel_ckpt.errors import CheckpointError
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
@@ -121,6 +122,13 @@ def names_of_observers() -> list[str]:
     return [type(item).__name__ for item in Accelerator(cpu=True).run.observers]
 
 
+def replayed() -> str:
+    try:
+        return str(names_of_observers())
+    except CheckpointError as error:  # there is no such bundle
+        return str(error)
+
+
 def failing_tracker() -> None:
     accelerator = Accelerator(cpu=True, log_with=FailingTracker())
     accelerator.init_trackers("project")
@@ -204,6 +212,7 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_CHECK_REPLICAS_STEPS": Reader(steps_between_checks),
     "ACCELERATE_GUARD": Reader(names_of_observers, text="skip"),
     "ACCELERATE_GUARD_BUNDLE": Reader(names_of_observers),
+    "ACCELERATE_REPLAY": Reader(replayed),
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
     "ACCELERATE_STRICT_TRACKERS": Reader(failing_tracker),
     "ACCELERATE_STATISTICS": Reader(lambda: StatisticsKwargs().every),

@@ -46,6 +46,7 @@ _COMMANDS = {
 _SIBLINGS = {
     "estimate-memory": ("accel", "Estimate how much memory a model needs on each device."),
     "merge-weights": ("accel-ckpt", "Make one weight file of a checkpoint in parts."),
+    "replay": ("accel", "Recompute a loss that was not finite, bit for bit."),
     "report": ("accel", "Draw what a run logged, and where its time went, as one HTML page."),
     "test": ("accel", "Check that processes of this setup communicate, share data, train and save."),
     "verify": (

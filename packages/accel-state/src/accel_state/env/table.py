@@ -57,6 +57,7 @@ _GENERAL = _group(
         ("warn", "skip", "stop"),
     ),
     ("GUARD_BUNDLE", "str", None, "Folder for what recomputes a loss that is not finite."),
+    ("REPLAY", "str", None, "File of a bundle whose losses are recomputed; `accel replay` sets it."),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),
     ("STRICT_TRACKERS", "flag", False, "Raise the errors of trackers instead of warning of the first one."),
     (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Undo", "put"]
+__all__ = ["Undo", "follow", "put"]
 
 Undo = Callable[[], None]
 """Takes off what was attached."""
@@ -30,5 +30,39 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+    return undo
+
+
+def follow(loader: Any, handed_on: Callable[[Any, Iterator[Any]], Iterator[Any]]) -> Undo:
+    """Follow the batches of a prepared loader; returns what ends that.
+
+    `iter` looks at the class alone, so that the loader gets a class of its own. Its copies without the first
+    batches have it too.
+
+    Args:
+        loader: The loader.
+        handed_on: Called with the loader that is iterated and its batches; what it yields is handed out.
+    """
+    kind = type(loader)
+    is_on = True
+
+    def iterate(self: Any) -> Iterator[Any]:
+        batches = kind.__iter__(self)
+        try:
+            yield from handed_on(self, batches) if is_on else batches
+        finally:
+            if hasattr(batches, "close"):  # a generator, which ends its pass there
+                batches.close()
+
+    names = {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    own = type(kind.__name__, (kind,), names)
+    loader.__class__ = own
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if type(loader) is own:
+            loader.__class__ = kind
 
     return undo

@@ -18,6 +18,7 @@ __all__ = ["start_observers"]
 _ASKED_BY: dict[str, tuple[str, str]] = {
     "ACCELERATE_GUARD": ("accel.observe.guard.settings", "GuardKwargs"),
     "ACCELERATE_GUARD_BUNDLE": ("accel.observe.guard.settings", "GuardKwargs"),
+    "ACCELERATE_REPLAY": ("accel.observe.guard.replay", "ReplayKwargs"),
     "ACCELERATE_STATISTICS": ("accel.observe.statistics", "StatisticsKwargs"),
     "ACCELERATE_VERIFY_FOLDER": ("accel.observe.record", "RecordKwargs"),
 }

@@ -12,7 +12,9 @@ import torch
 
 from accel.observe.attach import Undo, put
 from accel.observe.base import Observer
+from accel.observe.guard.bundle import Bundle, write
 from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
+from accel.observe.guard.record import Recorder
 from accel.observe.guard.report import Finding, Spikes, describe
 from accel.observe.guard.settings import GuardError
 from accel_ops.collectives import operations
@@ -21,7 +23,7 @@ from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from accel.observe.guard.settings import GuardKwargs
     from accel.training.run import Run
@@ -48,7 +50,8 @@ class Guard(Observer):
         self._order = BackwardOrder()
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._spikes: WeakKeyDictionary[Any, Spikes] = WeakKeyDictionary()
-        self._row = self._skipped = 0
+        self._row = self._skipped = self._written = 0
+        self._recorder = Recorder(run) if settings.bundle is not None else None
         engine = run.engine
         self._undo: list[Undo] = [
             put(engine, "backward", partial(self._backward, engine.backward)),
@@ -60,6 +63,13 @@ class Guard(Observer):
         """Note the order of its parameters in backward."""
         if self._settings.check_gradients and not self._run.engine.gradients.in_parts:
             self._order.note(model)
+        if self._recorder is not None:
+            self._recorder.model_prepared(model)
+
+    def loader_prepared(self, loader: Any) -> None:
+        """Keep its batches for bundles."""
+        if self._recorder is not None:
+            self._recorder.loader_prepared(loader)
 
     def optimizer_prepared(self, optimizer: Any) -> None:
         """Judge each of its steps."""
@@ -81,11 +91,15 @@ class Guard(Observer):
         self._order.end()
         while self._undo:
             self._undo.pop()()
+        if self._recorder is not None:
+            self._recorder.stop()
 
     def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
-        if self._is_judged:
-            self._is_judged = False
+        begins, self._is_judged = self._is_judged, False
+        if begins:
             self._losses.clear()
+        if self._recorder is not None:
+            self._recorder.note_loss(loss, begins)
         run, seen = self._run, loss.detach()
         # A window's mean losses come divided, unless backward starts from a gradient that is.
         steps = run.gradient_state.num_steps if run.window.has_means and "gradient" not in kwargs else 1
@@ -148,7 +162,23 @@ class Guard(Observer):
             return None  # an overflow: the scaler skips this step, and lowers the scale
         finding = self._find(measured, is_spike[process.rank if together else 0])
         findings = gather_object([finding], process=process) if together else [finding]
-        return describe(self._steps[optimizer], findings, spikes, scale)
+        message = describe(self._steps[optimizer], findings, spikes, scale)
+        if self._recorder is not None and self._written < self._settings.max_bundles:
+            message += self._bundle(Bundle(self._steps[optimizer], message, _ranks(findings)), together)
+        return message
+
+    def _bundle(self, about: Bundle, together: bool) -> str:
+        """Write a bundle; returns what there is to say about it."""
+        assert self._recorder is not None, "the caller has asked"
+        assert self._settings.bundle is not None, "there is a recorder"
+        if self._run.process.world_size > 1 and not together:
+            return " No bundle is written inside join_uneven_inputs, where processes may be out of data."
+        try:
+            folder = write(self._run, self._settings.bundle, about, self._recorder)
+        except Exception as error:  # a disk that is full must not end the training
+            return f" No bundle could be written ({type(error).__name__}: {error})."
+        self._written += 1
+        return f" To recompute it: accel replay {folder}"
 
     def _facts(self, measured: Measured) -> torch.Tensor:
         """Whether a loss is not finite, whether a gradient is not, and the mean loss (NaN without any)."""
@@ -184,3 +214,9 @@ class Guard(Observer):
             parameters.append((self._order.place(parameter, index), name))
         losses = tuple(float(loss) for loss in self._losses)
         return Finding(self._run.process.rank, losses, is_spike, tuple(parameters), len(measured.parameters))
+
+
+def _ranks(findings: Sequence[Finding]) -> tuple[int, ...]:
+    """The processes whose windows are of use: those with a loss that is wrong, else all."""
+    own = tuple(finding.rank for finding in findings if finding.is_bad)
+    return own or tuple(finding.rank for finding in findings)

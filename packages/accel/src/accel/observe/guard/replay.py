@@ -1,0 +1,220 @@
+"""Replaying a bundle: a script runs up to its loop, and there computes the losses of the bundle's window."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.observe.attach import follow, put
+from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.guard.batch import BatchError, decode
+from accel.observe.guard.bundle import read_facts, read_window
+from accel.observe.guard.record import called, model_buffers
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.file_names import rank_of
+from accel_ckpt.run.rng import set_rng_state
+from accel_ops.trees.walk import find_path, flatten
+from accel_state import env
+from accel_state.logging.warning import warn
+
+if TYPE_CHECKING:
+    from accel.training.run import Run
+
+__all__ = ["ReplayEnded", "ReplayKwargs"]
+
+
+class ReplayEnded(SystemExit):
+    """Ends a script whose window has been computed; its code is 0 if all losses were the same, else 1."""
+
+
+class ReplayKwargs(ObserverKwargs):
+    """Replay the window of one process of a bundle, in the file that ACCELERATE_REPLAY names."""
+
+    def start(self, run: Run) -> Observer:
+        """Make what replays it.
+
+        Raises:
+            CheckpointError: If the bundle is not there, or damaged.
+            ValueError: If there are several processes.
+        """
+        return _Replay(run, Path(env.get("ACCELERATE_REPLAY")))
+
+
+class _Replay(Observer):
+    def __init__(self, run: Run, path: Path) -> None:
+        if run.process.world_size > 1:
+            raise ValueError(
+                f"ACCELERATE_REPLAY is set, and there are {run.process.world_size} processes: one replays a "
+                "bundle. Use `accel replay`."
+            )
+        self._run, self._folder = run, path.parent
+        self._facts, window = read_facts(path.parent), read_window(path)
+        self._micro_batches: list[dict[str, Any]] = window["micro_batches"]
+        self._has_buffers: set[int] = set()  # models that have got those of the micro-batch
+        self._place = (0, 0)  # micro-batch, and backward pass in it
+        self._is_restored = False
+        self._is_same = True
+        self._found: dict[str, str] = {}
+        run.gradient_state.plugin_kwargs["num_steps"] = self._facts["num_steps"]
+        # Sums depend on how many threads share them.
+        torch.set_num_threads(window["num_threads"])
+        put(run.engine, "backward", partial(self._backward, run.engine.backward))
+        put(run.window, "weigh", partial(self._weigh, run.window.weigh))
+        here, there = str(run.state.mixed_precision), self._facts["mixed_precision"]
+        if here != there:
+            warn(f"The bundle was written with mixed_precision={there!r}, and it is {here!r} here.")
+        print(f"Replaying {path.parent}, rank {rank_of(path.name)} of {self._facts['world_size']}.")
+        print(self._facts["message"])
+
+    def optimizer_prepared(self, optimizer: Any) -> None:
+        """Leave its steps out: the window is computed with one set of weights."""
+        put(optimizer, "step", MethodType(lambda *_, **__: None, optimizer))
+
+    def loader_prepared(self, loader: Any) -> None:
+        """Hand out the bundle's batches in the place of its own."""
+        follow(loader, partial(self._hand_on, len(self._run.loaders) - 1))
+
+    def _hand_on(self, number: int, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            handed = self._micro_batches[self._place[0]]["handed"].get(number)
+            if handed is None:
+                yield batch
+                continue
+            if not self._is_restored:
+                self._restore()
+            try:
+                chosen = decode(handed["batch"], batch, self._run.process.device)
+            except BatchError as error:
+                raise CheckpointError(f"{self._folder} cannot be replayed: {error}.") from error
+            self._has_buffers.clear()
+            self._say_batch(number, handed, chosen)
+            set_rng_state(handed["rng"], self._run.process)
+            yield chosen
+
+    def _restore(self) -> None:
+        """Load the state before the step, and look at what follows."""
+        from accel.saving.load import load_state
+
+        self._is_restored = True
+        run = self._run
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of another number of processes, and of what only training needs
+            load_state(run, str(self._folder), None, strict=False)
+        for number, model in enumerate(run.models):
+            called(run, model).register_forward_pre_hook(partial(self._before_forward, number))
+            self._look_at(model, f"models[{number}]." if len(run.models) > 1 else "")
+
+    def _before_forward(self, number: int, model: torch.nn.Module, _: Any) -> None:
+        recorded = self._micro_batches[self._place[0]]["buffers"].get(number, {})
+        if number not in self._has_buffers:
+            self._has_buffers.add(number)
+            own = model_buffers(model)
+            with torch.no_grad():
+                for name in own.keys() & recorded.keys():
+                    own[name].copy_(recorded[name])
+
+    def _look_at(self, model: torch.nn.Module, prefix: str) -> None:
+        plain = self._run.engine.unwrap_model(model, keep_torch_compile=False)
+        for name, parameter in plain.named_parameters():
+            if not _is_finite([parameter.detach()]):
+                self._found.setdefault("parameter that is not finite before", prefix + name)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._reached, prefix + name))  # type: ignore[no-untyped-call]
+        for name, module in plain.named_modules():
+            said = (
+                f"{prefix}{name} ({type(module).__name__})"
+                if name
+                else f"the model ({type(module).__name__})"
+            )
+            module.register_forward_hook(partial(self._ran, said))
+
+    def _ran(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        if not _is_finite(flatten(output)[0]):
+            self._found.setdefault("module whose output is not finite", name)
+
+    def _reached(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and not _is_finite([parameter.grad]):
+            self._found.setdefault("parameter in backward whose gradient is not finite", name)
+
+    def _say_batch(self, number: int, handed: dict[str, Any], batch: Any) -> None:
+        index = self._place[0]
+        samples = "" if handed["indices"] is None else f", samples {handed['indices']}"
+        print(
+            f"Micro-batch {index + 1} of {len(self._micro_batches)}: batch {handed['number']} of epoch "
+            f"{handed['epoch']} of loader {number}{samples}"
+        )
+        found = find_path(
+            batch, lambda leaf: isinstance(leaf, torch.Tensor) and not _is_finite([leaf]), "batch"
+        )
+        if found is not None:
+            self._found.setdefault("tensor of a batch that is not finite", found[0])
+
+    def _expected(self) -> dict[str, Any]:
+        micro_batch, index = self._place
+        expected: dict[str, Any] = self._micro_batches[micro_batch]["losses"][index]
+        return expected
+
+    def _weigh(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # That of all processes, which one alone does not find.
+        factor = self._expected()["factor"] if self._is_restored else None
+        own = plain(*args, **kwargs)
+        return own if factor is None else factor
+
+    def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+        if not self._is_restored:
+            plain(loss, **kwargs)
+            return
+        expected = self._expected()
+        if expected["compared"]:
+            self._compare(expected["loss"], loss.detach().cpu())
+        plain(loss, **kwargs)
+        micro_batch, index = self._place
+        if index + 1 < len(self._micro_batches[micro_batch]["losses"]):
+            self._place = micro_batch, index + 1
+        elif micro_batch + 1 < len(self._micro_batches):
+            self._place = micro_batch + 1, 0
+        else:
+            for what, name in self._found.items():
+                print(f"The first {what}: {name}")
+            print("All losses are the same." if self._is_same else "The losses differ.", flush=True)
+            raise ReplayEnded(0 if self._is_same else 1)
+
+    def _compare(self, recorded: torch.Tensor, here: torch.Tensor) -> None:
+        is_same = recorded.dtype == here.dtype and _bits(recorded) == _bits(here)
+        self._is_same &= is_same
+        print(
+            f"  loss recorded {_shown(recorded)}, recomputed {_shown(here)}: "
+            f"{'the same' if is_same else 'different'}"
+        )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(value: torch.Tensor) -> list[int]:
+    # As integers, since NaN equals nothing.
+    bits: list[int] = value.reshape(-1).contiguous().view(_INTEGERS[value.element_size()]).tolist()
+    return bits
+
+
+def _shown(value: torch.Tensor) -> str:
+    size = value.element_size()
+    bits = ", ".join(f"0x{item & (1 << 8 * size) - 1:0{2 * size}x}" for item in _bits(value))
+    number = float(value) if value.numel() == 1 else math.nan
+    return f"{number:.9g} ({bits})" if value.numel() == 1 else bits
+
+
+def _is_broken(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not _is_finite([leaf])
+
+
+def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    values = (item.to_local() if hasattr(item, "to_local") else item for item in tensors)
+    return all(bool(torch.isfinite(item).all()) for item in values if item.is_floating_point())
