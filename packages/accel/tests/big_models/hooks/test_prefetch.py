@@ -212,13 +212,15 @@ def test_threads_that_run_one_model_each_have_an_order(plain: Chain) -> None:
 def test_each_thread_learns_the_order_of_its_calls(plain: Chain) -> None:
     model, weights, prefetcher = fetched(plain)
     first, second, third = (layer._hf_hook for layer in model.layers)
+    prefetcher.begin()
     prefetcher.start_next(first)
-    other = threading.Thread(target=prefetcher.start_next, args=(third,))
+    other = threading.Thread(target=lambda: (prefetcher.begin(), prefetcher.start_next(third)))
     other.start()
     other.join()
     prefetcher.start_next(second)
     prefetcher.finish()
     readers(weights)
+    prefetcher.begin()
     prefetcher.start_next(first)
     prefetcher.finish()
 
@@ -232,6 +234,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(plain: Chain)
     expected = plain(X)
     model(X)
     weights.hold = threading.Event()
+    prefetcher.begin()
     prefetcher.start_next(model.layers[0]._hf_hook)  # reads for layer 1, and does not end
     child = os.fork()
     if child == 0:  # pragma: no cover
@@ -393,3 +396,39 @@ def _count(reads: Reads) -> int:
         if thread.name == "accel-prefetch":
             thread.join()
     return len(reads)
+
+
+class Parts(nn.Module):
+    """A model that is never called as a whole."""
+
+    def __init__(self, plain: Chain) -> None:
+        super().__init__()
+        self.encoder, self.decoder = copy.deepcopy(plain), copy.deepcopy(plain)
+
+
+def test_a_part_that_is_called_alone_reads_ahead_and_keeps_nothing(
+    plain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, fetches = AlignDevicesHook.fetch, []
+    monkeypatch.setattr(AlignDevicesHook, "fetch", lambda self: fetches.append(self) or fetch(self))
+    model = disk_offload(Parts(plain), tmp_path, "cpu")
+    prefetcher = model.encoder.layers[0]._hf_hook.prefetcher
+
+    for _ in range(3):
+        for part in (model.encoder, model.decoder):
+            assert torch.equal(part(X), plain(X))
+            assert prefetcher._reads == {}
+            assert not fetching_threads()
+
+    assert len(fetches) == 2 * 2 * 2  # all but the first layer of each part, from the second time on
+
+
+def test_layers_that_are_called_one_by_one_keep_nothing(plain: Chain, tmp_path: Path) -> None:
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    prefetcher = model.layers[0]._hf_hook.prefetcher
+    model(X)
+    for _ in range(2):
+        for layer, same in zip(model.layers, plain.layers, strict=True):
+            assert torch.equal(layer(X), same(X))
+            assert prefetcher._reads == {}
+            assert not fetching_threads()

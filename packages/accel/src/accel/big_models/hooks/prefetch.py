@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from accel.big_models.hooks.base import ModelHook
+from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.untraced import run_untraced
 from accel_ckpt.weights.mapped import read_pages
 
@@ -46,7 +46,8 @@ class Prefetcher:
 
     The first forward learns the order; from the second on, a thread fetches what comes next: modules until
     they have 8 MiB together, so one, if it is large. Modules of 64 KiB or less read for themselves. Where the
-    order changes, what was fetched in vain is dropped, and the module reads for itself.
+    order changes, what was fetched in vain is dropped, and the module reads for itself. A module that is
+    called outside of a forward with an `EndOfForward` begins no reading, as nothing would end it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,8 @@ class Prefetcher:
         self._ahead = 0  # bytes of these
         self._end: ref[_Loading] | None = None  # the last of these
         self._threads: list[threading.Thread] = []
-        # Each thread may run a forward of its own, in an order of its own.
+        # Each thread may run a forward of its own, in an order of its own: the last module of it that began,
+        # and how many forwards that end it are running, one inside the other.
         self._last = threading.local()
         self._lock = threading.Lock()
 
@@ -100,6 +102,8 @@ class Prefetcher:
         before = getattr(self._last, "hook", None)
         if before is not None and before is not hook:
             self._next[id(before)] = ref(hook)
+        if not getattr(self._last, "depth", 0):
+            return
         self._last.hook = hook
         with self._lock:
             if self._ahead > _BYTES_AHEAD // 2:  # one thread for several small modules, not one for each
@@ -146,8 +150,17 @@ class Prefetcher:
         self._reads.clear()
         self._ahead, self._end = 0, None
 
+    def begin(self) -> None:
+        """Begin a forward, of the model or of a module in it."""
+        if self._process != os.getpid():
+            self._forget()
+        self._last.depth = getattr(self._last, "depth", 0) + 1
+
     def finish(self) -> None:
-        """End a forward of the model: what was fetched in vain is dropped, and no thread reads any more."""
+        """End a forward; with the outermost, drop what was fetched in vain and wait for threads that read."""
+        self._last.depth = getattr(self._last, "depth", 1) - 1
+        if self._last.depth:
+            return
         self._last.hook = None
         if self._process != os.getpid():
             return
@@ -168,7 +181,7 @@ class _Read:
 
 
 class EndOfForward(ModelHook):
-    """Ends what a prefetcher does where the forward of the whole model ends.
+    """Ends what a prefetcher does where the forward of a model ends, or of a module that is called by itself.
 
     Args:
         prefetcher: The prefetcher.
@@ -176,6 +189,11 @@ class EndOfForward(ModelHook):
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self.prefetcher = prefetcher
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Begin it."""
+        run_untraced(Prefetcher.begin, self.prefetcher)
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """End it."""

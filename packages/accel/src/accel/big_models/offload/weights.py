@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -289,16 +290,23 @@ def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
         model: The model, with its hooks.
         on_disk: Full names of the weights on the disk.
     """
-    prefetcher, used = Prefetcher(), False
+    prefetcher, reading = Prefetcher(), list[str]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for hook in hooks_of(module):
             if isinstance(hook, AlignDevicesHook) and any(
                 prefix + slot.name in on_disk for slot in hook.slots
             ):
-                hook.prefetcher, used = prefetcher, True
-    if used:
-        add_hook_to_module(model, EndOfForward(prefetcher), append=True)
+                hook.prefetcher = prefetcher
+                reading.append(path)
+    # On all modules around these, as users call a part of a model alone.
+    around = {""} if reading else set[str]()
+    for path in reading:
+        around.update(accumulate(path.split(".")[:-1], "{}.{}".format))
+    for path in sorted(around):
+        module = model.get_submodule(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # which have no forward
+            add_hook_to_module(module, EndOfForward(prefetcher), append=True)
 
 
 def hooks_of(module: nn.Module) -> tuple[ModelHook, ...]:
