@@ -54,7 +54,8 @@ class LooseTensors:
 
     def trained(self) -> list[torch.Tensor]:
         """Those that are trained now."""
-        return [item for item in self._present() if item.requires_grad]
+        # Asked in each step, and most runs have none.
+        return [item for item in self._present() if item.requires_grad] if self._tensors else []
 
     def _present(self) -> list[torch.Tensor]:
         found = (reference() for reference in self._tensors)
@@ -76,7 +77,6 @@ def _send_values(tensors: Sequence[torch.Tensor], process: Process) -> None:
             item.copy_(values)
 
 
-@torch.no_grad()
 def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> None:
     """Average gradients over all processes; every process calls it with the same parameters.
 
@@ -84,8 +84,13 @@ def average_gradients(parameters: Sequence[torch.Tensor], process: Process) -> N
         parameters: The parameters. One without a gradient counts as 0, unless no process has one.
         process: This process.
     """
-    if not parameters or process.world_size == 1:
-        return
+    # Outside of no_grad, which costs more than this in each step of runs that have nothing to average.
+    if parameters and process.world_size > 1:
+        _average(parameters, process)
+
+
+@torch.no_grad()
+def _average(parameters: Sequence[torch.Tensor], process: Process) -> None:
     has_gradient = torch.tensor([item.grad is not None for item in parameters], dtype=torch.uint8)
     has_gradient = has_gradient.to(process.device)
     # Where one process has a gradient, all take part, with zeros where they have none.

@@ -90,7 +90,7 @@ class TrainingOwner(ParameterOwner):
         """Reduce what is left, and have no forward pass compute with what was gathered before."""
         self.finish_window()
         self.show_present()
-        if not self.may_differ:
+        if self._check.every and not self.may_differ:
             self._check.before_step(
                 (item for group in param_groups for item in group["params"]), self._models
             )

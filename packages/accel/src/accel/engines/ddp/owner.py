@@ -46,6 +46,7 @@ class ReplicaOwner(TrainingOwner):
         # In order, with the parameters that were frozen when DDP was made.
         self._frozen: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]]
         self._frozen = weakref.WeakKeyDictionary()
+        self._has_frozen = False
         self._local = _Local()
         self._has_retained = False
 
@@ -53,6 +54,7 @@ class ReplicaOwner(TrainingOwner):
         """Note a wrapped model."""
         self._models[model] = None
         self._frozen[model] = [item for item in model.parameters() if not item.requires_grad]
+        self._has_frozen = self._has_frozen or bool(self._frozen[model])
         # The hook's object knows no owner: a model that kept it would never be freed.
         model.register_forward_hook(self._local.after_forward)
 
@@ -85,10 +87,11 @@ class ReplicaOwner(TrainingOwner):
             return  # a step inside no_sync is meant to be this process's own
         self._has_new = False
         left: list[torch.Tensor] = []
-        for model, frozen in self._frozen.items():
-            every = model.parameters() if model in self._local.models else frozen
-            left += [item for item in every if item.requires_grad]
-        self._local.models.clear()
+        if self._has_frozen or self._local.models:
+            for model, frozen in self._frozen.items():
+                every = model.parameters() if model in self._local.models else frozen
+                left += [item for item in every if item.requires_grad]
+            self._local.models.clear()
         left += self._loose.trained()
         if left and self.joining.active:
             raise RuntimeError(
@@ -111,8 +114,15 @@ class _Local:
     def __init__(self) -> None:
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, model: Any, inputs: Any, output: Any) -> None:
+        """After a forward pass, follow it where the model may be among those."""
+        # What torch.compile sees has to call a function that it leaves alone, whose wrapper costs more than
+        # all else in a step of other programs.
+        if torch.compiler.is_compiling() or self.models:
+            self._follow(model, output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _follow(self, model: Any, output: Any) -> None:
         """After a forward pass that DDP follows, learn whether a backward pass comes through it."""
         # Its last backward pass is the one that DDP reduces; `require_forward_param_sync` (private in torch)
         # says that DDP armed its reducer for it.
