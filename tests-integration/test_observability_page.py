@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from accel.observe.report.read import read_runs
 from accel.trackers.base import GeneralTracker
 from accel.trackers.registry import TRACKERS, tracker_class
 from accel_world.program import run_program
 
-PAGE = (Path(__file__).parents[1] / "docs" / "observability.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "observability.md").read_text()
+SVG = "{http://www.w3.org/2000/svg}"
 BLOCKS = re.findall(r"^```(python|text)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -41,7 +48,7 @@ def test_the_programs_print_and_write_what_the_page_shows(tmp_path, monkeypatch,
         elif text.startswith("Profile:"):
             assert shape(capsys.readouterr().out) == shape(text)
             assert json.loads(Path("traces/profile_0.json").read_text())["traceEvents"]
-        elif not text.startswith("Profile, "):  # of two processes, which the next test runs
+        elif not text.startswith(("Profile, ", "51 steps")):  # of two processes, which the next test runs
             assert capsys.readouterr().out == text
 
     assert {kind for kind, _ in BLOCKS} == {"python", "text"}
@@ -97,3 +104,34 @@ def without_numbers(text):
 
 def numbers(text):
     return [float(item) for item in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", text)]
+
+
+def run_with_errors(path: str) -> tuple[str, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        printed = run_program(path)
+    return printed, said.getvalue()
+
+
+def test_where_the_time_goes(world, tmp_path):
+    (shown,) = (text for kind, text in BLOCKS if text.startswith("51 steps"))
+    program = (DOCS / "slow_process.py").read_text()
+    script = tmp_path / "program.py"
+    script.write_text(program.replace('"runs/slow', f'"{tmp_path}/runs/slow'))
+    (printed, said), other = world.run(run_with_errors, str(script), size=2, init=False, timeout_s=100)
+    assert other == ("", "")
+    assert shape(printed) == shape(shown)
+    (warning,) = re.findall(
+        r"^ {4}(UserWarning: Process 1 is slow.*?)\n\n", PAGE, flags=re.MULTILINE | re.DOTALL
+    )
+    assert shape(re.sub(r"\s+", " ", warning))[0] in shape(said)[0]
+
+    (run,) = read_runs(tmp_path / "runs/slow/sums.jsonl")
+    drawn = ElementTree.fromstring(runpy.run_path(str(DOCS / "draw_report.py"))["picture"](run))
+    bars = [float(bar.get("width")) for bar in drawn.iter(f"{SVG}rect") if bar.get("class") == "data"]
+    seconds = [own["seconds"]["data"] for own in run.summary["ranks"]]
+    assert len(bars) == 2
+    assert bars[1] / bars[0] == pytest.approx(seconds[1] / seconds[0], rel=0.01)
+    assert [curve.get("aria-label") for curve in drawn.iter(f"{SVG}svg")][1:] == [
+        "loss",
+        "statistics/samples_per_second",
+    ]

@@ -123,10 +123,8 @@ def render(summary: Mapping[str, Any]) -> str:
 def _describe_slow(slow: Mapping[str, Any]) -> str:
     """Return one line about a slow process of the summary."""
     part = "the rest of the script" if slow["part"] == "other" else slow["part"]
-    first, last = slow["steps"]
-    return (
-        f"process {slow['rank']} is slow: {part}, up to {slow['ratio']:.1f} times (steps {first} to {last})"
-    )
+    much = f"up to {slow['ratio']:.1f} times the median"
+    return f"process {slow['rank']} is slow: {part}, {much} (steps {slow['steps'][0]} to {slow['steps'][1]})"
 
 
 def _cells(own: Mapping[str, Any], has_device: bool) -> list[str]:
