@@ -62,10 +62,6 @@ class FailingTracker(GeneralTracker):
         raise ValueError("planted")
 
 
-def observers_of_a_run() -> list[str]:
-    return [type(item).__name__ for item in Accelerator(cpu=True).run.observers]
-
-
 @dataclass(frozen=True)
 class Reader:
     """What reads a variable.
@@ -216,7 +212,7 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
     "ACCELERATE_STRICT_TRACKERS": Reader(failing_tracker),
     "ACCELERATE_STATISTICS": Reader(lambda: StatisticsKwargs().every),
-    "ACCELERATE_VERIFY_FOLDER": Reader(observers_of_a_run),
+    "ACCELERATE_VERIFY_FOLDER": Reader(names_of_observers),
     "ACCELERATE_CPU_AFFINITY": Reader(bound_to_cores),
     "ACCELERATE_ENABLE_RICH": Reader(traceback_hook),
     "ACCELERATE_DISABLE_RICH": Reader(traceback_hook, {"ACCELERATE_ENABLE_RICH": "1"}),

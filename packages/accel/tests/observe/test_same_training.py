@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from accel.observe.same_training import Verdict, compare
 from accel_world.program import run_program
@@ -15,38 +17,70 @@ PROGRAM = str(Path(__file__).with_name("verified_program.py"))
 STEPS = 3
 
 
-def record(world: Any, folder: Path, size: int, fault: str, **settings: Any) -> list[dict[str, Any]]:
+def run(kind: str) -> tuple[str, list[Any]]:
+    """Run the program; returns what it printed, and what would be left of the recorder."""
+    printed = run_program(PROGRAM, kind)
+    wrapped = [torch.nn.Module.__call__, torch.Tensor.backward, torch.nn.functional.dropout]
+    left = [item.__name__ for item in wrapped if hasattr(item, "__wrapped__")]
+    return printed, [*left, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
+
+
+def record(world: Any, folder: Path, size: int, kind: str, **settings: Any) -> list[dict[str, Any]]:
     folder.mkdir()
     chosen = {"steps": STEPS, "batch_factor": 1, "without_dropout": False} | settings
     (folder / "settings.json").write_text(json.dumps(chosen))
-    world.run(
-        run_program, PROGRAM, fault, size=size, init=False, env={"ACCELERATE_VERIFY_FOLDER": str(folder)}
-    )
+    environment = {"ACCELERATE_VERIFY_FOLDER": str(folder)}
+    for printed, left in world.run(run, kind, size=size, init=False, env=environment):
+        assert printed == ""  # it did not come to its end
+        assert len(left) <= 2  # torch's hooks of accel's own checks
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 
-def verify(world: Any, folder: Path, fault: str, **settings: Any) -> Verdict:
-    many = record(world, folder / "many", 2, fault, **settings)
-    (one,) = record(world, folder / "one", 1, fault, batch_factor=2, **settings)
-    assert len(one["steps"]) == STEPS
+def verify(world: Any, folder: Path, kind: str, size: int = 2, **settings: Any) -> Verdict:
+    many = record(world, folder / "many", size, kind, **settings)
+    factor = 1 if many[0]["split_batches"] else many[0]["data_shards"]
+    (one,) = record(world, folder / "one", 1, kind, batch_factor=factor, **settings)
+    assert len(one["steps"]) >= STEPS
     return compare(one, many)
 
 
-@pytest.mark.parametrize("program", ["right", "weighted"])
-def test_a_right_program_is_the_same_training(world, tmp_path: Path, program: str):
-    verdict = verify(world, tmp_path, program)
+RIGHT = {  # samples of a step
+    "plain": 8,
+    "weighted": 8,
+    "accumulation": 16,
+    "split batches": 4,
+    "fsdp": 8,
+    "padding": 8,
+    "batches of three": 6,
+    "evaluation": 8,
+    "two optimizers": 8,
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_right_program_is_the_same_training(world, tmp_path: Path, kind: str):
+    verdict = verify(world, tmp_path, kind)
 
     assert verdict.difference is None
     assert verdict.causes == verdict.notes == ()
-    assert [row.samples for row in verdict.rows] == [(8, 8)] * STEPS
-    assert all(row.losses[0] == pytest.approx(row.losses[1], rel=1e-5) for row in verdict.rows)
+    steps = [row for row in verdict.rows if row.samples[0]]
+    assert [row.samples for row in steps] == [(RIGHT[kind], RIGHT[kind])] * STEPS
+    assert all(row.losses[0] == pytest.approx(row.losses[1], rel=1e-5) for row in steps)
     assert all(row.norms[0] == pytest.approx(row.norms[1], rel=1e-4) for row in verdict.rows)
     assert all(row.apart < 1e-3 for row in verdict.rows)
+
+
+def test_three_processes_and_no_dropout_are_the_same_training(world, tmp_path: Path):
+    verdict = verify(world, tmp_path, "dropout", size=3, without_dropout=True)
+
+    assert verdict.difference is None
+    assert [row.samples for row in verdict.rows] == [(12, 12)] * STEPS
 
 
 FAULTS = {
     "batch norm": ("loss", 1, "Sequential.1 is batch norm in training"),
     "dropout": ("loss", 1, "Sequential.2 is dropout"),
+    "noise": ("loss", 1, "A step draws random numbers"),
     "mean of means": ("loss", 1, "weight=num_items"),
     "sum": ("loss", 1, "The loss is a sum over the batch"),
     "model": ("gradients", 1, "Sequential is not prepared"),
@@ -54,16 +88,44 @@ FAULTS = {
     "loader": ("samples", 1, "The DataLoader of TensorDataset is not prepared"),
     "weights": ("initial weights", 0, "set_seed(n) before the model is made"),
     "shuffle": ("samples", 1, "set_seed(n) before the loader is prepared"),
+    "short epoch": ("samples", 3, "completed with samples from the start"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_first_difference_and_its_cause_are_named(world, tmp_path: Path, fault: str):
-    verdict = verify(world, tmp_path, fault)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_first_difference_and_its_cause_are_named(world, tmp_path: Path, kind: str):
+    verdict = verify(world, tmp_path, kind)
 
-    kind, step, cause = FAULTS[fault]
+    difference, step, cause = FAULTS[kind]
     assert verdict.difference is not None
-    print(verdict)
-    assert (verdict.difference.kind, verdict.difference.step) == (kind, step)
+    assert (verdict.difference.kind, verdict.difference.step) == (difference, step), verdict
     assert len(verdict.causes) == 1
     assert cause in verdict.causes[0]
+
+
+def test_the_process_and_the_parameter_are_named(world, tmp_path: Path):
+    verdict = verify(world, tmp_path, "one process alone")
+
+    assert verdict.difference is not None
+    assert verdict.difference.kind == "gradients"
+    assert verdict.difference.step == 2
+    assert verdict.difference.text.startswith(
+        "The gradient of Sequential.0.weight on process 1 is 1 times its norm"
+    )
+    assert verdict.causes == ()  # not known
+
+
+def test_a_factor_of_all_gradients_that_clipping_hides_is_found(world, tmp_path: Path):
+    verdict = verify(world, tmp_path, "factor")
+
+    assert verdict.difference is not None
+    assert (verdict.difference.kind, verdict.difference.step) == ("gradients", 1)
+    assert "The norm of the gradients before clipping is" in verdict.difference.text
+    assert verdict.rows[0].norms[1] == pytest.approx(3 * verdict.rows[0].norms[0], rel=1e-4)
+
+
+def test_an_optimizer_that_is_not_prepared_and_does_no_harm_is_noted(world, tmp_path: Path):
+    verdict = verify(world, tmp_path, "optimizer without accumulation")
+
+    assert verdict.difference is None
+    assert verdict.notes == ("Not prepared: optimizer AdamW.",)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_ops.debug.digest import as_integers
-from accel_ops.trees.walk import flatten
+from accel_ops.trees.walk import children, flatten
 
 __all__ = ["PROJECTIONS", "sample_digests", "sketch"]
 
@@ -39,7 +39,7 @@ def sample_digests(batch: Any) -> list[int]:
         entries = batch if isinstance(batch, list | tuple) else []
         return [zlib.crc32(repr(entry).encode()) for entry in entries]
     size = len(tensors[0])
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = _attention_mask(batch)
     total = torch.zeros(size, dtype=torch.int64)
     for item in tensors:
         if len(item) == size and item.layout == torch.strided:
@@ -47,8 +47,18 @@ def sample_digests(batch: Any) -> list[int]:
     return total.tolist()
 
 
-def _digests_of_rows(item: torch.Tensor, mask: Any) -> torch.Tensor:
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and item.shape[:2] == mask.shape:
+def _attention_mask(batch: Any) -> torch.Tensor | None:
+    """The first attention mask of a batch, whose rows are sequences; None without one."""
+    if isinstance(batch, Mapping):
+        found = batch.get("attention_mask")
+        if isinstance(found, torch.Tensor) and found.dim() == 2:
+            return found
+    masks = map(_attention_mask, children(batch) or ())
+    return next((mask for mask in masks if mask is not None), None)
+
+
+def _digests_of_rows(item: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is not None and item.shape[:2] == mask.shape:
         chosen = mask.cpu().bool()
         rows = [row[keep] for row, keep in zip(item, chosen, strict=True)]
         return torch.stack([_digests_of_rows(row.reshape(1, -1), None)[0] for row in rows])

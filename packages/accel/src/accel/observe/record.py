@@ -27,6 +27,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 from accel_state import env
+from accel_state.devices import table
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -64,6 +65,7 @@ class Step:
         samples: Digests of the samples of its batches.
         losses: Pairs of a loss and its weight; None for a mean, which has none.
         rates: Learning rates of the parameter groups.
+        norm: Of the gradients before they were clipped; None where they were not.
         gradients: Sketches by name of the parameter, before the step; likewise `parameters`, after it.
         parameters: Sketches of all parameters.
     """
@@ -72,6 +74,7 @@ class Step:
     samples: list[int] = field(default_factory=list)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    norm: float | None = None
     gradients: dict[str, list[float]] = field(default_factory=dict)
     parameters: dict[str, list[float]] = field(default_factory=dict)
 
@@ -103,6 +106,7 @@ class Recorder(Observer):
         self._weight: tuple[float, float] | None = None  # of the loss to come, and its factor
         self._pending: dict[int, tuple[Any, Any]] = {}  # batches since the last backward pass, and loaders
         self._inputs: Any = None
+        self._rng: list[torch.Tensor] | None = None  # when the batch came, or the model was called
         self._detach = ExitStack()
         self.record: dict[str, Any] = {
             "process": run.process.rank,
@@ -148,14 +152,21 @@ class Recorder(Observer):
                 self._wrap(torch.nn.functional, name, _switched_off(keyword))
         if self._factor > 1:
             self._wrap(run.engine, "prepare_scheduler", self._prepare_scheduler)
-            base, enlarge = run.engine.loaders_type, self._enlarge
+            enlarge = self._enlarge
+            self._override(
+                "loaders_type",
+                loader_to_prepare=lambda loaders, original, loader: original(loaders, enlarge(loader)),
+            )
+        self._override("gradients_type", clip_norm=self._clip_norm)
 
-            class Enlarging(base):  # type: ignore[valid-type, misc]
-                def loader_to_prepare(self, loader: Any) -> Any:
-                    return super().loader_to_prepare(enlarge(loader))
-
-            run.engine.loaders_type = Enlarging  # type: ignore[misc]
-            self._detach.callback(setattr, run.engine, "loaders_type", base)
+    def _override(self, kind: str, **methods: Callable[..., Any]) -> None:
+        """Have `method(part, original, *args)` run in the place of methods of a part of the engine."""
+        engine = self._run.engine
+        base = getattr(engine, kind)
+        # Parts are made anew whenever they are asked for, so that wrapping one would be lost.
+        changed = {name: _in_place_of(getattr(base, name), method) for name, method in methods.items()}
+        setattr(engine, kind, type(base.__name__, (base,), changed))
+        self._detach.callback(delattr, engine, kind)
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Have `wrapper(original, *args, **kwargs)` run in the place of a function, until `stop`."""
@@ -217,6 +228,7 @@ class Recorder(Observer):
                 self._pending.pop(id(batches), None)
                 return
             self._pending[id(batches)] = batch, loader
+            self._rng = self._generators()
             yield batch
 
     @contextmanager
@@ -236,16 +248,21 @@ class Recorder(Observer):
         has_parameters = any(item.requires_grad for item in module.parameters())
         if not is_training and has_parameters:
             self._pending.clear()  # batches of an evaluation
-        before = torch.get_rng_state() if is_training and has_parameters else None
-        if before is not None:
+        if is_training and has_parameters:
             self._note_root(module)
             if self._inputs is None:
                 self._inputs = [item for item in (*args, kwargs) if not _has_graph(item)]
+            if self._rng is None:
+                self._rng = self._generators()
         with self._inside():
-            result = original(module, *args, **kwargs)
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
-            self.record["draws"] = True
-        return result
+            return original(module, *args, **kwargs)
+
+    def _generators(self) -> list[torch.Tensor]:
+        """The states of torch's generators, by which draws are noticed."""
+        states = [torch.get_rng_state()]
+        if self._run.process.device.type != "cpu":
+            states.append(torch.as_tensor(table.row(self._run.process.device).get_rng_state()))
+        return states
 
     def _note_root(self, module: torch.nn.Module) -> None:
         inner = extract_model_from_parallel(module, keep_torch_compile=False)
@@ -318,8 +335,18 @@ class Recorder(Observer):
             self._step.samples += sample_digests(self._inputs)
         self._pending.clear()
         self._inputs = None
+        if self._rng is not None:
+            pairs = zip(self._rng, self._generators(), strict=True)
+            self.record["draws"] |= not all(torch.equal(*pair) for pair in pairs)
+            self._rng = None
 
     # Steps
+
+    def _clip_norm(self, part: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = original(part, *args, **kwargs)
+        if self._step.norm is None and norm is not None:
+            self._step.norm = float(norm)
+        return norm
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, AcceleratedOptimizer):  # the one inside of it is recorded
@@ -373,6 +400,13 @@ class Recorder(Observer):
         """End the script; what it does at its end, in `finally` and the like, is done."""
         self.stop()
         raise SystemExit(0)
+
+
+def _in_place_of(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(part: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(part, original, *args, **kwargs)
+
+    return call
 
 
 def _has_graph(item: Any) -> bool:

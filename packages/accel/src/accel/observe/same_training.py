@@ -46,7 +46,7 @@ class Row:
         step: Its number, from 1.
         samples: Of one process and of many.
         losses: Likewise.
-        norms: Norms of all gradients; of many processes that which is farthest from the first.
+        norms: Norms of all gradients, before clipping; of many processes that farthest from the first.
         apart: The largest distance of parameters after the step, relative to what training changed in them.
     """
 
@@ -105,8 +105,8 @@ class _Comparison:
 
     def row(self, place: int) -> Row:
         one = self.one["steps"][place]
-        norm = _total(one["gradients"])
-        norms = [_total(record["steps"][place]["gradients"]) for record in self.many]
+        norm = _norm(one)
+        norms = [_norm(record["steps"][place]) for record in self.many]
         apart = [
             _distance(step["parameters"], one["parameters"], name) / changed
             for step in (record["steps"][place] for record in self.many)
@@ -241,6 +241,16 @@ class _Comparison:
                         f"{_relative(apart, sketch[0])} away from that of one process."
                     )
                     yield Difference("gradients", place + 1, text)
+        # Clipping hides a factor of all gradients.
+        norm = self.one["steps"][place]["norm"]
+        for record in self.many if norm is not None else ():
+            clipped = record["steps"][place]["norm"]
+            if clipped is None or not _alike(norm, clipped, allowed):
+                text = (
+                    f"The norm of the gradients before clipping is {clipped} on process {record['process']}, "
+                    f"and {norm} on one process."
+                )
+                yield Difference("gradients", place + 1, text)
 
     def _different_parameters(self, place: int) -> Iterator[Difference]:
         changes = self._changes(place)
@@ -316,14 +326,17 @@ class _Comparison:
                 "variance of the batch of one process, which is a part of the whole. Use "
                 "torch.nn.SyncBatchNorm (on GPUs), group or layer norm."
             )
-        if self.one["dropout"] or self.one["draws"]:
+        if self.one["dropout"]:
             found += 1
-            where = (
-                f"{self.one['dropout'][0]} is dropout" if self.one["dropout"] else "The model draws numbers"
-            )
             yield (
-                f"{where}, and draws other numbers on each process. That is as it should be; `accel verify "
-                "--without_dropout` verifies everything else."
+                f"{self.one['dropout'][0]} is dropout, and draws other numbers on each process. That is as "
+                "it should be; `accel verify --without_dropout` verifies everything else."
+            )
+        elif self.one["draws"]:
+            found += 1
+            yield (
+                "A step draws random numbers (noise, masks, dropout by a function), which are others on "
+                "each process. --without_dropout switches dropout off, and nothing else."
             )
         one, many = _mean_loss([self.one["steps"][place]]), self._loss(place)
         of_each = [_mean_loss([record["steps"][place]]) for record in self.shards]
@@ -376,6 +389,11 @@ def _alike(one: float, other: float, tolerance: float) -> bool:
 
 def _total(sketches: _Sketches) -> float:
     return math.sqrt(sum(sketch[0] ** 2 for sketch in sketches.values()))
+
+
+def _norm(step: dict[str, Any]) -> float:
+    norm: float | None = step["norm"]
+    return _total(step["gradients"]) if norm is None else norm
 
 
 def _distance(one: _Sketches, other: _Sketches, name: str) -> float:
