@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import re
+import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.weights import mapped
 from accel_ckpt.weights.mapped import SafetensorsFiles, converted, map_tensor, read_pages
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -134,8 +139,6 @@ def test_a_file_that_is_cut_off_later_is_named(file: Path) -> None:
 
 
 def test_headers_are_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_ckpt.weights import mapped
-
     read, count = mapped.read_header, []
     monkeypatch.setattr(mapped, "read_header", lambda path: count.append(path) or read(path))
     files = SafetensorsFiles()
@@ -144,11 +147,65 @@ def test_headers_are_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(count) == 1
 
 
-@pytest.mark.parametrize("known", ["read", "noted"])
-@pytest.mark.parametrize("change", ["replaced", "written into"])
-def test_a_file_that_changes_is_named_and_not_mixed_with_what_was_read(
-    file: Path, known: str, change: str
+@on_linux
+@pytest.mark.parametrize("twin", [lambda it: it, copy.deepcopy])
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_a_file_that_another_replaces_is_read_as_before(
+    file: Path, change: str, twin: Callable[[SafetensorsFiles], SafetensorsFiles]
 ) -> None:
+    files = SafetensorsFiles()
+    files.note([str(file)])
+    if change == "deleted":
+        file.unlink()
+    else:
+        newer = file.with_name("newer")
+        safetensors.torch.save_file({"extra": torch.ones(7), "a": WEIGHTS["a"] + 1}, newer)
+        newer.replace(file)
+
+    files = twin(files)
+    for name, value in WEIGHTS.items():
+        assert torch.equal(files.load(name, entry(file)), value)
+    restored = pickle.loads(pickle.dumps(files))  # which opens what has the name now
+    with pytest.raises((CorruptCheckpointError, FileNotFoundError), match=r"model\.safetensors.* weight a "):
+        restored.load("a", entry(file))
+
+
+@on_linux
+def test_files_are_closed_with_the_last_copy(file: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    files = SafetensorsFiles()
+    files.note([str(file)])
+    other = copy.deepcopy(files)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del files
+    assert torch.equal(other.load("a", entry(file)), WEIGHTS["a"])
+    del other
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@on_linux
+def test_without_numbers_for_open_files_the_name_is_read(file: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = SafetensorsFiles()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        files.note([str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert torch.equal(files.load("a", entry(file)), WEIGHTS["a"])
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors, where the weight a .*is gone"):
+        files.load("a", entry(file))
+
+
+@pytest.mark.parametrize("known", ["read", "noted"])
+@pytest.mark.parametrize("kept_open", [True, False])
+def test_a_file_that_changes_is_named_and_not_mixed_with_what_was_read(
+    file: Path, known: str, kept_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kept_open:
+        monkeypatch.setattr(mapped, "_KEPT_OPEN", False)
     files = SafetensorsFiles()
     if known == "read":
         files.load("a", entry(file))
@@ -157,10 +214,10 @@ def test_a_file_that_changes_is_named_and_not_mixed_with_what_was_read(
 
     newer = file.with_name("newer")
     safetensors.torch.save_file({"extra": torch.ones(7), "a": WEIGHTS["a"] + 1}, newer)
-    if change == "replaced":
-        newer.replace(file)
-    else:
+    if kept_open:
         file.write_bytes(newer.read_bytes())
+    else:
+        newer.replace(file)
 
     for _ in range(2):
         with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors, .* weight a .*has changed"):

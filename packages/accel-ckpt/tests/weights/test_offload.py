@@ -93,7 +93,8 @@ def test_a_file_that_changes_after_the_loader_was_made_is_named(tmp_path: Path) 
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(2)}, file)
     loader = OffloadedWeightsLoader(index={"a": {"safetensors_file": str(file)}})
-    save_file({"a": torch.zeros(2), "b": torch.ones(1)}, file)
+    save_file({"a": torch.zeros(2), "b": torch.ones(1)}, tmp_path / "newer")
+    file.write_bytes((tmp_path / "newer").read_bytes())
 
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.* has changed"):
         loader["a"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,9 @@ _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 
 # Mapping takes longer than reading this many bytes that the system has in its cache.
 _READ_AT_ONCE = 16 << 10
+
+# Whether a file that is open has a name of its own, under which it can be opened again.
+_KEPT_OPEN = sys.platform == "linux"
 
 # (names of tensors with their place, where these begin)
 _Header = tuple[dict[str, dict[str, Any]], int]
@@ -103,21 +107,27 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 
 class SafetensorsFiles:
-    """Safetensors files whose weights are read in place; each file has to stay as it was at first."""
+    """Safetensors files whose weights are read in place; each file has to stay as it was at first.
+
+    On Linux they are kept open: a file that another one replaces, or that is deleted, is read as before.
+    """
 
     def __init__(self) -> None:
         self._headers: dict[str, _Header] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, _Opened] = {}
 
     def note(self, paths: Iterable[str]) -> None:
-        """Remember files as they are now, before a weight of them is read.
+        """Open files, and remember them as they are now, before a weight of them is read.
 
         Args:
             paths: The files, as entries name them; one that is not there is named when it is read.
         """
         for path in paths:
-            with suppress(OSError):
-                self._versions.setdefault(path, _version(os.stat(path)))
+            with suppress(OSError, CorruptCheckpointError):
+                self._file(path)
+
+    def _file(self, path: str) -> _Opened:
+        return self._files.get(path) or self._files.setdefault(path, _Opened(path))
 
     def load(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """Map a weight into memory.
@@ -128,11 +138,12 @@ class SafetensorsFiles:
 
         Raises:
             CorruptCheckpointError: If the file is damaged, or no regular file, or lacks the weight, or has
-                changed since it was noted or first read.
-            FileNotFoundError: If it is gone.
+                been written into since it was noted or first read, or replaced where it is not kept open.
+            FileNotFoundError: If it is gone, where it is not kept open.
         """
         path, inside = str(entry["safetensors_file"]), str(entry.get("weight_name", name))
-        entries, begin = self._header(path, name)
+        file = self._checked(path, name)
+        entries, begin = self._header(file, name)
         try:
             place = entries[inside]
             dtype, shape, first = (
@@ -144,33 +155,86 @@ class SafetensorsFiles:
             raise CorruptCheckpointError(
                 f"{path} does not have {inside!r} (weight {name}) as a tensor. Load the model's weights anew."
             ) from error
-        value = map_tensor(path, begin + first, shape, dtype)
+        value = file.map(begin + first, shape, dtype)
         # An unknown or missing dtype means the file's own.
         wanted = getattr(torch, str(entry.get("dtype", "")).removeprefix("torch."), dtype)
         return converted(value, wanted)
 
-    def _header(self, path: str, name: str) -> _Header:
+    def _checked(self, path: str, name: str) -> _Opened:
         try:
-            status = regular_file(path).stat()
+            file = self._file(path)
+            same = file.is_as_before()
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{path}, where the weight {name} is read in place, is gone. Keep the checkpoint while "
                 "the model is in use."
             ) from error
         # Weights of a checkpoint that was saved meanwhile would be mixed with those that were read before.
-        if self._versions.setdefault(path, _version(status)) != _version(status):
+        if not same:
             raise CorruptCheckpointError(
                 f"{path}, where the weight {name} is read in place, has changed since the model was loaded. "
                 "Build and load the model anew, and keep the checkpoint as it is while a model uses it."
             )
-        known = self._headers.get(path)
+        return file
+
+    def _header(self, file: _Opened, name: str) -> _Header:
+        known = self._headers.get(file.path)
         if known is None:
             try:
-                entries, _, begin = read_header(Path(path))
+                entries, _, begin = read_header(Path(file.place))
             except ValueError as error:
-                raise CorruptCheckpointError(f"weight {name}: {error} Copy it anew.") from error
-            self._headers[path] = known = entries, begin
+                raise CorruptCheckpointError(f"weight {name}: {file.named(error)} Copy it anew.") from error
+            self._headers[file.path] = known = entries, begin
         return known
+
+
+class _Opened:
+    """A file that is read piece by piece, and where Linux can, kept open for that.
+
+    Args:
+        path: The file.
+        version: What it was like before, for one that is opened anew.
+
+    Attributes:
+        place: Where it is opened: by its name, or as the file that is open, whatever has its name now.
+    """
+
+    def __init__(self, path: str, version: tuple[int, int] | None = None) -> None:
+        self.path = self.place = path
+        self._number: int | None = None
+        if version is None:
+            regular_file(path)  # opening a pipe would wait for ever
+        with suppress(OSError):  # not enough numbers of open files; or gone, which is told when it is read
+            if _KEPT_OPEN:
+                self._number = os.open(path, os.O_RDONLY)
+                self.place = f"/proc/self/fd/{self._number}"
+        self._version = version or self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return _version(regular_file(self.path).stat() if self._number is None else os.fstat(self._number))
+
+    def is_as_before(self) -> bool:
+        return self._now() == self._version
+
+    def map(self, begin: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return map_tensor(self.place, begin, shape, dtype)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(self.named(error)) from error
+
+    def named(self, error: Exception) -> str:
+        """Return the text of an error with the name that users know."""
+        return str(error).replace(self.place, self.path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Opened:
+        return self  # nothing of it changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Opened, (self.path, self._version)
+
+    def __del__(self) -> None:
+        if self._number is not None:
+            os.close(self._number)
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:

@@ -137,9 +137,9 @@ def load_checkpoint_and_dispatch(
 
     Files are mapped into memory, and weights go from there to their device one by one. Those on "cpu" and on
     "disk" are left in safetensors files where these have them in the right dtype: the former become memory as
-    they are used, and what is written to them never reaches the file. Keep the checkpoint as it is while the
-    model is in use: files that were replaced are an error where weights of "disk" are read, and writing into
-    a file changes weights of "cpu".
+    they are used, and what is written to them never reaches the file. Do not write into the files while the
+    model is in use: it is an error where weights of "disk" are read, and changes weights of "cpu". Files that
+    take their places change nothing on Linux, and are an error for "disk" elsewhere.
 
     Args:
         model: The model, usually made under `init_empty_weights`. One that is dispatched already is
