@@ -31,10 +31,11 @@ def test_every_name_that_clients_import_is_there():
 
 @pytest.mark.timeout(300)
 def test_transformers_on_accel():
-    options = ["-p", "accelerate_name", "-p", "no:cacheprovider", "-n", "0", "-q"]
+    switched = [sys.executable, "-m", "accel.drop_in", "-m", "pytest"]
+    options = ["-p", "no:cacheprovider", "-n", "0", "-q"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests-integration/clients/test_transformers.py"],
+        [*switched, *options, "tests-integration/clients/test_transformers.py"],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

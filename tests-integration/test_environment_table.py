@@ -33,6 +33,7 @@ from accel_launch.config.file import LaunchConfig
 from accel_launch.config.paths import config_path
 from accel_launch.outside.sagemaker.estimator import prepare_sagemager_args_inputs
 from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
+from accel_launch.plan.drop_in import drop_in_environment
 from accel_launch.plan.environment import outside_any_run
 from accel_launch.settings.resolve import resolve
 from accel_launch.settings.slurm_job import find_step
@@ -200,6 +201,7 @@ NVME = ZERO_3 | {f"ACCELERATE_DEEPSPEED_{name}": text for name, text in NVME.ite
 deepspeed, fsdp = make(DeepSpeedPlugin), make(FullyShardedDataParallelPlugin)
 
 READERS: dict[str, Reader] = {
+    "ACCEL_DROP_IN": Reader(launch_setting("drop_in")),
     "ACCELERATE_USE_CPU": Reader(detect, {"ACCELERATE_TORCH_DEVICE": "cuda"}),
     "ACCELERATE_MIXED_PRECISION": Reader(lambda: AcceleratorState(cpu=True).mixed_precision, text="bf16"),
     "ACCELERATE_TORCH_DEVICE": Reader(default_device, text="nowhere"),
@@ -285,6 +287,7 @@ READERS: dict[str, Reader] = {
 }
 
 WRITTEN: dict[str, Callable[[], dict[str, str]]] = {
+    "ACCEL_DROP_IN_PYTHON": lambda: drop_in_environment({}),
     "ACCELERATE_IN_TPU_POD": pod_environment,
     "ACCELERATE_USE_SAGEMAKER": sagemaker_environment,
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": sagemaker_environment,

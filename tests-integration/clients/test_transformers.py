@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.metadata
 import sys
 import types
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import accel
-from accelerate_name import VERSION
+from accel.drop_in import INTERFACE_VERSION
+from repo_checks.documented import client_entries
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -76,6 +78,22 @@ def assert_same_state(model: Model, plain: Model) -> None:
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
+def test_every_name_that_clients_import_is_there_under_both_names():
+    text = (Path(__file__).parents[2] / "tools/reference/client-imports.txt").read_text()
+    entries = list(client_entries(text))
+
+    assert len(entries) > 80
+    for entry in entries:
+        other = entry.module.replace("accel", "accelerate", 1)
+        ours, theirs = importlib.import_module(entry.module), importlib.import_module(other)
+        for attribute in entry.attributes:
+            ours, theirs = getattr(ours, attribute), getattr(theirs, attribute)
+        if entry.name == "accel.__version__":
+            assert theirs == INTERFACE_VERSION
+        elif entry.name != "accel":  # the top modules differ in their versions
+            assert theirs is ours, entry.name
+
+
 @pytest.fixture(params=FAMILIES)
 def plain(request: pytest.FixtureRequest) -> Model:
     return make(request.param)
@@ -103,14 +121,14 @@ def load_in_part(plain: Model, folder: Path, **options: Any) -> Model:
 
 
 def test_accelerate_is_accel_here():
-    assert importlib.metadata.version("accelerate") == accelerate.__version__ == VERSION
+    assert importlib.metadata.version("accelerate") == accelerate.__version__ == INTERFACE_VERSION
     assert utils.is_accelerate_available()
     assert accelerate.dispatch_model is accel.dispatch_model
     names = [name for name in sys.modules if name.startswith("accelerate.")]
     assert "accelerate.hooks" in names
     assert all(sys.modules[name].__name__.startswith("accel.") for name in names)
     assert isinstance(accelerate, types.ModuleType)
-    assert not hasattr(accelerate, "__file__") or accelerate.__file__ == accel.__file__
+    assert accelerate.__file__ == accel.__file__
 
 
 def test_a_model_is_spread_over_memory_and_disk(plain: Model, saved: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from accel_launch.plan.drop_in import drop_in_environment
 from accel_launch.settings.resolve import Settings, Source
 from accel_launch.settings.schema import SETTINGS
 from accel_state import env
@@ -64,6 +65,8 @@ def common_environment(
             continue
         if given or default:
             env.put(environ, setting.spec.name, found.value)
+    if settings.value("drop_in"):
+        environ = drop_in_environment(environ)
     # DeepSpeed's own file may set these too; the names say which ones the user has set here as well.
     fields = [
         setting.name

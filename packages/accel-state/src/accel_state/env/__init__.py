@@ -35,6 +35,7 @@ __all__ = [
     "raw",
     "snapshot",
     "str_to_bool",
+    "update_here",
 ]
 
 
@@ -109,6 +110,15 @@ def put_here(name: str, value: Any) -> None:
         ValueError: If the value is not valid for the variable.
     """
     put(os.environ, name, value)
+
+
+def update_here(environ: Mapping[str, str]) -> None:
+    """Set variables of this process's own environment, in the table or not; the others stay as they are.
+
+    Args:
+        environ: The variables, with their texts.
+    """
+    os.environ.update(environ)
 
 
 def snapshot() -> dict[str, str]:

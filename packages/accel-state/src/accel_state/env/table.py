@@ -92,6 +92,12 @@ _GENERAL = _group(
     ("CONFIG_DS_FIELDS", "list", (), "DeepSpeed settings that the config file sets, for conflict errors."),
 )
 
+_DROP_IN = _group(
+    "ACCEL_",
+    ("DROP_IN", "flag", False, "Run programs that import accelerate on accel (accel.drop_in)."),
+    ("DROP_IN_PYTHON", "str", None, "The Python that runs the command accelerate then."),
+)
+
 # torchrun's names and meanings: whatever starts processes writes these, and torch reads some itself.
 _RENDEZVOUS = _group(
     "",
@@ -275,6 +281,7 @@ VARIABLES: dict[str, Variable] = {
     variable.name: variable
     for group in (
         _GENERAL,
+        _DROP_IN,
         _RENDEZVOUS,
         _SCHEDULERS,
         _DYNAMO,

@@ -208,3 +208,7 @@ def _table(rows: _Rows, scale: int) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -93,6 +93,12 @@ _LAUNCH = [
         short="-m",
     ),
     _own("launch", "no_python", "flag", False, "Run the script as a program, without python."),
+    _environment(
+        "launch",
+        "drop_in",
+        "ACCEL_DROP_IN",
+        note="Run a program that imports accelerate on accel, and so what it starts.",
+    ),
     _own(
         "launch",
         "launcher",

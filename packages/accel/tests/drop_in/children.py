@@ -1,0 +1,71 @@
+"""A program with the switch on whose children find accel as well, however they are started."""
+
+import importlib.metadata
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import checks
+
+
+def who() -> tuple[str, str]:
+    import accelerate
+
+    return accelerate.__name__, importlib.metadata.version("accelerate")
+
+
+class Answers:
+    """A dataset that knows which accelerate its workers import."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> str:
+        return " ".join(who())
+
+
+SWITCHED = who()
+
+
+def check_this_process():
+    assert SWITCHED[0] == "accel"
+
+
+def check_processes_of_multiprocessing():
+    for method in ("spawn", "forkserver", "fork"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            assert pool.apply(who) == SWITCHED, method
+
+
+def check_workers_of_loaders():
+    from torch.utils.data import DataLoader
+
+    for method in ("spawn", "fork"):
+        loader = DataLoader(Answers(), batch_size=2, num_workers=1, multiprocessing_context=method)
+        assert list(loader) == [[" ".join(SWITCHED)] * 2], method
+
+
+def started(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def check_a_python_that_it_starts():
+    code = "import accelerate; print(accelerate.__name__)"
+    # And one that this one starts.
+    outer = f"import sys, subprocess; subprocess.run([sys.executable, '-c', {code!r}])"
+    assert started(sys.executable, "-c", outer) == "accel\n"
+
+
+def check_the_commands():
+    assert "usage: accel launch" in started(sys.executable, "-m", "accelerate.commands.launch", "--help")
+    assert "usage: accel config" in started(sys.executable, "-m", "accelerate.commands.config", "--help")
+    cli = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
+    assert started(*cli, "--version") == started("accelerate", "--version") != ""
+    for name in ("config", "launch", "estimate-memory", "merge-weights"):
+        assert "usage: accel" in started(f"accelerate-{name}", "--help"), name
+
+
+if __name__ == "__main__":
+    checks.run(globals())
