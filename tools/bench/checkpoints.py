@@ -44,7 +44,7 @@ LOAD_PEAK_LIMIT = 1.05  # of the largest file
 
 WIDTH, LAYERS = 1024, 100  # 4 MiB of weights per layer
 QUICK_LAYERS = 8
-ROUNDS, QUICK_ROUNDS = 9, 2
+ROUNDS, QUICK_ROUNDS = 7, 2
 
 
 def save_row(*, quick: bool = False) -> Row:

@@ -34,7 +34,7 @@ def clip_rows(*, quick: bool = False) -> list[Row]:
     rows = []
     for name, by_hand in (("norm", "get_total_norm"), ("clipping", "clip_grad_norm_")):
         samples: Samples = run_workers(
-            "clipping:measure_clipping", 2, clips=name == "clipping", rounds=5 if quick else 200
+            "clipping:measure_clipping", 2, clips=name == "clipping", rounds=5 if quick else 100
         )
         compared = ratios(samples)
         rows.append(

@@ -42,7 +42,7 @@ def engine_rows(*, quick: bool = False) -> list[Row]:
     """Measure a step on 2 processes under each engine, as a multiple of the same with torch's own calls."""
     rows = []
     for engine, by_hand in BY_HAND.items():
-        samples: Samples = run_workers("engines:measure_engine", 2, engine=engine, rounds=3 if quick else 60)
+        samples: Samples = run_workers("engines:measure_engine", 2, engine=engine, rounds=3 if quick else 50)
         compared = ratios(samples)
         rows.append(
             Row(

@@ -30,7 +30,7 @@ def import_rows(*, quick: bool = False) -> list[Row]:
         measures["accelerate"] = _import("from accelerate import Accelerator")
     if importlib.util.find_spec("lightning_fabric"):
         measures["lightning-fabric"] = _import("from lightning_fabric import Fabric")
-    samples = interleave(measures, rounds=3 if quick else 9)
+    samples = interleave(measures, rounds=3 if quick else 7)
     compared = ratios(samples)
     peers = {name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared}
     base = f"{spread(samples[BASELINE]).median:.2f} s"
@@ -79,7 +79,7 @@ def _command_row(what: str, names: tuple[str, ...], arguments: list[str], quick:
     scripts = {name: console_script(name) for name in names}
     commands = {name: [sys.executable, path, *arguments] for name, path in scripts.items() if path}
     measures = {name: _cpu_s(command) for name, command in commands.items()}
-    samples = interleave(measures, rounds=3 if quick else 9)
+    samples = interleave(measures, rounds=3 if quick else 7)
     cpu_s = {name: spread(values) for name, values in samples.items()}
     return Row(
         what=what,

@@ -37,7 +37,7 @@ def launch_one_row(*, quick: bool = False) -> Row:
             CONTROL: _wall_s([sys.executable, script]),
             **{name: _wall_s([*command, script]) for name, command in _launchers(1).items()},
         }
-        samples = interleave(measures, rounds=3 if quick else 9)
+        samples = interleave(measures, rounds=3 if quick else 7)
     added = differences(samples)
     return Row(
         what="`accel launch script.py`, 1 process: wall seconds over `python script.py`",

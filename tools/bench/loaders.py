@@ -54,7 +54,7 @@ def iterate_rows(*, quick: bool = False) -> list[Row]:
     rows = []
     for workers in (0, 2):
         samples: Samples = run_workers(
-            "loaders:measure_iteration", 1, num_workers=workers, rounds=10 if quick else 150
+            "loaders:measure_iteration", 1, num_workers=workers, rounds=10 if quick else 100
         )
         compared = ratios(samples)
         rows.append(
