@@ -136,6 +136,9 @@ class Part:
             tensors: All the tensors that `plan` saw.
             place: What `place` returned.
         """
+        if len(self.positions) == 1:
+            place.copy_(tensors[self.positions[0]])
+            return
         chosen = self._chosen(tensors)
         if self.row_shape is not None:
             torch.cat(chosen, out=place)  # type: ignore[arg-type]
@@ -167,7 +170,8 @@ class Part:
             The tensors, in memory of which no other part of the program knows.
         """
         if len(self.positions) == 1:
-            return self._in_shape([copies.clone(memory_format=torch.contiguous_format)])
+            # In place, as in `_in_shape`.
+            return [copies.clone(memory_format=torch.contiguous_format).resize_(self.result_shapes[0])]
         # The only copy: each tensor's pieces go into memory of its own.
         if copies.nbytes > SHARED_BYTES:
             return self._in_shape(_split_with_sizes_copy(copies.flatten(1), self.sizes, 1))

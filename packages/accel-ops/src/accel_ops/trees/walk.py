@@ -98,6 +98,8 @@ def rebuild(data: Any, values: Sequence[Any]) -> Any:
     """
     if type(data) is dict:
         return dict(zip(data, values, strict=True))
+    if type(data) is tuple:
+        return tuple(values)
     if isinstance(data, (list, tuple)):
         return honor_type(data, values)
     if isinstance(data, Mapping):

@@ -17,6 +17,7 @@ from accel_ops.trees.walk import children, flatten, is_namedtuple, rebuild, recu
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
+    from accel_data.loader.join import Attendance
     from accel_state.process.facts import Process
 
 __all__ = ["gather_for_metrics"]
@@ -59,7 +60,9 @@ def gather_for_metrics(
     if fill is not None and not all(fill.rows):
         raise RuntimeError(_some_are_missing(loader, fill.rows))
     # Before the first collective: a process that has left the loop would leave the others in it.
-    _meet(loader, process)
+    attendance = getattr(loader, "attendance", None)
+    if attendance is not None:
+        _meet(loader, attendance, process)
     if use_gather_object or not _holds_only_tensors(data):
         if fill is not None:
             data = _cut_objects(data, fill.real[shard[0]], fill.rows[shard[0]])
@@ -84,14 +87,11 @@ def _fill(loader: Any | None, size: int) -> Fill | None:
     return Fill(real, loader.batch_rows)
 
 
-def _meet(loader: Any | None, process: Process) -> None:
+def _meet(loader: Any, attendance: Attendance, process: Process) -> None:
     """Make sure that all processes have this step, where each reads a part of its own.
 
     Debug mode compares what processes call, and waits for those that come late by itself.
     """
-    attendance = getattr(loader, "attendance", None)
-    if attendance is None:
-        return
     missing = attendance.missing() if process.debug else attendance.meet()
     if missing is not None:
         raise RuntimeError(
