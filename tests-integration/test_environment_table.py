@@ -25,6 +25,7 @@ from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.models.fp8.choice import resolve_fp8
 from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.observe.statistics import StatisticsKwargs
+from accel.observe.watchdog import WatchdogKwargs
 from accel.tracking import GeneralTracker
 from accel.training.arguments import resolve_accumulation
 from accel_ckpt.errors import CheckpointError
@@ -211,6 +212,8 @@ READERS: dict[str, Reader] = {
     "ACCELERATE_GUARD": Reader(names_of_observers, text="skip"),
     "ACCELERATE_GUARD_BUNDLE": Reader(names_of_observers),
     "ACCELERATE_REPLAY": Reader(replayed),
+    "ACCELERATE_WATCHDOG": Reader(make(WatchdogKwargs)),
+    "ACCELERATE_WATCHDOG_ABORT": Reader(make(WatchdogKwargs)),
     "ACCELERATE_LOG_LEVEL": Reader(lambda: get_logger("environment_table").logger.level, text="ERROR"),
     "ACCELERATE_STRICT_TRACKERS": Reader(failing_tracker),
     "ACCELERATE_STATISTICS": Reader(lambda: StatisticsKwargs().every),

@@ -135,3 +135,24 @@ def test_where_the_time_goes(world, tmp_path):
         "loss",
         "statistics/samples_per_second",
     ]
+
+
+def test_the_report_of_a_run_that_hangs(launched):
+    """Both processes report, in any order, and end."""
+    section = PAGE.partition("## Why does it hang?")[2]
+    (script,) = re.findall(r"^```python file=hang.py\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```console of=hang.py\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    command, _, reports = shown.partition("\n")
+    arguments = command.partition("--num_processes 2 ")[2].split()[:-1]
+    run = launched(script, launch_args=arguments)
+
+    assert run.returncode == 1
+    places = re.sub(r"at \S+/script.py", "at hang.py", run.stderr)
+    for report in re.split(r"^(?=Watchdog)", reports, flags=re.MULTILINE)[1:]:
+        assert report in places
+    assert places.count(" has waited for longer than ") >= 2
+    summary = run.stderr.partition("accel launch: rank ")[2]
+    assert (
+        "StuckCollectiveError: an operation has waited for longer than 1 s. Operation 1: arrived: 1"
+        in summary
+    )

@@ -33,6 +33,7 @@ from .statistics import statistics_row
 from .step import step_row
 from .table import render, setting, write
 from .tracking import log_row
+from .watchdog import watchdog_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
@@ -45,6 +46,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "clip": clip_rows,
     "accumulate": accumulate_row,
     "statistics": statistics_row,
+    "watchdog": watchdog_row,
     "gather": gather_rows,
     "metrics": metrics_rows,
     "loader": iterate_rows,

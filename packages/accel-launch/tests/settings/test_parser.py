@@ -42,6 +42,24 @@ def test_every_flag_is_taken_in_both_spellings(name: str) -> None:
         assert (args.training_script, args.training_script_args) == ("script.py", ["--other", name])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "seconds"),
+    [(["--watch"], 120.0), (["--watch", "30"], 30.0), (["--watch=0.5"], 0.5), (["--watch", "1e2"], 100.0)],
+)
+def test_watch_may_stand_without_its_seconds(tokens: list[str], seconds: float) -> None:
+    args = parse(*tokens, "script.py", "5")
+
+    assert given(args) == {"watch": seconds}
+    assert (args.training_script, args.training_script_args) == ("script.py", ["5"])
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_watch_takes_seconds_above_0(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(f"--watch={text}", "script.py")
+    assert f"--watch: {text!r} is not allowed; allowed: seconds, above 0." in capsys.readouterr().err
+
+
 def test_what_follows_the_script_is_the_scripts_own() -> None:
     args = parse("--cpu", "s.py", "--cpu=false", "--num_proceses", "-h", "--", "-m")
 

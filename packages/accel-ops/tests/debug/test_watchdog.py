@@ -35,9 +35,8 @@ def watched(function: Callable[..., None], *args: Any, limit: float, answer_s: f
     reports: list[str] = []
 
     class Noted(Watchdog):
-        def _write(self, text: str) -> str:
+        def _write(self, text: str) -> None:
             reports.append(text)
-            return text
 
     with mock.patch.object(watchdog, "ANSWER_S", answer_s):
         dog = Noted(current_process(), limit)

@@ -53,6 +53,9 @@ class LaunchParser(argparse.ArgumentParser):
             name, equals, value = self._known(tokens.pop(0)).partition("=")
             if name in _WITHOUT_EFFECT:
                 continue
+            # A number behind a flag that can stand alone is its value: no script is called so.
+            if not equals and self._may_have_value(name) and tokens and _is_number(tokens[0]):
+                equals, value = "=", tokens.pop(0)
             # A flag and its value become one token: a value such as -1 would look like a flag otherwise.
             if not equals and self._option_string_actions[name].nargs is None:
                 if not tokens:
@@ -60,6 +63,10 @@ class LaunchParser(argparse.ArgumentParser):
                 equals, value = "=", tokens.pop(0)
             flags.append(name + equals + value)
         return flags, tokens[1:] if tokens[:1] == ["--"] else tokens
+
+    def _may_have_value(self, name: str) -> bool:
+        action = self._option_string_actions[name]
+        return action.nargs == "?" and action.const is not True  # of a switch, which takes =false alone
 
     def _known(self, token: str) -> str:
         """Return a flag in its present spelling, or stop with the nearest known one."""
@@ -85,6 +92,14 @@ class LaunchParser(argparse.ArgumentParser):
 
 def _deprecated(message: str) -> None:
     warnings.warn(message, FutureWarning, stacklevel=6)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _reader(setting: Setting) -> Callable[[str], Any]:
@@ -120,6 +135,9 @@ def _add(target: Any, setting: Setting) -> None:
     elif setting.switch:
         # A switch may be written --cpu or --cpu=false; `const` is what the former means.
         keywords |= {"nargs": "?", "const": True, "type": _reader(setting)}
+    elif setting.bare:
+        keywords |= {"nargs": "?", "const": setting.parse(setting.bare), "type": _reader(setting)}
+        keywords |= {"metavar": "SECONDS"}
     else:
         choices = "{" + ",".join(map(str, setting.spec.choices)) + "}"
         keywords |= {
@@ -133,7 +151,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Shows a switch without a value, which it need not have."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if action.nargs == "?":
+        if action.nargs == "?" and action.const is True:
             return ", ".join(action.option_strings)
         return super()._format_action_invocation(action)
 

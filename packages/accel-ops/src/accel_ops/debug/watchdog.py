@@ -162,21 +162,22 @@ class Watchdog:
         self._reported |= found
         headline = f"an operation has waited for longer than {self.timeout_s:g} s."
         accounts = report(stuck, statuses, self._groups, are_asked=not lost)
-        text = self._write(f"{headline}\n{accounts}{lost}")
+        self._write(f"{headline}\n{accounts}{lost}")
         if self.abort:
-            self._abort(text, [rank for rank, status in statuses.items() if status and not status.left])
+            arrival = accounts.partition("\n")[0].strip()
+            answering = [rank for rank, status in statuses.items() if status and not status.left]
+            self._abort(f"{headline} {arrival}", answering)
 
-    def _write(self, text: str) -> str:
+    def _write(self, text: str) -> None:
         text = f"Watchdog, process {self.rank} of {self.world}: {text}\n"
         # In one write, as other processes write to the same terminal.
         sys.stderr.write(text)
         sys.stderr.flush()
-        return text
 
-    def _abort(self, text: str, answering: list[int]) -> None:
+    def _abort(self, reason: str, answering: list[int]) -> None:
         with contextlib.suppress(RuntimeError, OSError):
             self._store.call(lambda store: self._wait_until_all_reported(store, answering), ANSWER_S)
-        failure.record(StuckCollectiveError(text.rstrip()))
+        failure.record(StuckCollectiveError(reason))
         self._write("ends this process with exit code 1, because abort is on.")
         sys.stdout.flush()
         # The training thread hangs in C++, where no exception reaches it.
@@ -191,17 +192,27 @@ class Watchdog:
 
     # The store; these run in its thread
 
-    def _key(self, name: str, rank: int | None = None) -> str:
-        return f"{self._number}/{name}/{self.rank if rank is None else rank}"
+    def _key(self, name: str, number: int | None = None) -> str:
+        """Return the key of this process, of another one's rank, or of a question's number."""
+        return f"{self._number}/{name}/{self.rank if number is None else number}"
 
     def _poll(self, store: Store, asks: bool) -> int:
-        """Return the number of the latest question; ask one if this process waits and nobody else has."""
+        """Return the number of the next question, if there is one; else that of the last.
+
+        Args:
+            store: The store.
+            asks: Whether this process asks it, if nobody else has.
+        """
         if 0 not in self._left and store.check([self._key("farewell", 0)]):
             notes = json.loads(store.get(self._key("farewell", 0)))
             self._left.update({int(rank): Status.from_text(note) for rank, note in notes.items()})
             store.set(self._key("read"), "")
-        asked = int(store.add(self._key("round", 0), 0))
-        return int(store.add(self._key("round", 0), 1)) if asks and asked <= self._round else asked
+        # Questions are numbered from 1; two processes that ask at a time ask the same one.
+        following = self._round + 1
+        if asks:
+            store.set(self._key("asked", following), "")
+            return following
+        return following if store.check([self._key("asked", following)]) else self._round
 
     def _exchange(self, store: Store, number: int, own: Status) -> dict[int, Status | None]:
         """Answer a question, and read the answers of the others."""

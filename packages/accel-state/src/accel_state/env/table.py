@@ -58,6 +58,13 @@ _GENERAL = _group(
     ),
     ("GUARD_BUNDLE", "str", None, "Folder for what recomputes a loss that is not finite."),
     ("REPLAY", "str", None, "File of a bundle whose losses are recomputed; `accel replay` sets it."),
+    (
+        "WATCHDOG",
+        "float",
+        None,
+        "Seconds that a collective may wait before every process reports where it is; no watchdog if unset.",
+    ),
+    ("WATCHDOG_ABORT", "flag", False, "End every process once the watchdog, which must be on, has reported."),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),
     ("STRICT_TRACKERS", "flag", False, "Raise the errors of trackers instead of warning of the first one."),
     (

@@ -21,6 +21,7 @@ _ASKED_BY: dict[str, tuple[str, str]] = {
     "ACCELERATE_REPLAY": ("accel.observe.guard.replay", "ReplayKwargs"),
     "ACCELERATE_STATISTICS": ("accel.observe.statistics", "StatisticsKwargs"),
     "ACCELERATE_VERIFY_FOLDER": ("accel.observe.record", "RecordKwargs"),
+    "ACCELERATE_WATCHDOG": ("accel.observe.watchdog", "WatchdogKwargs"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from sys import float_info
 from typing import Any
 
 from accel_launch.settings.schema.setting import Group, Setting
@@ -59,6 +60,7 @@ _COUNT = _limited(int, 1, inf, "an integer, at least 1")
 _THREADS = _limited(lambda text: int(text.partition(",")[0]), 1, inf, "an integer, at least 1")
 _INDEX = _limited(int, 0, inf, "an integer, at least 0")
 _PORT = _limited(int, 0, 65535, "an integer from 0 (any free port) to 65535")
+_SECONDS_ABOVE_0 = _limited(float, float_info.min, float_info.max, "seconds, above 0")
 _SECONDS = _limited(float, 0, inf, "seconds, at least 0")
 
 
@@ -236,6 +238,17 @@ _TRAINING = [
         **_COUNT,
     ),
     _environment("training", "debug", "ACCELERATE_DEBUG_MODE", in_config=True),
+    _environment(
+        "training",
+        "watch",
+        "ACCELERATE_WATCHDOG",
+        in_config=True,
+        bare="120",
+        **_SECONDS_ABOVE_0,
+        note="Watch the collectives: where one waits for longer than these seconds (120 if none are given), "
+        "every process reports where it is.",
+    ),
+    _environment("training", "watch_abort", "ACCELERATE_WATCHDOG_ABORT", in_config=True),
     _environment("training", "downcast_bf16", "ACCELERATE_DOWNCAST_BF16", in_config=True),
 ]
 

@@ -46,6 +46,7 @@ class Setting:
         always: Workers get its default too, where its group counts: programs read the variable themselves.
         convert: Reads text that the kinds of `Variable` do not cover; raises ValueError.
         allowed: What `convert` takes, for the error.
+        bare: What the flag means without a value; empty if it needs one.
         note: What it does, where the variable's own help does not fit a flag.
     """
 
@@ -61,6 +62,7 @@ class Setting:
     always: bool = False
     convert: Callable[[str], Any] | None = None
     allowed: str = ""
+    bare: str = ""
     note: str = ""
 
     @property
