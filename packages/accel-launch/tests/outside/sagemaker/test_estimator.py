@@ -82,9 +82,10 @@ def test_what_the_config_lacks_is_named(tmp_path: Path, key: str) -> None:
         prepared(tmp_path, **{key: None})
 
 
-def test_modules_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="--module is not for SageMaker"):
-        prepared(tmp_path, "--module")
+@pytest.mark.parametrize("flag", ["--module", "--drop_in"])
+def test_modules_and_the_switch_to_accel_are_rejected(tmp_path: Path, flag: str) -> None:
+    with pytest.raises(LaunchError, match=f"{flag} is not for SageMaker"):
+        prepared(tmp_path, flag)
 
 
 def test_a_dry_run_shows_the_job_and_needs_no_sdk(start: Start, tmp_path: Path) -> None:

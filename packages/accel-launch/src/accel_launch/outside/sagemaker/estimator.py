@@ -68,6 +68,11 @@ def _script(settings: Settings, args: argparse.Namespace) -> Path:
     script = getattr(args, "training_script", None)
     if wrong:
         raise LaunchError(f"--{wrong[0]} is not for SageMaker, which runs a Python file. Name the file.")
+    if settings.value("drop_in"):
+        raise LaunchError(
+            "--drop_in is not for SageMaker, where accel lies elsewhere. Begin the script with "
+            "`import accel.drop_in; accel.drop_in.activate()`."
+        )
     if script is None:
         raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
     path = Path(script).resolve()
