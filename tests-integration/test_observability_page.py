@@ -13,10 +13,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from accel.commands.replay import replay_command, replay_command_parser
 from accel.observe.report.read import read_runs
 from accel.trackers.base import GeneralTracker
 from accel.trackers.registry import TRACKERS, tracker_class
+from accel_world.leaks import reset_singletons
 from accel_world.program import run_program
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -156,3 +159,31 @@ def test_the_report_of_a_run_that_hangs(launched):
         "StuckCollectiveError: an operation has waited for longer than 1 s. Operation 1: arrived: 1"
         in summary
     )
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_loss_that_is_not_finite_is_recomputed_as_the_page_shows(tmp_path, monkeypatch, capsys):
+    program = re.search(r"^```python file=guarded.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    console = re.search(
+        r"^```console\n\$ python guarded.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL
+    )
+    assert program is not None
+    assert console is not None
+    first, command, second = re.split(r"^\$ accel replay (.*)\n", console[1], flags=re.MULTILINE)
+    script = tmp_path / "guarded.py"
+    script.write_text(program[1])
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "argv", [str(script)])
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setenv("ACCELERATE_REPLAY", "")
+        threads = torch.get_num_threads()
+        runpy.run_path(str(script), run_name="__main__")
+        assert without_numbers(capsys.readouterr().out) == without_numbers(first)
+        reset_singletons()
+        code = replay_command(replay_command_parser().parse_args(command.split()))
+        torch.set_num_threads(threads)
+    replayed = capsys.readouterr().out
+    # Bits of what a processor computes may differ from those of another; not from themselves.
+    assert without_numbers(re.sub(r"0x\w+", "0", replayed)) == without_numbers(re.sub(r"0x\w+", "0", second))
+    assert code == 0

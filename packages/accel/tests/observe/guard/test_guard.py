@@ -99,6 +99,12 @@ def spoil(module: Any, inputs: Any, output: torch.Tensor) -> None:
     output.register_hook(lambda gradient: gradient * math.nan)
 
 
+def test_a_large_gradient_that_is_finite_is_left_alone():
+    parts = make(GuardKwargs(action="stop"))
+    parts[1].last.bias.register_hook(lambda gradient: torch.full_like(gradient, 1e30))  # its square is not
+    one_step(parts)
+
+
 @pytest.mark.parametrize("broken", [0, 1])
 def test_the_first_parameter_is_the_one_that_backward_reaches_first(broken: int):
     parts = make(GuardKwargs(action="skip"))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel.observe.guard.record import Recorder
     from accel.training.run import Run
 
-__all__ = ["Bundle", "read_facts", "read_window", "window_file", "write"]
+__all__ = ["Bundle", "read_facts", "read_window", "shown", "window_file", "write"]
 
 FACTS = "guard.json"
 _VERSION = 1
@@ -51,6 +51,12 @@ class Bundle:
 def window_file(rank: int) -> str:
     """The name of the file with the window of a process."""
     return f"guard_rank_{rank}.bin"
+
+
+def shown(folder: Path) -> str:
+    """A folder as it is shown: from here where it is inside of the working folder."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: Recorder) -> Path:

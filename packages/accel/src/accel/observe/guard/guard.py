@@ -12,7 +12,7 @@ import torch
 
 from accel.observe.attach import Undo, put
 from accel.observe.base import Observer
-from accel.observe.guard.bundle import Bundle, write
+from accel.observe.guard.bundle import Bundle, shown, write
 from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
 from accel.observe.guard.record import Recorder
 from accel.observe.guard.report import Finding, Spikes, describe
@@ -122,30 +122,31 @@ class Guard(Observer):
             return plain(*args, **kwargs)
         self._run.engine.owner.finish_window()
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        message = self._judge(optimizer)
+        found = self._judge(optimizer)
         self._is_judged = True
-        if message is None:
+        if found is None:
             self._row = 0
             return plain(*args, **kwargs)
+        message, bundle = found
         self._row += 1
         action = self._settings.action
         if action == "stop":
-            raise GuardError(f"{message} GuardKwargs(action='stop') ends the run.")
+            raise GuardError(f"{message} GuardKwargs(action='stop') ends the run.{bundle}")
         if action == "skip":
             self._skipped += 1
             message += f" All processes skip the step ({self._skipped} so far)."
         if self._row <= _ROW or self._row % 100 == 0:
             row = f" It is number {self._row} in a row." if self._row > 1 else ""
-            warn(message + row)
+            warn(message + row + bundle)
         if action == "skip":
             optimizer.skip_step()
             return None
         return plain(*args, **kwargs)
 
-    def _judge(self, optimizer: Any) -> str | None:
-        """Say what is wrong with a step, the same on all processes; None if nothing is."""
+    def _judge(self, optimizer: Any) -> tuple[str, str] | None:
+        """What is wrong with a step, and what became of its bundle; None if nothing is, on any process."""
         process = self._run.process
-        measured = self._measured.get(id(optimizer), Measured([], []))
+        measured = self._measured.get(id(optimizer), Measured())
         facts = self._facts(measured)[None]
         # A process that is out of data takes no part in collectives: each judges by itself.
         joining = self._run.engine.loaders.joining
@@ -163,9 +164,9 @@ class Guard(Observer):
         finding = self._find(measured, is_spike[process.rank if together else 0])
         findings = gather_object([finding], process=process) if together else [finding]
         message = describe(self._steps[optimizer], findings, spikes, scale)
-        if self._recorder is not None and self._written < self._settings.max_bundles:
-            message += self._bundle(Bundle(self._steps[optimizer], message, _ranks(findings)), together)
-        return message
+        if self._recorder is None or self._written >= self._settings.max_bundles:
+            return message, ""
+        return message, self._bundle(Bundle(self._steps[optimizer], message, _ranks(findings)), together)
 
     def _bundle(self, about: Bundle, together: bool) -> str:
         """Write a bundle; returns what there is to say about it."""
@@ -178,20 +179,18 @@ class Guard(Observer):
         except Exception as error:  # a disk that is full must not end the training
             return f" No bundle could be written ({type(error).__name__}: {error})."
         self._written += 1
-        return f" To recompute it: accel replay {folder}"
+        return f" To recompute it: accel replay {shown(folder)}"
 
     def _facts(self, measured: Measured) -> torch.Tensor:
         """Whether a loss is not finite, whether a gradient is not, and the mean loss (NaN without any)."""
         device = self._run.process.device
-        bad_loss = bad_gradient = torch.zeros((), device=device)
+        bad_loss = torch.zeros((), device=device)
+        bad_gradient = torch.full((), float(bool(measured.broken)), device=device)
         mean = torch.full((), math.nan, device=device)
         if self._losses:
             losses = [loss.to(device, non_blocking=True) for loss in self._losses]
             bad_loss = (~torch.stack([torch.isfinite(loss) for loss in losses]).all()).float()
             mean = torch.stack([loss.float() for loss in losses]).mean()
-        if measured.finite:
-            groups = [group.all().to(device, non_blocking=True) for group in measured.finite]
-            bad_gradient = (~torch.stack(groups).all()).float()
         return torch.stack([bad_loss, bad_gradient, mean])
 
     def _spikes_of(self, optimizer: Any) -> Spikes | None:
@@ -209,11 +208,11 @@ class Guard(Observer):
         """What this process knows of a step that is wrong; waits for the device."""
         names = parameter_names(self._run)
         parameters = []
-        for parameter in measured.not_finite():
+        for parameter in measured.broken:
             name, index = names[id(parameter)]
             parameters.append((self._order.place(parameter, index), name))
         losses = tuple(float(loss) for loss in self._losses)
-        return Finding(self._run.process.rank, losses, is_spike, tuple(parameters), len(measured.parameters))
+        return Finding(self._run.process.rank, losses, is_spike, tuple(parameters), measured.count)
 
 
 def _ranks(findings: Sequence[Finding]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 from accel.observe.attach import follow, put
 from accel.observe.base import Observer, ObserverKwargs
 from accel.observe.guard.batch import BatchError, decode
-from accel.observe.guard.bundle import read_facts, read_window
+from accel.observe.guard.bundle import read_facts, read_window, shown
 from accel.observe.guard.record import called, model_buffers
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import rank_of
@@ -70,7 +70,7 @@ class _Replay(Observer):
         here, there = str(run.state.mixed_precision), self._facts["mixed_precision"]
         if here != there:
             warn(f"The bundle was written with mixed_precision={there!r}, and it is {here!r} here.")
-        print(f"Replaying {path.parent}, rank {rank_of(path.name)} of {self._facts['world_size']}.")
+        print(f"Replaying {shown(path.parent)}, rank {rank_of(path.name)} of {self._facts['world_size']}.")
         print(self._facts["message"])
 
     def optimizer_prepared(self, optimizer: Any) -> None:
@@ -125,7 +125,7 @@ class _Replay(Observer):
         for name, parameter in plain.named_parameters():
             if not _is_finite([parameter.detach()]):
                 self._found.setdefault("parameter that is not finite before", prefix + name)
-            if parameter.requires_grad:
+            if parameter.requires_grad and not self._run.engine.gradients.in_parts:
                 parameter.register_post_accumulate_grad_hook(partial(self._reached, prefix + name))  # type: ignore[no-untyped-call]
         for name, module in plain.named_modules():
             said = (
@@ -142,6 +142,15 @@ class _Replay(Observer):
     def _reached(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and not _is_finite([parameter.grad]):
             self._found.setdefault("parameter in backward whose gradient is not finite", name)
+
+    def _look_at_shards(self) -> None:
+        """Look at gradients that come by no hook, from the model's last parameter on."""
+        engine = self._run.engine
+        if engine.gradients.in_parts:
+            for model in self._run.models:
+                plain = engine.unwrap_model(model, keep_torch_compile=False)
+                for name, parameter in reversed([*plain.named_parameters()]):
+                    self._reached(name, engine.owner.present(parameter))
 
     def _say_batch(self, number: int, handed: dict[str, Any], batch: Any) -> None:
         index = self._place[0]
@@ -181,6 +190,7 @@ class _Replay(Observer):
         elif micro_batch + 1 < len(self._micro_batches):
             self._place = micro_batch + 1, 0
         else:
+            self._look_at_shards()
             for what, name in self._found.items():
                 print(f"The first {what}: {name}")
             print("All losses are the same." if self._is_same else "The losses differ.", flush=True)

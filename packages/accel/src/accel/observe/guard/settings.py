@@ -27,8 +27,8 @@ class GuardKwargs(ObserverKwargs):
 
     Losses are read where `backward` gets them, and gradients once they are complete: at the end of an
     accumulation window, reduced over the processes, and before they are clipped. The processes agree in one
-    small collective at each optimizer step. Gradients of fp16 that overflow are the scaler's to skip, and not
-    reported as long as the loss scale is above 1.
+    small collective at each optimizer step, for which an accelerator is waited for. Gradients of fp16 that
+    overflow are the scaler's to skip, and not reported as long as the loss scale is above 1.
 
     Args:
         action: "warn", "skip" (the step, on all processes: gradients are dropped, and the schedule does not
