@@ -49,7 +49,7 @@ RIGHT = {  # samples of a step
     "weighted": 8,
     "accumulation": 16,
     "split batches": 4,
-    "fsdp": 8,
+    "fsdp 2": 8,
     "padding": 8,
     "batches of three": 6,
     "evaluation": 8,
@@ -68,6 +68,13 @@ def test_a_right_program_is_the_same_training(world, tmp_path: Path, kind: str):
     assert all(row.losses[0] == pytest.approx(row.losses[1], rel=1e-5) for row in steps)
     assert all(row.norms[0] == pytest.approx(row.norms[1], rel=1e-4) for row in verdict.rows)
     assert all(row.apart < 1e-3 for row in verdict.rows)
+
+
+def test_parameters_that_are_in_parts_are_left_out_and_noted(world, tmp_path: Path):
+    verdict = verify(world, tmp_path, "fsdp 1")
+
+    assert verdict.difference is None
+    assert verdict.notes == ("Not compared, as each process has a part: Sequential._flat_param (1 in all).",)
 
 
 def test_three_processes_and_no_dropout_are_the_same_training(world, tmp_path: Path):

@@ -15,7 +15,7 @@ accelerator = Accelerator(
     cpu=True,
     gradient_accumulation_steps=2 if kind in ("optimizer", "accumulation") else 1,
     dataloader_config=DataLoaderConfiguration(split_batches=kind == "split batches"),
-    fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp" else None,
+    fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1])) if "fsdp" in kind else None,
 )
 set_seed(1)
 if kind == "weights":

@@ -27,6 +27,7 @@ _DESCRIPTION = (
     "folder. Exit codes: 0 the same, 1 different, 2 not verified."
 )
 _OWN_FLAGS = ("--steps", "--json", "--without_dropout")
+_OF_MANY = ("--multi_gpu", "--use_parallelism_config", "--parallelism_config_")
 _WIDTH = 100  # characters of a line
 _FAILED_LINES = 40  # of a script's output
 
@@ -130,7 +131,8 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     env.put(environ, "ACCELERATE_VERIFY_FOLDER", str(folder))
     # What may differ between two runs of one program: sets of strings, and matrix products on GPUs.
     environ |= {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
-    flags = [item for item in args.launch_flags if size > 1 or item != "--multi_gpu"]
+    # One process has no mesh.
+    flags = [item for item in args.launch_flags if size > 1 or not item.startswith(_OF_MANY)]
     command = [*flags, f"--num_processes={size}", args.training_script, *args.training_script_args]
     ran = subprocess.run(
         [sys.executable, "-m", "accel_launch", "launch", *command],

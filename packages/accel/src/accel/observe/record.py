@@ -364,10 +364,14 @@ class Recorder(Observer):
         held = [item for group in optimizer.param_groups for item in group["params"]]
         self._step.optimizer = list(self._counts).index(optimizer)
         self._step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        states = self._run.engine.states
+        # DeepSpeed and Megatron step flat tensors of their own, of which each process has a part.
+        steps_own = any(states.is_own(item) for item in self._run.optimizers)
+        chosen = [item for item in held if id(item) in names or not steps_own]
         self._step.gradients = self._sketches(
             (names.get(id(item), f"tensor {number} of the optimizer"), item.grad)
-            for number, item in enumerate(held)
-            if item.grad is not None
+            for number, item in enumerate(chosen)
+            if item.grad is not None and not states.is_part(item)
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

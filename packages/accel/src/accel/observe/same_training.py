@@ -357,7 +357,7 @@ class _Comparison:
         left = sorted({name for record in (self.one, *self.many) for name in record["not_compared"]})
         if left:
             first = left[0] + (", ..." if len(left) > 1 else "")
-            yield f"{len(left)} tensors in parts were not compared ({first})."
+            yield f"Not compared, as each process has a part: {first} ({len(left)} in all)."
         for kind in ("model", "optimizer", "loader"):
             names = sorted({name for record in self.many for name in record["unprepared"][kind]})
             if names:
