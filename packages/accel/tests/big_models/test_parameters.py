@@ -151,6 +151,23 @@ def test_quantized_models_run_offloaded_in_evaluation(kind: str, way: str, tmp_p
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("way", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_quantized_models_that_have_run_are_offloaded(kind: str, way: str, tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = QUANTIZED[kind]().eval(), torch.randn(2, 64)
+    expected = model(x)
+    before = {name: value.clone() for name, value in copy.deepcopy(model).state_dict().items()}
+
+    model = cpu_offload(model) if way == "memory" else disk_offload(model, tmp_path)
+
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
 @pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
 def test_gradients_pass_through_offloaded_quantized_layers(kind: str, tmp_path: Path):
     torch.manual_seed(0)

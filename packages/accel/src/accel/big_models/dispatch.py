@@ -175,9 +175,8 @@ def load_checkpoint_and_dispatch(
             that were on the meta device are there again.
     """
     if isinstance(device_map, str):
-        device_map = make_device_map(
-            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
-        )
+        splits = no_split_module_classes
+        device_map = make_device_map(model, device_map, max_memory, splits, dtype, offload_buffers)
     if device_map is not None:
         check_placement(model, device_map)
     # Weights of "disk" stay in the safetensors files that have them.

@@ -138,6 +138,10 @@ def collect(
     known: Index | None = None
     groups: dict[int, list[str]] = {}
     tensors = named_tensors(model)
+    states = (vars(tensor).get("quant_state") for tensor, _ in tensors.values())
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        # 4-bit layers of bitsandbytes that have run on the CPU get the form back that is saved.
+        model.state_dict()
     for name, (tensor, _) in tensors.items():
         groups.setdefault(id(tensor), []).append(name)
     lost: list[str] = []
