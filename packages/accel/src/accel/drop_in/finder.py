@@ -184,8 +184,6 @@ class Accelerate(ModuleType):
         super().__init__(real.__name__, real.__doc__)
         super().__setattr__("_accel", real)
         self.__version__ = INTERFACE_VERSION
-        self.__file__ = real.__file__
-        self.__path__ = real.__path__
 
     def __getattr__(self, name: str) -> Any:
         try:
