@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 __all__ = ["Undo", "follow", "put"]
 
@@ -19,17 +20,22 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
         name: The method's name.
         function: What is called in its place.
     """
-    had, before = name in vars(owner), vars(owner).get(name)
+    before = vars(owner).get(name)
     setattr(owner, name, function)
+    # Weakly, so that nothing here keeps what `free_memory` is to free. The owner has the function, and that
+    # the one before.
+    held, placed = ref(owner), ref(function)
+    earlier = None if before is None else ref(before)
 
     def undo() -> None:
+        owner, function = held(), placed()
         # What was put around it since stays, and goes on to call it.
-        if vars(owner).get(name) is not function:
+        if owner is None or function is None or vars(owner).get(name) is not function:
             return
-        if had:
-            setattr(owner, name, before)
-        else:
+        if earlier is None:
             delattr(owner, name)
+        else:
+            setattr(owner, name, earlier())
 
     return undo
 
@@ -58,10 +64,12 @@ def follow(loader: Any, handed_on: Callable[[Any, Iterator[Any]], Iterator[Any]]
     names = {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own = type(kind.__name__, (kind,), names)
     loader.__class__ = own
+    held = ref(loader)
 
     def undo() -> None:
         nonlocal is_on
         is_on = False
+        loader = held()
         if type(loader) is own:
             loader.__class__ = kind
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
 import runpy
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -289,3 +291,14 @@ def test_statistics_beside_it(tmp_path: Path):
     assert type(loader).__mro__[0] is DataLoaderShard
     assert not {"step"} & vars(optimizer).keys()
     assert not {"backward"} & vars(accelerator.engine).keys()
+
+
+def test_free_memory_frees_what_is_guarded(tmp_path: Path):
+    accelerator, *prepared = make(tmp_path, action="skip")
+    bad_steps((accelerator, *prepared))
+    held = [weakref.ref(item) for item in prepared]
+    prepared.clear()
+    accelerator.free_memory()
+    gc.collect()
+    assert [item() for item in held] == [None] * 3
+    accelerator.end_training()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.observe.attach import Undo, follow, put
 from accel.observe.guard.batch import encode
@@ -77,7 +78,8 @@ class Recorder:
         self._window: list[_MicroBatch] = []
         self._handed: dict[int, _Handed] = {}  # since the last backward pass
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # since the last batch
-        self._copies: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
+        # Of each buffer a copy, and which change of it torch has counted.
+        self._copies: Any = WeakIdKeyDictionary()
         self._factor: Any = None
         self._undo: list[Undo] = [put(run.window, "weigh", partial(self._weigh, run.window.weigh))]
 
@@ -140,15 +142,14 @@ class Recorder:
     def _before_forward(self, number: int, model: torch.nn.Module, _: Any) -> None:
         if number in self._buffers or not torch.is_grad_enabled():
             return
-        before = self._copies.get(number, {})
-        # A copy of each change: torch counts them.
-        self._copies[number] = {
-            name: before[name]
-            if name in before and before[name][0] == buffer._version
-            else (buffer._version, buffer.detach().clone())
-            for name, buffer in model_buffers(model).items()
-        }
-        self._buffers[number] = {name: copy for name, (_, copy) in self._copies[number].items()}
+        copies: dict[str, torch.Tensor] = {}
+        for name, buffer in model_buffers(model).items():
+            version, copy = self._copies.get(buffer, (None, None))
+            if version != buffer._version:
+                copy = buffer.detach().clone()
+                self._copies[buffer] = buffer._version, copy
+            copies[name] = copy
+        self._buffers[number] = copies
 
     def _weigh(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._factor = plain(*args, **kwargs)
