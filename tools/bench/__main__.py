@@ -25,7 +25,7 @@ from .engines import engine_memory_rows, engine_rows
 from .evaluation import evaluation_rows
 from .imports import dry_run_row, help_row, import_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
-from .loaders import iterate_rows, memory_rows, resume_row, shard_rows
+from .loaders import iterate_rows, memory_rows, resume_row, shard_rows, stream_row
 from .merging import merge_row
 from .metrics import metrics_rows
 from .row import Row
@@ -50,6 +50,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "gather": gather_rows,
     "metrics": metrics_rows,
     "loader": iterate_rows,
+    "stream": stream_row,
     "shard": shard_rows,
     "resume": resume_row,
     "memory": memory_rows,

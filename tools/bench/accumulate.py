@@ -24,7 +24,7 @@ from .workers import run_workers
 
 __all__ = ["accumulate_row", "measure_accumulation"]
 
-LIMIT = 1.08
+LIMIT = 1.04
 WINDOW, MICRO_BATCHES = 4, 32
 
 

@@ -1,4 +1,4 @@
-"""Loaders: iterating one, one rank's share of many, resuming late in an epoch, and the memory of an order.
+"""Loaders: iterating one or a stream, one rank's share of many, a late resume, and the memory of an order.
 
 Peers are used through what they document: `prepare` for iterating, `prepare_data_loader` and
 `skip_first_batches` for one rank of many, which no other rank needs to be there for.
@@ -10,31 +10,34 @@ import gc
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, Spread, interleave, ratios, timed
 from .workers import run_workers
 
 __all__ = [
+    "CheapStream",
     "iterate_rows",
     "measure_iteration",
     "measure_peak",
     "measure_resume",
     "measure_shards",
+    "measure_stream",
     "memory_rows",
     "resume_row",
     "shard_rows",
+    "stream_row",
 ]
 
-ITERATE_LIMIT = 1.03
-EPOCH, WIDTH, BATCH = 2048, 64, 32  # of the loader that is iterated
+ITERATE_LIMIT, STREAM_LIMIT = 1.02, 1.05
+EPOCH, WIDTH, BATCH = 2048, 64, 32  # of the loaders that are iterated
 
 SHARD_LIMIT = 10.0
 FLAT_LIMIT = 1.5
@@ -77,6 +80,45 @@ def measure_iteration(rank: int, size: int, num_workers: int, rounds: int) -> Sa
     make = partial(
         DataLoader, data, BATCH, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0
     )
+    contestants = _prepared_by_all(make)
+    for name, loader in contestants.items():
+        _check_whole_epoch(name, (indices for _, indices in loader))
+    measures = {name: timed(partial(_iterate, loader), 1) for name, loader in contestants.items()}
+    return interleave(measures, rounds=rounds, warmup=3)
+
+
+class CheapStream(IterableDataset[int]):
+    """Numbers, which cost next to nothing: what a loader adds to a batch of them is seen."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(EPOCH)
+
+
+def stream_row(*, quick: bool = False) -> Row:
+    """Measure a pass over a prepared stream of cheap samples, as a multiple of the plain loader's."""
+    samples: Samples = run_workers("loaders:measure_stream", 1, rounds=10 if quick else 150)
+    compared = ratios(samples)
+    return Row(
+        what="iterating a prepared stream of cheap samples, 1 process: time / plain DataLoader",
+        value=compared["accel"].median,
+        limit=STREAM_LIMIT,
+        peers=_peers(compared),
+        noise=compared[CONTROL],
+        base=f"{1e6 * median(samples[BASELINE]) * BATCH / EPOCH:.0f} us per batch",
+    )
+
+
+def measure_stream(rank: int, size: int, rounds: int) -> Samples:
+    """Time a pass of each contestant; runs in a worker."""
+    torch.set_num_threads(1)
+    contestants = _prepared_by_all(partial(DataLoader, CheapStream(), BATCH))
+    for name, loader in contestants.items():
+        _check_whole_epoch(name, loader)
+    measures = {name: timed(partial(_iterate, loader), 1) for name, loader in contestants.items()}
+    return interleave(measures, rounds=rounds, warmup=3)
+
+
+def _prepared_by_all(make: Callable[[], Any]) -> dict[str, Any]:
     contestants: dict[str, Any] = {BASELINE: make(), CONTROL: make()}
     for name in ("accel", "accelerate"):
         if importlib.util.find_spec(name):
@@ -84,10 +126,7 @@ def measure_iteration(rank: int, size: int, num_workers: int, rounds: int) -> Sa
     if importlib.util.find_spec("lightning_fabric"):
         fabric = importlib.import_module("lightning_fabric").Fabric(accelerator="cpu", devices=1)
         contestants["lightning-fabric"] = fabric.setup_dataloaders(make())
-    for name, loader in contestants.items():
-        _check_whole_epoch(name, loader)
-    measures = {name: timed(partial(_iterate, loader), 1) for name, loader in contestants.items()}
-    return interleave(measures, rounds=rounds, warmup=3)
+    return contestants
 
 
 def _iterate(loader: Any) -> None:
@@ -95,8 +134,8 @@ def _iterate(loader: Any) -> None:
         pass
 
 
-def _check_whole_epoch(name: str, loader: Any) -> None:
-    seen = sorted(index for _, indices in loader for index in indices.tolist())
+def _check_whole_epoch(name: str, batches: Iterable[torch.Tensor]) -> None:
+    seen = sorted(index for indices in batches for index in indices.tolist())
     if seen != list(range(EPOCH)):
         raise RuntimeError(f"an epoch of {name} does not hold each sample once")
 
