@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 WORDS = """
 import sys
 import accelerate
 
-print(__name__, accelerate.__name__, sys.flags.optimize, sys.argv)
+print(__name__, accelerate.__name__, sys.flags.optimize, sys.argv, sys.path[0])
 """
 
 
@@ -16,14 +18,15 @@ def test_a_script_with_its_arguments_and_python_s_options(python, tmp_path):
         run = python(*options, tmp_path / "script.py", "-m", "--flag", "accel.drop_in")
 
         arguments = [str(tmp_path / "script.py"), "-m", "--flag", "accel.drop_in"]
-        assert run.stdout == f"__main__ accel 1 {arguments}\n", run.stderr
+        assert run.stdout == f"__main__ accel 1 {arguments} {tmp_path}\n", run.stderr
 
 
 def test_a_module(python, tmp_path):
     (tmp_path / "module_of_mine.py").write_text(WORDS)
+    folder = os.getcwd()
     run = python("-m", "accel.drop_in", "-m", "module_of_mine", "x", first=tmp_path)
 
-    assert run.stdout == f"__main__ accel 0 ['{tmp_path}/module_of_mine.py', 'x']\n", run.stderr
+    assert run.stdout == f"__main__ accel 0 ['{tmp_path}/module_of_mine.py', 'x'] {folder}\n", run.stderr
 
 
 def test_errors(python):

@@ -29,7 +29,7 @@ def main() -> None:
         environ = drop_in_environment(env.snapshot())
     except LaunchError as error:
         sys.exit(f"{_NAME}: error: {error}")
-    # exec, and no runpy: `__main__` is the program, for pickles and for what multiprocessing starts.
+    # exec, and no runpy: the program has the sys.path, the sys.argv and the `__main__` that it always has.
     os.execve(sys.executable, [sys.executable, *_options(len(arguments)), *arguments], environ)
 
 
