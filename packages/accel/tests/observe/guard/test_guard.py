@@ -266,7 +266,9 @@ def test_nothing_is_attached_when_it_is_off_or_has_stopped():
 
 def on_ranks(action: str, where: str, engine: str) -> Any:
     """Four steps; in the third, something is wrong on the last process alone."""
-    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if engine == "fsdp2" else {}
+    plugin: dict[str, Any] = {}
+    if engine == "fsdp2":
+        plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
     parts = accelerator, model, optimizer, _ = make(GuardKwargs(action=action), **plugin)
     kept = [item.detach().clone() for item in optimizer.param_groups[0]["params"]]
     error, changed = "", []
@@ -344,3 +346,23 @@ def test_no_code_of_observers_runs_in_a_step_when_all_are_off():
         sys.setprofile(before)
     assert off == 0
     assert "_judge" in calls
+
+
+def uneven(num_steps: list[int]) -> tuple[list[str], list[float]]:
+    """Steps until this process is out of data; in the first one, all losses are NaN."""
+    accelerator, model, *_ = parts = make(GuardKwargs(action="skip", bundle="never"))
+    with warnings.catch_warnings(record=True) as seen, accelerator.join_uneven_inputs([model]):
+        warnings.simplefilter("always")
+        for step in range(num_steps[accelerator.process_index]):
+            one_step(parts, math.nan if step == 0 else 1.0)
+    accelerator.end_training()
+    return [str(item.message) for item in seen if "Step" in str(item.message)], weights(model)
+
+
+def test_processes_that_are_out_of_data_are_not_waited_for(world: Any):
+    (texts, here), (_, there) = world.run(uneven, [4, 2])
+    assert len(texts) == 1
+    assert "the loss is nan on rank 0" in texts[0]
+    assert "No bundle is written inside join_uneven_inputs" in texts[0]
+    assert here == there
+    assert all(map(math.isfinite, here))
