@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["clip_rows", "measure_clipping"]
 
@@ -59,7 +59,7 @@ def measure_clipping(rank: int, size: int, clips: bool, rounds: int) -> Samples:
     contestants = {BASELINE: _plain(clips), CONTROL: _plain(clips), "accel": own}
     measures = {name: timed(call, 2) for name, call in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=5)
-    dist.destroy_process_group()
+    end_group()
     return samples
 
 

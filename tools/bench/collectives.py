@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["gather_rows", "measure_gathers"]
 
@@ -63,7 +63,7 @@ def measure_gathers(rank: int, size: int, rounds: int) -> Samples:
     _check_same_results(contestants, tree, size)
     measures = {name: timed(gather, 3) for name, gather in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=5)
-    dist.destroy_process_group()
+    end_group()
     return samples
 
 

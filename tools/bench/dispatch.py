@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["dispatch_rows", "measure_dispatch"]
 
@@ -76,7 +76,7 @@ def measure_dispatch(rank: int, size: int, rounds: int) -> Samples:
     _check_same_data(contestants, size)
     measures = {name: timed(partial(_iterate, loader), 1) for name, loader in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=2)
-    dist.destroy_process_group()
+    end_group()
     return samples
 
 

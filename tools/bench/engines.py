@@ -24,7 +24,7 @@ from .loaders import _high_water_mark
 from .row import Row
 from .step import Contestant, check_same_work
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, spread, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["engine_memory_rows", "engine_rows", "measure_engine", "measure_memory"]
 
@@ -95,7 +95,7 @@ def measure_engine(rank: int, size: int, engine: str, rounds: int) -> Samples:
         for name, item in contestants.items()
     }
     check_same_work(parts)
-    dist.destroy_process_group()
+    end_group()
     return samples
 
 
@@ -111,7 +111,7 @@ def measure_memory(rank: int, size: int, engine: str, accel: bool, width: int) -
     for _ in range(MEMORY_STEPS):
         contestant.step()
     peak = _high_water_mark() - before
-    dist.destroy_process_group()
+    end_group()
     return peak
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from .engines import Transformer
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["evaluation_rows", "measure_evaluation"]
 
@@ -61,7 +61,7 @@ def measure_evaluation(rank: int, size: int, policy: str, rounds: int) -> Sample
     samples = interleave(
         {name: timed(call, 2) for name, call in contestants.items()}, rounds=rounds, warmup=2
     )
-    dist.destroy_process_group()
+    end_group()
     return samples
 
 

@@ -10,7 +10,7 @@ import torch
 
 from .loaders import _high_water_mark
 from .row import Row
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["measure_merge", "merge_row", "write_parts"]
 
@@ -52,7 +52,7 @@ def write_parts(rank: int, size: int, folder: str, rows: int) -> None:
     }
     save({"model": weights}, checkpoint_id=folder)
     dist.barrier()
-    dist.destroy_process_group()
+    end_group()
 
 
 def measure_merge(rank: int, size: int, folder: str) -> tuple[int, float, int]:

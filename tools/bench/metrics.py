@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = ["measure_metrics", "metrics_rows"]
 
@@ -61,7 +61,7 @@ def measure_metrics(rank: int, size: int, rounds: int) -> Samples:
                 raise RuntimeError(f"the labels that {name} gathers are not those of the samples, in order")
     measures = {name: timed(epoch, 1) for name, epoch in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=3)
-    dist.destroy_process_group()
+    end_group()
     return samples
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, Spread, interleave, ratios, timed
-from .workers import run_workers
+from .workers import end_group, run_workers
 
 __all__ = [
     "BATCH",
@@ -85,7 +85,7 @@ def measure_steps(rank: int, size: int, rounds: int) -> Samples:
     samples = interleave(measures, rounds=rounds, warmup=10)
     check_same_work(contestants)
     if size > 1:
-        torch.distributed.destroy_process_group()
+        end_group()
     return samples
 
 

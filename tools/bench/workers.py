@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["quiet_environment", "run_workers"]
+__all__ = ["end_group", "quiet_environment", "run_workers"]
 
 TIMEOUT_S = 300.0
 # The folder from which this module is imported under its present name, so that workers find it too.
@@ -64,6 +64,20 @@ def run_workers(function: str, size: int, **arguments: Any) -> Any:
         with _started(command, size, port, Path(folder)) as processes:
             _wait(processes, Path(folder), function)
         return json.loads(result.read_text())
+
+
+def end_group() -> None:
+    """Destroy the process group of a worker once gloo has let go of the last tensors.
+
+    Otherwise torch 2.13 aborts or hangs at times; see `accel_state.process.drain`.
+    """
+    # Here, as this module is imported by the parent too, which needs no torch.
+    import torch.distributed as dist
+
+    from accel_state.process.drain import drain_gloo
+
+    drain_gloo()
+    dist.destroy_process_group()
 
 
 @contextmanager
