@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import json
 import logging
 import logging.handlers
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 from accel.engines.deepspeed.runtime import GatheredParameters
 from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
 from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper
+from accel.observe.guard import GuardKwargs
 from accel_ckpt.errors import CheckpointError
 from accel_ops.memory import find_executable_batch_size
 from accel_ops.modules import has_compiled_regions
@@ -354,6 +357,41 @@ def test_gradients_that_are_thrown_away_leave_nothing_behind(world, stage, offlo
 
     for value, expected in zip(state, model.state_dict().values(), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def guarded(stage: int) -> tuple[list[bool], list[bool], list[str]]:
+    """Whether each of four steps changed weights, and was skipped, and the warnings; one loss is NaN."""
+    guard = GuardKwargs(action="skip", check_gradients=False)
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings(stage)), kwargs_handlers=[guard]
+    )
+    model, optimizer, loader = prepared(accelerator)
+    changed, skipped = [], []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step, (inputs, targets) in enumerate(itertools.islice(loader, 4)):
+            before = copy.deepcopy(accelerator.get_state_dict(model))
+            is_bad = step == 2 and accelerator.is_last_process
+            loss = F.mse_loss(model(inputs), targets) * (float("nan") if is_bad else 1.0)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            after = accelerator.get_state_dict(model)
+            changed.append(any(not torch.equal(after[name], before[name]) for name in before))
+            skipped.append(accelerator.optimizer_step_was_skipped)
+    accelerator.end_training()
+    return changed, skipped, [str(item.message) for item in seen if str(item.message).startswith("Step")]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_with_a_loss_that_is_not_finite_is_skipped(world, stage):
+    for rank, (changed, skipped, said) in enumerate(
+        world.run(guarded, stage, env={"DS_ACCELERATOR": "cpu"}, init=False)
+    ):
+        assert changed == [True, True, False, True]
+        assert skipped == [False, False, True, False]
+        expected = "Step 3: the loss is nan on rank 1. All processes skip the step (1 so far)."
+        assert said == ([expected] if rank == 0 else [])
 
 
 def refusals(stage: int) -> list[str]:
