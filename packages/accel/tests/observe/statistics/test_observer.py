@@ -1,10 +1,13 @@
 """Statistics of real runs: whole times, exact samples, the slow process named, and nothing left behind."""
 
 import copy
+import gc
 import json
 import pickle
+import sys
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -329,3 +332,50 @@ def test_a_sharded_model_is_measured_too(world, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["samples"] == 48
     assert [(slow["rank"], slow["part"]) for slow in summary["slow"]] == [(1, "data")]
+
+
+def test_what_is_freed_does_not_live_on():
+    accelerator = accelerator_with()
+    parts = train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
+    left = [weakref.ref(part) for part in parts]
+    accelerator.free_memory()
+    del parts
+    gc.collect()
+    assert [part() for part in left] == [None] * 3
+    accelerator.end_training()
+
+
+def calls_into(folder, step):
+    """Count the calls of a step into files of a folder."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call" and folder in frame.f_code.co_filename
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_step_asks_for_nothing_when_off_and_for_little_when_on():
+    counts = []
+    for accelerator in (Accelerator(cpu=True), accelerator_with()):
+        model, optimizer, loader = train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
+        batches = iter(loader)
+        next(batches)
+
+        def step(accelerator=accelerator, model=model, optimizer=optimizer, batches=batches):
+            accelerator.backward(model(next(batches)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        counts.append(calls_into("accel/observe/", step))
+        batches.close()
+        accelerator.end_training()
+    assert counts[0] == 0
+    assert 10 < counts[1] <= 40

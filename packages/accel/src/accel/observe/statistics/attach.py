@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.observe.attach import Undo, put
+from accel.observe.attach import Undo, follow, put
 from accel.observe.statistics.clock import Clock
 from accel_ops.collectives import operations
 
@@ -89,27 +89,26 @@ def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
 
 def _forward_hooks(clock: Clock, model: torch.nn.Module, part: str) -> list[Any]:
     before: list[str | None] = []
-    begin = _Hook(lambda *_: before.append(clock.switch(part)))
-    end = _Hook(lambda *_: clock.back(before.pop()))
+
+    def begin(*_: Any) -> None:
+        before.append(clock.switch(part))
+
+    def end(*_: Any) -> None:
+        clock.back(before.pop())
+
     return [
-        model.register_forward_pre_hook(begin, prepend=True),
-        model.register_forward_hook(end, always_call=True),  # also when the model raises
+        model.register_forward_pre_hook(_Hook(begin), prepend=True),
+        model.register_forward_hook(_Hook(end), always_call=True),  # also when the model raises
     ]
 
 
-class _Hook:
+class _Hook(functools.partial[None]):
     """A hook that copies of the model share, and that is not pickled with it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> None:
-        self.function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return _Hook, (_nothing,)
 
 
@@ -161,14 +160,16 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
         optimizer: The optimizer.
         stepped: Called after each step, but not inside of an accumulation window.
     """
-    plain = optimizer.step
+    method = optimizer.step
+    # The function and not the method, which would keep an optimizer that the user frees.
+    plain = getattr(method, "__func__", lambda _, *args, **kwargs: method(*args, **kwargs))
     state = getattr(optimizer, "gradient_state", None)
 
     @functools.wraps(plain)
-    def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = clock.switch("optimizer")
         try:
-            result = plain(*args, **kwargs)
+            result = plain(self, *args, **kwargs)
         finally:
             clock.back(before)
         if state is None or state.sync_gradients:
@@ -189,9 +190,6 @@ def time_loader(
 ) -> Undo:
     """Time the reading of a prepared loader; returns what takes that off.
 
-    `iter` looks at the class alone, so the loader gets a class of its own. Copies without the first batches
-    have it too.
-
     Args:
         clock: The clock.
         loader: The loader.
@@ -200,15 +198,9 @@ def time_loader(
         got: Called with the loader and each batch.
         ended: Called with the loader when its iteration ends.
     """
-    kind = type(loader)
-    is_on = True
 
-    def timed(self: Any) -> Iterator[Any]:
-        if not is_on:
-            yield from kind.__iter__(self)
-            return
+    def timed(self: Any, batches: Iterator[Any]) -> Iterator[Any]:
         begins(self)
-        batches = kind.__iter__(self)
         try:
             while True:
                 before = clock.switch(part)
@@ -222,16 +214,5 @@ def time_loader(
                 yield batch
         finally:
             ended(self)
-            batches.close()
 
-    names = {"__iter__": timed, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    own = type(kind.__name__, (kind,), names)
-    loader.__class__ = own
-
-    def undo() -> None:
-        nonlocal is_on
-        is_on = False
-        if type(loader) is own:
-            loader.__class__ = kind
-
-    return undo
+    return follow(loader, timed)
