@@ -190,6 +190,20 @@ def test_skipped_batches_are_not_counted_and_those_left_are(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 4
 
 
+def test_what_is_evaluated_between_two_steps_is_not_counted(tmp_path):
+    accelerator = accelerator_with(tmp_path)
+    model, loader, other = accelerator.prepare(
+        torch.nn.Linear(4, 1), DataLoader(Numbers(6), batch_size=2), DataLoader(Numbers(5), batch_size=4)
+    )
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        for evaluated in other:
+            model(evaluated)
+        next(iter(other))
+    accelerator.end_training()
+    assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 6
+
+
 def test_the_table_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_STATISTICS", "3")
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
@@ -253,6 +267,21 @@ def test_two_accelerators_count_their_own_steps(tmp_path):
     second.end_training()
     found = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
     assert [(summary["steps"], summary["samples"]) for summary in found] == [(3, 6), (5, 5)]
+
+
+def two_runs(folder):
+    for name, count in (("first", 4), ("second", 6)):
+        accelerator = accelerator_with(folder / name)
+        train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(2 * count)))
+        if not accelerator.is_main_process:
+            time.sleep(0.3)  # the main process must not take the numbers of the run before
+        accelerator.run.observers[0].stop()
+
+
+def test_each_run_has_numbers_of_its_own(world, tmp_path):
+    world.run(two_runs, tmp_path)
+    found = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
+    assert [summary["samples"] for summary in found] == [8, 12]
 
 
 def test_models_and_schedules_are_used_as_without_statistics():
