@@ -74,7 +74,7 @@ def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     """Time the forward passes of a prepared model; returns what takes that off."""
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel) and next(model.module.buffers(), None) is not None:
         # Before it calls the model it waits for the others, to send buffers around.
         handles = _forward_hooks(clock, model, "collectives") + _forward_hooks(clock, model.module, "forward")
     else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
+from time import perf_counter
 
 __all__ = ["PARTS", "Clock"]
 
@@ -32,7 +32,7 @@ class Clock:
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.current = "other"
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._since: float | None = None
         self._is_held = False
         self._synchronize = synchronize
@@ -44,9 +44,7 @@ class Clock:
             The part that had it, for `back`; None where nothing was changed: on another thread, inside of
             `only`, or before the training began.
         """
-        if self._is_held or threading.get_ident() != self._thread:
-            return None
-        if self._since is None and part not in _STARTS:
+        if self._is_held or get_ident() != self._thread:
             return None
         return self._turn(part)
 
@@ -75,13 +73,13 @@ class Clock:
             self._turn(self.current)
         return dict(self.seconds)
 
-    def _turn(self, part: str) -> str:
+    def _turn(self, part: str) -> str | None:
         if self._synchronize is not None:
             self._synchronize()
-        now = time.perf_counter()
-        before = self.current
-        if self._since is not None:
-            self.seconds[before] += now - self._since
-        self._since = now
-        self.current = part
+        now, since, before = perf_counter(), self._since, self.current
+        if since is not None:
+            self.seconds[before] += now - since
+        elif part not in _STARTS:
+            return None
+        self._since, self.current = now, part
         return before
