@@ -160,16 +160,14 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
         optimizer: The optimizer.
         stepped: Called after each step, but not inside of an accumulation window.
     """
-    method = optimizer.step
-    # The function and not the method, which would keep an optimizer that the user frees.
-    plain = getattr(method, "__func__", lambda _, *args, **kwargs: method(*args, **kwargs))
+    plain = optimizer.step
     state = getattr(optimizer, "gradient_state", None)
 
     @functools.wraps(plain)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(_: Any, *args: Any, **kwargs: Any) -> Any:
         before = clock.switch("optimizer")
         try:
-            result = plain(self, *args, **kwargs)
+            result = plain(*args, **kwargs)
         finally:
             clock.back(before)
         if state is None or state.sync_gradients:
