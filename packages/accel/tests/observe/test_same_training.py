@@ -48,6 +48,7 @@ RIGHT = {  # samples of a step
     "plain": 8,
     "weighted": 8,
     "accumulation": 16,
+    "weighted accumulation": 16,
     "split batches": 4,
     "fsdp 2": 8,
     "padding": 8,
@@ -75,6 +76,16 @@ def test_parameters_that_are_in_parts_are_left_out_and_noted(world, tmp_path: Pa
 
     assert verdict.difference is None
     assert verdict.notes == ("Not compared, as each process has a part: Sequential._flat_param (1 in all).",)
+
+
+def test_losses_with_weights_are_recorded_as_the_sums_that_they_are(world, tmp_path: Path):
+    (one,) = record(world, tmp_path / "one", 1, "weighted accumulation", steps=1)
+    (plain,) = record(world, tmp_path / "plain", 1, "plain", steps=1)
+    (loss, weight), _ = one["steps"][0]["losses"]
+
+    assert one["steps"][0]["samples"][:4] == plain["steps"][0]["samples"]
+    assert weight == int(weight) > 4  # items of four samples
+    assert 0.3 < (loss / weight) / plain["steps"][0]["losses"][0][0] < 3
 
 
 def test_three_processes_and_no_dropout_are_the_same_training(world, tmp_path: Path):
@@ -136,3 +147,45 @@ def test_an_optimizer_that_is_not_prepared_and_does_no_harm_is_noted(world, tmp_
 
     assert verdict.difference is None
     assert verdict.notes == ("Not prepared: optimizer AdamW.",)
+
+
+def made_up(share: float, after: float, loss: float = 2.0) -> dict[str, Any]:
+    """A record of one step: of `b` the share of all gradients, and its value after the step."""
+    step = {
+        "samples": [1, 2],
+        "losses": [[loss, None]],
+        "rates": [0.1],
+        "norm": None,
+        "gradients": {"a": [1.0, 1.0], "b": [share, share]},
+        "parameters": {"a": [2.0, 2.0], "b": [abs(after), after]},
+    }
+    unprepared: dict[str, list[str]] = {"model": [], "optimizer": [], "loader": []}
+    return {
+        "process": 0,
+        "data_rank": 0,
+        "precision": "no",
+        "initial": {"a": [1.0, 1.0], "b": [0.0, 0.0]},
+        "steps": [step],
+        "not_compared": [],
+        "batch_norm": [],
+        "dropout": [],
+        "draws": False,
+        "unprepared": unprepared,
+    }
+
+
+def test_steps_along_gradients_of_rounding_do_not_count():
+    assert compare(made_up(1e-9, 0.1), [made_up(1e-9, -0.1)]).difference is None
+
+    difference = compare(made_up(1e-2, 0.1), [made_up(1e-2, -0.1)]).difference
+    assert difference is not None
+    assert difference.kind == "parameters"
+    assert difference.text.startswith("b on process 0 is away from that of one process by 2 times")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_what_is_not_finite_in_both_runs_is_alike(loss: float):
+    assert compare(made_up(1.0, 0.1, loss), [made_up(1.0, 0.1, loss)]).difference is None
+    difference = compare(made_up(1.0, 0.1), [made_up(1.0, 0.1, loss)]).difference
+    assert difference is not None
+    assert difference.kind == "loss"

@@ -13,7 +13,7 @@ warnings.simplefilter("ignore")  # some faults are told by warnings of their own
 kind = sys.argv[1]
 accelerator = Accelerator(
     cpu=True,
-    gradient_accumulation_steps=2 if kind in ("optimizer", "accumulation") else 1,
+    gradient_accumulation_steps=2 if kind in ("optimizer", "accumulation", "weighted accumulation") else 1,
     dataloader_config=DataLoaderConfiguration(split_batches=kind == "split batches"),
     fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1])) if "fsdp" in kind else None,
 )
@@ -97,7 +97,7 @@ for _ in range(3):
             errors = ((model(**x) if kind == "padding" else model(x)) - y).square()
             if kind == "mean of means":
                 accelerator.backward((errors * n).sum() / n.sum())
-            elif kind == "weighted":
+            elif kind.startswith("weighted"):
                 accelerator.backward((errors * n).sum(), weight=n.sum())
             elif kind == "sum":
                 accelerator.backward(errors.sum())

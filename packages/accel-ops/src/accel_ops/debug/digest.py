@@ -48,9 +48,6 @@ def _sums_of_rows(numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def _sum(numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """The sum over the last dimension of what mixes the bits of each element with its place."""
-    mixed = numbers.long()
-    # The highest bits into the lower half, as their products alone would all fall off the top.
-    mixed = mixed ^ (mixed >> 32) if numbers.element_size() == 8 else mixed
-    mixed = mixed * places[: numbers.shape[-1]]
+    mixed = numbers.long() * places[: numbers.shape[-1]]
     # Shifted onto itself: a sum of products would not see that the highest bits of two elements change.
     return (mixed ^ (mixed >> 29)).sum(dim=-1)

@@ -260,9 +260,10 @@ class _Comparison:
                 apart = _distance(record["steps"][place]["parameters"], wanted, name)
                 allowed = _UPDATE * self.coarser * changed + _WEIGHT * wanted[name][0]
                 if not apart <= allowed:
+                    process, times = record["process"], apart / changed if changed else math.inf
                     text = (
-                        f"{name} on process {record['process']} is {_relative(apart, changed)} of what "
-                        "training changed in it away from that of one process."
+                        f"{name} on process {process} is away from that of one process by {times:.2g} times "
+                        "what training has changed in it."
                     )
                     yield Difference("parameters", place + 1, text)
 
