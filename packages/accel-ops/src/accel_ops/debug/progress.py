@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -107,8 +108,10 @@ def _groups() -> dict[str, tuple[int, list[int]]]:
 
 def _count(group: Any) -> int:
     # A group may have one backend for each type of device, and one of them for several types.
-    try:
-        backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-        return sum(backend._get_sequence_number_for_group() for backend in backends.values())
-    except (RuntimeError, AttributeError):  # a backend that does not count, such as MPI, or a group that ends
-        return 0
+    counts = {}
+    for device in group._device_types:
+        # A backend may not count (MPI), and a group may be about to end.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend = group._get_backend(device)
+            counts[id(backend)] = int(backend._get_sequence_number_for_group())
+    return sum(counts.values())

@@ -65,7 +65,8 @@ def _in_group(
         return Stuck(group, lowest + 1, tuple(arrived), tuple(rank for rank in ranks if rank not in arrived))
     # All have begun as many: who waits does so in another operation than the rest, or for a silent one.
     away = [rank for rank in ranks if rank not in present or present[rank].left]
-    here = [rank for rank in waiting if present[rank].group == group and present[rank].operation]
+    # Debug mode waits before an operation is begun, so that there may be no group yet.
+    here = [rank for rank in waiting if present[rank].group in ("", group) and present[rank].operation]
     if not (here and away) and not any(present[rank].waits for rank in here):
         return None
     missing = [rank for rank in ranks if rank in away or (rank not in here and not present[rank].waits)]
