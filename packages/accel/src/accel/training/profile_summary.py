@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
@@ -23,7 +23,9 @@ WAIT_S = 60.0
 Totals = Mapping[str, Sequence[float]]
 """Of each operator: calls, microseconds of the CPU, microseconds of the device, bytes."""
 
-_blocks = itertools.count()  # the n-th block of one process belongs to the n-th of every other
+# The default group, and how many blocks there were in it: the n-th of one process is the n-th of every other.
+# The reference is weak, so that a destroyed group is freed.
+_blocks: tuple[weakref.ref[Any], int] | None = None
 
 
 class OperatorTotals:
@@ -77,14 +79,19 @@ def print_summary(totals: OperatorTotals, rows: int, process: Process, failed: b
 
 
 def _store(process: Process) -> Any:
-    number = next(_blocks)
+    global _blocks
     if process.world_size == 1:
         return None
     # Here, as only a summary of several processes needs it.
     from accel_ops.debug.session import default_store
 
     store = default_store()
-    return None if store is None else dist.PrefixStore(f"accel/profile/{number}", store)  # type: ignore[attr-defined]
+    if store is None:
+        return None
+    group = dist.group.WORLD
+    number = _blocks[1] + 1 if _blocks is not None and _blocks[0]() is group else 0
+    _blocks = (weakref.ref(group), number)
+    return dist.PrefixStore(f"accel/profile/{number}", store)  # type: ignore[attr-defined]
 
 
 def table(found: Mapping[int, Totals], rows: int, world_size: int) -> str:
