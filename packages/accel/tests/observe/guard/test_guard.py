@@ -217,6 +217,74 @@ def test_two_optimizers_are_judged_by_their_own_gradients_and_the_common_loss():
     assert (weights(model.first), weights(model.last)) == before
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_closure_is_judged_before_a_parameter_changes(kind: Any, action: str):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[GuardKwargs(action=action)])
+    model = Net()
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+    factors: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 2)).square().mean() * (factors.pop(0) if factors else 1.0)
+        accelerator.backward(loss)
+        return loss.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
+    before, factors = weights(model), [math.nan]
+    said = "Step 2: the loss is nan on rank 0; the gradients of 4 of 4 parameters"
+    told = (
+        pytest.raises(GuardError, match=said) if action == "stop" else pytest.warns(UserWarning, match=said)
+    )
+    with told:
+        optimizer.step(closure)
+    assert weights(model) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
+    assert weights(model) != before
+    assert all(map(math.isfinite, weights(model)))
+
+
+def test_what_a_closure_computes_later_in_a_step_counts_in_none():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[GuardKwargs(action="stop")])
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
+    factors = [1.0, math.inf]  # the second is that of weights which the optimizer tries
+    kept = [item.detach().clone() for item in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 2)).square().mean() * (factors.pop(0) if factors else 1.0)
+        accelerator.backward(loss)
+        return loss.detach()
+
+    optimizer.step(closure)
+    assert not factors
+    with torch.no_grad():
+        for item, value in zip(model.parameters(), kept, strict=True):
+            item.copy_(value)
+    optimizer.state.clear()
+    optimizer.step(closure)
+
+
+def test_a_step_without_a_new_backward_pass_is_not_judged_again():
+    parts = accelerator, model, optimizer, _ = make(GuardKwargs(action="skip"))
+    with pytest.warns(UserWarning, match="skip the step"):
+        one_step(parts, math.nan)
+    before = weights(model)
+    for item in model.parameters():
+        item.grad = torch.ones_like(item)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert weights(model) != before
+    assert not accelerator.optimizer_step_was_skipped
+
+
 def test_a_row_of_bad_steps_warns_of_the_first_ones_and_each_hundredth():
     parts = make(GuardKwargs(action="skip"))
     with warnings.catch_warnings(record=True) as seen:
@@ -233,7 +301,16 @@ def test_a_schedule_of_the_prepared_optimizer_can_be_made():
 
 
 @pytest.mark.parametrize(
-    "given", [{"action": "ignore"}, {"spike": 0.5}, {"max_bundles": 0}, {"spike_window": 2}]
+    "given",
+    [
+        {"action": "ignore"},
+        {"spike": 0.5},
+        {"spike": "10"},
+        {"max_bundles": 0},
+        {"max_bundles": True},
+        {"spike_window": 2},
+        {"bundle": 3},
+    ],
 )
 def test_settings_out_of_range_are_errors(given: dict[str, Any]):
     with pytest.raises(ValueError, match=f"GuardKwargs got {next(iter(given))}="):

@@ -33,6 +33,10 @@ __all__ = ["Guard"]
 _ROW = 10  # warnings of steps in a row that are wrong; from there on every hundredth warns
 
 
+class _StepSkipped(Exception):  # no error: leaves the step of an optimizer that has called a closure
+    pass
+
+
 class Guard(Observer):
     """Looks at the losses and gradients of a run.
 
@@ -44,7 +48,7 @@ class Guard(Observer):
     def __init__(self, run: Run, settings: GuardKwargs) -> None:
         self._run, self._settings = run, settings
         self._losses: list[torch.Tensor] = []
-        self._is_judged = False  # whether an optimizer has stepped since the last backward pass
+        self._judged: set[int] = set()  # the ids of optimizers that have stepped since the last backward pass
         self._measured: dict[int, Measured] = {}  # by the id of the optimizer
         self._has_new = False
         self._order = BackwardOrder()
@@ -95,7 +99,8 @@ class Guard(Observer):
             self._recorder.stop()
 
     def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
-        begins, self._is_judged = self._is_judged, False
+        begins = bool(self._judged)
+        self._judged.clear()
         if begins:
             self._losses.clear()
         if self._recorder is not None:
@@ -117,16 +122,49 @@ class Guard(Observer):
                 own = [item for item in self._run.optimizers if type(item) is AcceleratedOptimizer]
                 self._measured = {id(item): measure(item.param_groups) for item in own}
 
-    def _step(self, plain: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self, plain: Callable[..., Any], optimizer: Any, closure: Callable[[], Any] | None = None
+    ) -> Any:
         if not self._run.gradient_state.sync_gradients:
-            return plain(*args, **kwargs)
+            return plain() if closure is None else plain(closure)
+        if closure is not None:
+            return self._step_by(closure, plain, optimizer)
+        # A second step without a backward pass has nothing new to judge.
+        if id(optimizer) not in self._judged and self._is_to_skip(optimizer):
+            optimizer.skip_step()
+            return None
+        return plain()
+
+    def _step_by(self, closure: Callable[[], Any], plain: Callable[..., Any], optimizer: Any) -> Any:
+        """Step an optimizer whose closure calls backward: judged once it has, before a parameter changes."""
+        is_first = True
+
+        def judged() -> Any:
+            nonlocal is_first
+            loss = closure()
+            # Not again within the step: a line search tries weights that it does not keep.
+            if is_first and self._is_to_skip(optimizer):
+                raise _StepSkipped
+            is_first = False
+            return loss
+
+        try:
+            return plain(judged)
+        except _StepSkipped:
+            optimizer.skip_step()
+            return None
+        finally:
+            self._judged.add(id(optimizer))  # the next step's losses are its own
+
+    def _is_to_skip(self, optimizer: Any) -> bool:
+        """Judge a step: warn of what is wrong, or raise; returns whether to skip it."""
         self._run.engine.owner.finish_window()
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         found = self._judge(optimizer)
-        self._is_judged = True
+        self._judged.add(id(optimizer))
         if found is None:
             self._row = 0
-            return plain(*args, **kwargs)
+            return False
         message, bundle = found
         self._row += 1
         action = self._settings.action
@@ -138,10 +176,7 @@ class Guard(Observer):
         if self._row <= _ROW or self._row % 100 == 0:
             row = f" It is number {self._row} in a row." if self._row > 1 else ""
             warn(message + row + bundle)
-        if action == "skip":
-            optimizer.skip_step()
-            return None
-        return plain(*args, **kwargs)
+        return action == "skip"
 
     def _judge(self, optimizer: Any) -> tuple[str, str] | None:
         """What is wrong with a step, and what became of its bundle; None if nothing is, on any process."""

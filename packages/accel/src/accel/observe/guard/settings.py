@@ -28,11 +28,13 @@ class GuardKwargs(ObserverKwargs):
     Losses are read where `backward` gets them, and gradients once they are complete: at the end of an
     accumulation window, reduced over the processes, and before they are clipped. The processes agree in one
     small collective at each optimizer step, for which an accelerator is waited for. Gradients of fp16 that
-    overflow are the scaler's to skip, and not reported as long as the loss scale is above 1.
+    overflow are the scaler's to skip, and not reported as long as the loss scale is above 1. Where the
+    optimizer gets a closure (LBFGS), the first call of each step is judged.
 
     Args:
         action: "warn", "skip" (the step, on all processes: gradients are dropped, and the schedule does not
-            move) or "stop" (GuardError on all processes); default: ACCELERATE_GUARD, then "warn".
+            move; buffers keep what the forward pass made of them) or "stop" (GuardError on all processes);
+            default: ACCELERATE_GUARD, then "warn".
         bundle: A folder for what recomputes the loss (`accel replay`): the batches of the window, the states
             of the random generators, and a checkpoint, in `step_<number>`; default: ACCELERATE_GUARD_BUNDLE,
             then none.
@@ -63,11 +65,17 @@ class GuardKwargs(ObserverKwargs):
             raise ValueError(
                 f"GuardKwargs got action={self.action!r}; it takes {', '.join(map(repr, _ACTIONS))}."
             )
-        if self.spike is not None and not self.spike > 1:
+        if self.bundle is not None and not isinstance(self.bundle, (str, os.PathLike)):
+            raise ValueError(
+                f"GuardKwargs got bundle={self.bundle!r}; it takes the path of a folder, or None."
+            )
+        # bool is an int to isinstance.
+        is_factor = isinstance(self.spike, (int, float)) and not isinstance(self.spike, bool)
+        if self.spike is not None and not (is_factor and self.spike > 1):
             raise ValueError(f"GuardKwargs got spike={self.spike!r}; it takes a factor above 1, or None.")
         for name, least in (("max_bundles", 1), ("spike_window", 10)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
                     f"GuardKwargs got {name}={value!r}; it takes an integer of at least {least}."
                 )
