@@ -60,7 +60,9 @@ def test_points_are_where_the_axes_say():
     assert labels[f"{y2 + 4:.1f}"] == "10"
 
 
-@pytest.mark.parametrize("points", [[(3.0, math.nan)], [(3.0, 2.0)], [(3.0, 2.0), (4.0, 2.0)], [(0.0, 0.0)]])
+@pytest.mark.parametrize(
+    "points", [[(3.0, math.nan)], [(3.0, 2.0)], [(3.0, 2.0), (4.0, 2.0)], [(0.0, 0.0)], [(1e17, 2.0)]]
+)
 def test_short_and_level_curves_are_drawn(points):
     svg = draw("<loss>", [(0, points)])
     assert 'aria-label="&lt;loss&gt;"' in svg

@@ -273,3 +273,26 @@ def test_numbers_that_json_does_not_have_are_read(tmp_path):
     assert math.isnan(run.curves["x"][2][1])
     assert run.texts == {"x": "other"}
     assert render([run]).count('class="gap"') == 3
+
+
+def test_strange_lines_leave_the_rest_of_the_page(tmp_path):
+    lines = [
+        line(step=1, values={"x": 1.7e308}),
+        line(step=2, values={"x": -1.7e308}),
+        line(step=3, values={"x": 10**400}),
+        line(step=4, values={"x": 1.0}),
+        line(step=math.nan, values={"x": 1.0}),
+        line(step=10**400, values={"x": 1.0}),
+        line(step=5, slow=[{"rank": 1}]),
+        line(table="empty", columns=None, data=None),
+        line(table="ragged", columns=None, data=[[1, 2], [3]]),
+        "[" * 100_000 + "\n",
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "summary.json").write_text(json.dumps({"version": 1, "ranks": []}))
+    (run,) = read_runs(tmp_path)
+    assert run.curves["x"] == [(1.0, math.inf), (2.0, -math.inf), (3.0, math.inf), (4.0, 1.0)]
+    assert run.unread == 5
+    page = Reader(render([run]))
+    assert "Table ragged" in page.words
+    assert "Table empty" not in page.words

@@ -31,7 +31,8 @@ def draw(name: str, curves: Sequence[tuple[int, Points]]) -> str:
     steps = [step for _, points in curves for step, _ in points]
     left, right = min(steps), max(steps)
     if left == right:  # one point, in the middle
-        left, right = left - 1, right + 1
+        around = max(1.0, abs(left) / 1000)  # more than rounding
+        left, right = left - around, right + around
     x_ticks, y_ticks = ticks(left, right), ticks(*_range([value for _, value in finite]))
     low, high = y_ticks[0], y_ticks[-1]
 

@@ -11,6 +11,8 @@ from typing import Any
 
 __all__ = ["Image", "LoggedRun", "Points", "Table", "read_runs"]
 
+_LARGEST = 1e300  # a value above is drawn as an infinite one
+
 Points = list[tuple[float, float]]
 """(step, value), as they were logged; values may be NaN or infinite."""
 
@@ -111,7 +113,8 @@ def _summary(file: Path) -> dict[str, Any] | None:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # written at the end alone
         return None
-    return found if isinstance(found, dict) and found.get("version") == 1 else None
+    is_one = isinstance(found, dict) and found.get("version") == 1 and found.get("ranks")
+    return found if is_one else None
 
 
 def _add_lines(run: LoggedRun, file: Path) -> None:
@@ -126,12 +129,14 @@ def _add_lines(run: LoggedRun, file: Path) -> None:
         try:
             entry = json.loads(line)
             _add(run, entry, file.parent)
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
             run.unread += 1
 
 
 def _add(run: LoggedRun, entry: Mapping[str, Any], folder: Path) -> None:
     step = entry.get("step")
+    if step is not None and not math.isfinite(step):
+        raise ValueError(f"step {step}")
     if "config" in entry:
         run.config = entry["config"]
     for name, value in _flat(entry.get("values", {})):
@@ -144,8 +149,10 @@ def _add(run: LoggedRun, entry: Mapping[str, Any], folder: Path) -> None:
     for name, paths in entry.get("images", {}).items():
         run.images += [Image(name, step, folder / path) for path in paths if _is_inside(path)]
     if "table" in entry:
-        run.tables[entry["table"]] = Table(entry["table"], step, entry["columns"], entry["data"])
-    run.slow += [{"step": step, **slow} for slow in entry.get("slow", [])]
+        rows = [list(row) for row in entry["data"]]
+        run.tables[entry["table"]] = Table(entry["table"], step, list(entry["columns"] or ()), rows)
+    for slow in entry.get("slow", []):
+        run.slow.append({"step": step, **{name: slow[name] for name in ("rank", "part", "ratio")}})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -159,7 +166,12 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
-    return float(value) if isinstance(value, int | float) else None
+    if not isinstance(value, int | float):
+        return None
+    # Beyond, the range of a curve overflows.
+    if abs(value) > _LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return float(value)
 
 
 def _is_inside(path: str) -> bool:
