@@ -185,7 +185,12 @@ def test_steps_along_gradients_of_rounding_do_not_count():
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_what_is_not_finite_in_both_runs_is_alike(loss: float):
-    assert compare(made_up(1.0, 0.1, loss), [made_up(1.0, 0.1, loss)]).difference is None
+    verdict = compare(made_up(1.0, 0.1, loss), [made_up(1.0, 0.1, loss)])
+    assert verdict.difference is None
+    assert verdict.notes == ("The loss is not finite from step 1 on: what comes after cannot be compared.",)
+    nan = float("nan")  # gradients and parameters as well
+    assert compare(made_up(nan, nan, loss), [made_up(nan, nan, loss)]).difference is None
+    assert compare(made_up(1.0, 0.1, loss), [made_up(nan, nan, loss)]).difference is not None
     difference = compare(made_up(1.0, 0.1), [made_up(1.0, 0.1, loss)]).difference
     assert difference is not None
     assert difference.kind == "loss"

@@ -172,7 +172,7 @@ class _Comparison:
             for name, sketch in first.items():
                 if name in record["initial"]:
                     apart = _distance(record["initial"], first, name)
-                    if not apart <= _WEIGHT * sketch[0]:
+                    if apart and not apart <= _WEIGHT * sketch[0]:
                         text = (
                             f"{name} starts from other values on process {record['process']}: "
                             f"{_relative(apart, sketch[0])} away from those of one process."
@@ -235,7 +235,8 @@ class _Comparison:
             for record in self.many:
                 found = record["steps"][place]["gradients"]
                 apart = _distance(found, wanted, name)
-                if not apart <= allowed * (sketch[0] + 0.1 * total):
+                # Not a number on both sides is the same, and no limit is above it.
+                if apart and not apart <= allowed * (sketch[0] + 0.1 * total):
                     text = (
                         f"The gradient of {name} on process {record['process']} is "
                         f"{_relative(apart, sketch[0])} away from that of one process."
@@ -259,7 +260,7 @@ class _Comparison:
             for record in self.many:
                 apart = _distance(record["steps"][place]["parameters"], wanted, name)
                 allowed = _UPDATE * self.coarser * changed + _WEIGHT * wanted[name][0]
-                if not apart <= allowed:
+                if apart and not apart <= allowed:
                     process, times = record["process"], apart / changed if changed else math.inf
                     text = (
                         f"{name} on process {process} is away from that of one process by {times:.2g} times "
@@ -365,6 +366,10 @@ class _Comparison:
                 yield f"Not prepared: {kind} {', '.join(names)}."
         if not any(step["samples"] for step in self.one["steps"]):
             yield "No samples were seen: neither a DataLoader nor the arguments of the model had tensors."
+        for place, step in enumerate(self.one["steps"][:length]):
+            if step["losses"] and not math.isfinite(_mean_loss([step])):
+                yield f"The loss is not finite from step {place + 1} on: what comes after cannot be compared."
+                break
         if self.one["precision"] != "no":
             yield (
                 f"The script trains in {self.one['precision']}, so that only differences above "
