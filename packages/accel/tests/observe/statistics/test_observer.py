@@ -190,6 +190,29 @@ def test_skipped_batches_are_not_counted_and_those_left_are(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 4
 
 
+def test_batches_that_are_read_before_the_passes_of_their_window_all_count(tmp_path):
+    accelerator = accelerator_with(tmp_path, gradient_accumulation_steps=3)
+    loader, model = accelerator.prepare(DataLoader(Numbers(18), batch_size=3), torch.nn.Linear(4, 1))
+    batches = iter(loader)
+    for _ in range(2):
+        for batch in [next(batches) for _ in range(3)]:
+            accelerator.backward(model(batch).sum())
+            accelerator.backward(model(batch).sum())  # a second loss of the window's batches adds none
+    accelerator.end_training()
+    assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 18
+
+
+def test_files_that_cannot_be_written_do_not_stop_training(tmp_path):
+    (tmp_path / "file").touch()
+    accelerator = accelerator_with(tmp_path / "file" / "folder", every=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(accelerator, Model(), DataLoader(Numbers(24), batch_size=3))
+        accelerator.end_training()
+    texts = [str(item.message) for item in said]
+    assert sum("Statistics cannot write" in text and "Training goes on" in text for text in texts) == 1
+
+
 def test_what_is_evaluated_between_two_steps_is_not_counted(tmp_path):
     accelerator = accelerator_with(tmp_path)
     model, loader, other = accelerator.prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -58,7 +59,7 @@ class Statistics(Observer):
         self._slow_before: set[int] = set()  # at the last gather
         self._gathers = 0
         self._steps_of: list[int] = []  # per optimizer
-        self._unused: dict[int, int] = {}  # per loader: samples read since the last backward pass
+        self._unused: dict[int, deque[int]] = {}  # per loader: sizes of the batches that are not used yet
         self._before = (0, 0, dict(self.clock.seconds))  # steps, samples and seconds at the last gather
         self._pending: list[tuple[Any, torch.Tensor, int]] = []  # the work, its result, the step
         self._awaits_gradients = False
@@ -120,9 +121,7 @@ class Statistics(Observer):
             found = self._find_slow([own["seconds"] for own in ranks], steps)
             self._note_slow(found, 1, summary["steps"])
         summary["slow"] = list(self.slow.values())
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        self._write("summary.json", json.dumps(summary, indent=1) + "\n", mode="w")
         if self.settings.summary:
             print(render(summary), flush=True)
 
@@ -144,16 +143,16 @@ class Statistics(Observer):
     def _got_batch(self, loader: Any, batch: Any) -> None:
         real = getattr(loader, "real_samples", None)  # None where nothing is padded
         count = ignorant_find_batch_size(batch) if real is None else real[self.loaders.data_shard[0]]
-        self._unused[id(loader)] = count or 0
+        self._unused.setdefault(id(loader), deque()).append(count or 0)
 
     def _end_pass(self, loader: Any) -> None:
-        self._unused.pop(id(loader), None)  # a last batch that was only evaluated
+        self._unused.pop(id(loader), None)  # batches that were only evaluated
 
     def _use_samples(self) -> None:
-        # What is read and not followed by a backward pass is evaluated.
-        if self._unused:
-            self.samples += sum(self._unused.values())
-            self._unused.clear()
+        # One batch of each loader: some loops read those of a window before its first backward pass.
+        for sizes in self._unused.values():
+            if sizes:
+                self.samples += sizes.popleft()
 
     def _stepped(self, index: int) -> None:
         self._steps_of[index] += 1
@@ -232,9 +231,23 @@ class Statistics(Observer):
         line["slow"] = [
             {"rank": slow.rank, "part": slow.part, "ratio": round(slow.ratio, 3)} for slow in found
         ]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "statistics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._write("statistics.jsonl", json.dumps(line) + "\n", mode="a")
+
+    def _write(self, name: str, text: str, mode: str) -> None:
+        """Write to a file of the folder; one that cannot be written does not stop training."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / name).open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            warn(
+                f"Statistics cannot write {self.folder / name}: {type(error).__name__}: {error}. Training "
+                "goes on; no file of statistics is written from here on.",
+                about="process",
+            )
+            self.folder = None
 
     def _find_slow(self, seconds: list[dict[str, float]], steps: list[int]) -> list[Straggler]:
         return find_stragglers(seconds, steps, self.settings.slow, hides_waits=not self._awaits_gradients)
