@@ -69,8 +69,13 @@ DIFFERENCES = {
     "parameter": (
         "parameter Net.last.weight (float32 (1, 3), requires grad) is the first to differ.",
         "up to 0.25 away from process 0",
+        "train weights of their own",
     ),
-    "buffer": ("buffer Net.mean (float32 (3,)) is the first to differ.", "up to 1.5 away"),
+    "buffer": (
+        "buffer Net.mean (float32 (3,)) is the first to differ.",
+        "up to 1.5 away",
+        "leave buffers out with buffers=False",
+    ),
     "unsaved buffer": ("unsaved buffer Net.table (float32 (4,)) is the first to differ.", "up to 3 away"),
     "nan on one": ("buffer Net.mean (float32 (3,)) is the first to differ.", "up to nan away"),
     "exchanged": ("unsaved buffer Net.table", "up to 1 away"),
@@ -102,6 +107,11 @@ def test_the_first_difference_is_named_on_every_process(world, kind):
 @pytest.mark.parametrize("kind", ["alike", "nan"])
 def test_what_is_alike_passes_and_nan_is_equal_to_itself(world, kind):
     assert world.run(compare, kind, size=3) == [[], [], []]
+
+
+def test_what_is_no_model_is_an_error():
+    with pytest.raises(TypeError, match="verify_sync got a Tensor; it takes models"):
+        verify_sync(torch.ones(3))
 
 
 @pytest.mark.parametrize("kind", ["parameter", "python"])

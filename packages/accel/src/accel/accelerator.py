@@ -384,7 +384,8 @@ class Accelerator(
             rng: Whether to compare random generators (they differ after `set_seed(device_specific=True)`).
 
         Returns:
-            The names of what was not compared: tensors of which each process has a part of its own.
+            The names of what was not compared: tensors of which each process has a part of its own, and
+            sparse or quantized ones.
 
         Raises:
             DistributedOperationException: On every process, if something differs: which parameter, buffer or

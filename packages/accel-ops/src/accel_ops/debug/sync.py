@@ -37,6 +37,11 @@ _HINT = (
     "Processes train weights of their own from here on. Something changed it on some processes alone: under "
     "an `if` of the rank, by other random numbers, or by a gradient that was not averaged."
 )
+_BUFFER_HINT = (
+    "Each process has its own where nobody averages it, as with running statistics of batch norm: leave "
+    "buffers out with buffers=False. Otherwise something changed it under an `if` of the rank, or by other "
+    "random numbers or data."
+)
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,18 @@ def verify_sync(
         is_part: Whether each process has a part of its own of a tensor, which is not compared then.
 
     Returns:
-        The names of what was not compared, as no other process has it alike.
+        The names of what was not compared: no other process has it alike, or it has no plain bits (sparse
+        and quantized tensors, tensors without data).
 
     Raises:
+        TypeError: If one of the models is no module.
         DistributedOperationException: On every process, if something differs; the message names the first in
             the order of the models, the processes and how far they are apart.
         RuntimeError: If the process group has been destroyed.
     """
+    for model in models:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"verify_sync got a {type(model).__name__}; it takes models (torch.nn.Module).")
     process = process or current_process()
     if process.world_size == 1:
         return []
@@ -307,7 +317,8 @@ def _describe(place: int, everyone: Sequence[Sequence[_Entry]], distances: Seque
             [f"{_BEGIN} {first.name} random generator is the first to differ.", *lines, _RNG_HINT]
         )
     form = f" ({first.form})" if len(forms) == 1 else ""
-    return "\n".join([f"{_BEGIN} the {first.kind} {first.name}{form} is the first to differ.", *lines, _HINT])
+    hint = _HINT if first.kind == "parameter" else _BUFFER_HINT
+    return "\n".join([f"{_BEGIN} the {first.kind} {first.name}{form} is the first to differ.", *lines, hint])
 
 
 def _describe_names(place: int, rows: Sequence[_Entry | None], everyone: Sequence[Sequence[_Entry]]) -> str:
