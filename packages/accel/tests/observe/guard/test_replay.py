@@ -197,6 +197,47 @@ def bad_steps(parts: tuple[Any, ...]) -> list[str]:
     return [str(item.message) for item in seen]
 
 
+CLOSURE_SCRIPT = """
+import sys
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.observe.guard import GuardKwargs
+
+torch.manual_seed(1)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[GuardKwargs("skip", bundle=sys.argv[1])])
+model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Dropout(0.5))
+data = torch.rand(12, 3)
+data[7] = float("inf")
+optimizer = torch.optim.LBFGS(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 4))
+for batch in loader:
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        return loss.detach()
+
+    optimizer.step(closure)
+"""
+
+
+def test_a_loop_whose_optimizer_takes_a_closure(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    script = tmp_path / "closure.py"
+    script.write_text(CLOSURE_SCRIPT)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", [str(script), str(tmp_path / "bundles")])
+        runpy.run_path(str(script), run_name="__main__")
+    assert replay(monkeypatch, tmp_path / "bundles" / "step_2") == 0
+    out = capsys.readouterr().out
+    assert out.count("the same\n") == 1
+    assert out.endswith("All losses are the same.\n")
+
+
 def test_no_more_bundles_than_asked_for_and_none_is_overwritten(tmp_path: Path):
     (tmp_path / "step_1").mkdir()
     texts = bad_steps(make(tmp_path, max_bundles=2, action="skip"))

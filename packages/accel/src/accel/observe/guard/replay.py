@@ -75,7 +75,12 @@ class _Replay(Observer):
 
     def optimizer_prepared(self, optimizer: Any) -> None:
         """Leave its steps out: the window is computed with one set of weights."""
-        put(optimizer, "step", MethodType(lambda *_, **__: None, optimizer))
+
+        def step(_: Any, closure: Callable[[], Any] | None = None) -> None:
+            if closure is not None and self._run.gradient_state.sync_gradients:
+                closure()  # which calls backward
+
+        put(optimizer, "step", MethodType(step, optimizer))
 
     def loader_prepared(self, loader: Any) -> None:
         """Hand out the bundle's batches in the place of its own."""
