@@ -122,6 +122,25 @@ def test_a_slow_process_is_named_with_the_part(world, tmp_path, part, capfd):
     assert values["statistics/step_ms"] >= values["statistics/own_ms/slowest"]
 
 
+def held_up_once(folder):
+    """12 steps, in one of which process 1 is held up."""
+    accelerator = accelerator_with(folder, every=4, slow=5.0)
+    model, loader = accelerator.prepare(Model(0.004), DataLoader(Numbers(48), batch_size=2))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.001))
+    for number, batch in enumerate(loader):
+        time.sleep(0.8 if number == 5 and accelerator.process_index == 1 else 0)
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+    accelerator.end_training()
+
+
+def test_a_process_that_is_held_up_once_is_not_called_slow(world, tmp_path):
+    world.run(held_up_once, tmp_path, size=2)
+    lines = [json.loads(line) for line in (tmp_path / "statistics.jsonl").read_text().splitlines()]
+    assert [slow["rank"] for slow in lines[1]["slow"]] == [1]
+    assert json.loads((tmp_path / "summary.json").read_text())["slow"] == []
+
+
 def test_nothing_is_named_where_all_are_alike(world, tmp_path):
     assert world.run(uneven_run, tmp_path, "nothing", 8.0) == [[], []]
     assert json.loads((tmp_path / "summary.json").read_text())["slow"] == []
