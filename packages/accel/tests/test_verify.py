@@ -45,6 +45,7 @@ def test_a_program_that_cannot_be_verified_exits_with_2(tmp_path: Path, program:
         ([], "No script was given"),
         (["--num_processes", "1", "x.py"], "give 2 or more"),
         (["--steps", "0", "x.py"], "give 1 or more"),
+        (["--json", "none/found.json", "x.py"], "--json is none/found.json: its folder is not there"),
         (["--num_machines", "2", "x.py"], "on one machine"),
     ],
 )

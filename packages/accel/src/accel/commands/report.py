@@ -53,7 +53,7 @@ def report_command(args: argparse.Namespace) -> None:
         args: The parsed arguments.
 
     Raises:
-        LaunchError: If there is nothing of a run.
+        LaunchError: If there is nothing of a run, or the page cannot be written.
     """
     from accel.observe.report.page import render
     from accel.observe.report.read import read_runs
@@ -64,5 +64,8 @@ def report_command(args: argparse.Namespace) -> None:
         raise LaunchError(str(error)) from None
     folder = args.run if args.run.is_dir() else args.run.parent
     output = args.output or folder / "report.html"
-    output.write_text(render(runs), encoding="utf-8")
+    try:
+        output.write_text(render(runs), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{output} cannot be written: {error.strerror}. Give a file with -o.") from None
     print(output)

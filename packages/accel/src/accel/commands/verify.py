@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.observe.same_training import Verdict, compare
+from accel.trackers.jsonl import valid_json
 from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
 from accel_state import env
@@ -105,7 +106,7 @@ def verify_command(args: argparse.Namespace) -> int:
     print(_text(verdict, args.training_script, size))
     if args.json is not None:
         same = {"same": verdict.difference is None, "num_processes": size}
-        Path(args.json).write_text(json.dumps(same | dataclasses.asdict(verdict), indent=2))
+        Path(args.json).write_text(json.dumps(valid_json(same | dataclasses.asdict(verdict)), indent=2))
     return int(verdict.difference is not None)
 
 
@@ -114,6 +115,8 @@ def _check(args: argparse.Namespace, size: int) -> None:
         raise LaunchError("No script was given: accel verify [flags] SCRIPT [arguments of the script].")
     if size < 2:
         raise LaunchError(f"--num_processes is {size}: give 2 or more, which are compared with one.")
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        raise LaunchError(f"--json is {args.json}: its folder is not there. Make it first.")
     if args.steps < 1:
         raise LaunchError(f"--steps is {args.steps}: give 1 or more.")
     if args.num_machines not in (None, 1):

@@ -14,7 +14,7 @@ from typing import Any
 from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.values import images, plain, table_rows
 
-__all__ = ["JSONLTracker"]
+__all__ = ["JSONLTracker", "valid_json"]
 
 
 class JSONLTracker(GeneralTracker):
@@ -117,7 +117,7 @@ class JSONLTracker(GeneralTracker):
         try:
             text = _ENCODER.encode(line)
         except (TypeError, ValueError):  # a key that is no string, or a number that JSON does not have
-            text = _ENCODER.encode(_valid(plain(line)))
+            text = _ENCODER.encode(valid_json(plain(line)))
         data = f"\n{text}\n".encode() if self._ends_in_half else f"{text}\n".encode()
         written = os.write(self._file, data)
         self._ends_in_half = written < len(data)
@@ -133,12 +133,12 @@ def _now() -> float:
     return round(time.time(), 3)
 
 
-def _valid(value: Any) -> Any:
-    """Write out NaN and infinities as text."""
+def valid_json(value: Any) -> Any:
+    """Write out NaN and infinities as text: JSON has neither."""
     if isinstance(value, dict):
-        return {key: _valid(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_valid(item) for item in value]
+        return {key: valid_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [valid_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -207,6 +207,12 @@ def test_what_is_no_run_is_an_error(tmp_path, capsys, name, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    write_run(tmp_path)
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "none/page.html")]) == 2
+    assert "none/page.html cannot be written: No such file or directory." in capsys.readouterr().err
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless --no-sandbox --hide-scrollbars --disable-gpu --disable-quic --no-first-run "
