@@ -102,8 +102,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         if field is None:
             names = ", ".join(kind.__name__ for kind in _FIELD_OF)
             raise TypeError(
-                f"kwargs_handlers got {handler!r}; it takes instances of {names}, settings of observers "
-                "(see accel.observe), and those of an engine that another package adds."
+                f"kwargs_handlers got {handler!r}; it takes instances of {names}, settings of "
+                "observers (GuardKwargs, StatisticsKwargs and WatchdogKwargs of accel.observe), and settings "
+                "of an engine that another package adds."
             )
         if field in found:
             raise ValueError(_two_of(type(found[field]), type(handler)))
