@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 
-from accel.drop_in.finder import INTERFACE_VERSION, install, is_active
+from accel.drop_in.finder import install, is_active
+from accel.drop_in.interface import INTERFACE_VERSION
 from accel_state import env
 
 __all__ = ["INTERFACE_VERSION", "activate", "is_active"]

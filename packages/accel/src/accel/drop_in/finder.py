@@ -12,13 +12,12 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from accel.drop_in.interface import INTERFACE_VERSION
+
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["INTERFACE_VERSION", "AccelFinder", "AccelLoader", "Accelerate", "install", "is_active"]
-
-INTERFACE_VERSION = "1.15.0"
-"""The release of accelerate whose documented interface accel has; programs compare it."""
+__all__ = ["AccelFinder", "AccelLoader", "Accelerate", "install", "is_active"]
 
 _NAME = "accelerate"
 _PACKAGES = ("accel", "accel_ckpt", "accel_data", "accel_launch", "accel_ops", "accel_optim", "accel_state")

@@ -7,7 +7,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
-from accel.drop_in.finder import INTERFACE_VERSION
+from accel.drop_in.interface import INTERFACE_VERSION
 
 __all__ = ["AccelDistribution"]
 

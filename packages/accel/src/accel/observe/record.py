@@ -20,8 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from accel.engines.common.loader import EngineLoader
-from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.base import ObserverKwargs
 from accel.observe.fingerprint import sample_digests, sketch
+from accel.observe.observer import Observer
 from accel_data.loader.iteration import PreparedLoader
 from accel_ops.modules import extract_model_from_parallel
 from accel_optim.optimizer import AcceleratedOptimizer

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.base import ObserverKwargs
+from accel.observe.observer import Observer
 from accel_ops.debug.watchdog import Watchdog
 from accel_state import env
 from accel_state.logging.warning import warn

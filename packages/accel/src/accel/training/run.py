@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from accel.engines import Engine
-    from accel.observe.base import Observer
+    from accel.observe.observer import Observer
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
     from accel_optim.scheduler import AcceleratedScheduler

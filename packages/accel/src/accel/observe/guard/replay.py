@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.observe.attach import follow, put
-from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.base import ObserverKwargs
 from accel.observe.guard.batch import BatchError, decode
 from accel.observe.guard.bundle import read_facts, read_window, shown
 from accel.observe.guard.record import called, model_buffers
+from accel.observe.observer import Observer
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import rank_of
 from accel_ckpt.run.rng import set_rng_state

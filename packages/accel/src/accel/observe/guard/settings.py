@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.base import ObserverKwargs
+from accel.observe.observer import Observer
 from accel_state import env
 
 if TYPE_CHECKING:

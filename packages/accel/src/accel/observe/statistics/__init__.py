@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.observe.base import Observer, ObserverKwargs
+from accel.observe.base import ObserverKwargs
+from accel.observe.observer import Observer
 from accel_state import env
 
 if TYPE_CHECKING:

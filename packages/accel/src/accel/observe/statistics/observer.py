@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.observe.base import Observer
+from accel.observe.observer import Observer
 from accel.observe.statistics import attach
 from accel.observe.statistics.clock import PARTS, Clock
 from accel.observe.statistics.stragglers import OWN_PARTS, Straggler, find_stragglers

@@ -1,0 +1,8 @@
+"""Which interface accel has."""
+
+from __future__ import annotations
+
+__all__ = ["INTERFACE_VERSION"]
+
+INTERFACE_VERSION = "1.15.0"
+"""The release of accelerate whose documented interface accel has; programs compare it."""
