@@ -32,7 +32,7 @@ def shape(text: str) -> list[str]:
     """What of a profile's summary is the same on every machine: its lines without operators and numbers."""
     # Any operator may be among the first: a busy machine lengthens whatever it interrupts.
     lines = re.sub(r"^(?!all ).+?(?= +\d+ +[\d.]+ )", "OPERATOR", text, flags=re.MULTILINE).splitlines()
-    return [re.sub(r"[\d.]+", "0", re.sub(r" +", " ", line)) for line in lines]
+    return [re.sub(r"[\d,]*\d[\d.]*", "0", re.sub(r" +", " ", line)) for line in lines]
 
 
 @pytest.mark.usefixtures("fresh_state")

@@ -27,7 +27,7 @@ def test_a_skip_is_a_failure_where_all_libraries_must_be_there(tmp_path, variabl
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
     environment = {**os.environ, "TRACKERS_NO_SKIPS": variable, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run(
-        [*command, "--continue-on-collection-errors", "-p", "no:cacheprovider"],
+        [*command, "-rN", "--continue-on-collection-errors", "-p", "no:cacheprovider"],
         env=environment,
         capture_output=True,
         text=True,
