@@ -14,7 +14,6 @@ from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.offloaded_state import keep_state
 from accel.big_models.hooks.prefetch import Prefetcher, bring_in
 from accel.big_models.hooks.slots import Device, Slot, TiedParameters, as_device, list_tensors, tied_key
-from accel.big_models.hooks.untraced import run_untraced
 from accel.big_models.parameters import (
     META,
     bring_to,
@@ -23,6 +22,7 @@ from accel.big_models.parameters import (
     move,
     on_meta,
 )
+from accel.models.untraced import run_untraced
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device
 

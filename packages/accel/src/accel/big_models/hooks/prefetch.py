@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.big_models.hooks.base import Arguments, ModelHook
-from accel.big_models.hooks.untraced import run_untraced
+from accel.models.untraced import run_untraced
 from accel_ckpt.weights.mapped import read_pages
 
 __all__ = ["EndOfForward", "Prefetcher", "bring_in"]

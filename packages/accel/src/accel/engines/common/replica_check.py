@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.engines.fsdp1 import flat
 from accel_ops.debug.digest import digest
 from accel_state import env
 
@@ -83,6 +81,11 @@ class ReplicaCheck:
 
 def _replicas(parameter: torch.Tensor) -> Iterator[tuple[dist.ProcessGroup | None, torch.Tensor]]:
     """This process's part of a parameter, with each group whose processes have the same; None is all."""
+    # Here: with them comes what sharded models alone need, which takes half a second to import.
+    from torch.distributed.tensor import DTensor
+
+    from accel.engines.fsdp1 import flat
+
     if flat.is_flattened(parameter) or parameter.is_meta:
         return  # each process has a part of its own
     if not isinstance(parameter, DTensor):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.engines.base import Joining
 from accel.engines.common.loose import average_gradients
 from accel.engines.common.owner import TrainingOwner
+from accel.models.untraced import run_untraced
 from accel_ops.trees.walk import flatten
 
 if TYPE_CHECKING:
@@ -119,20 +120,20 @@ class _Local:
         # What torch.compile sees has to call a function that it leaves alone, whose wrapper costs more than
         # all else in a step of other programs.
         if torch.compiler.is_compiling() or self.models:
-            self._follow(model, output)
+            run_untraced(_follow, self.models, model, output)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _follow(self, model: Any, output: Any) -> None:
-        """After a forward pass that DDP follows, learn whether a backward pass comes through it."""
-        # Its last backward pass is the one that DDP reduces; `require_forward_param_sync` (private in torch)
-        # says that DDP armed its reducer for it.
-        if model in self.models and model.require_forward_param_sync and torch.is_grad_enabled():
-            discard = _Discard(self.models, model)
-            for item in flatten(output)[0]:
-                if item.requires_grad:
-                    # A hook on an output runs before the gradients behind it arrive, and only if backward
-                    # comes this way.
-                    item.register_hook(discard)  # type: ignore[no-untyped-call]
+
+def _follow(models: weakref.WeakSet[torch.nn.Module], model: Any, output: Any) -> None:
+    """After a forward pass that DDP follows, learn whether a backward pass comes through it."""
+    # Its last backward pass is the one that DDP reduces; `require_forward_param_sync` (private in torch)
+    # says that DDP armed its reducer for it.
+    if model in models and model.require_forward_param_sync and torch.is_grad_enabled():
+        discard = _Discard(models, model)
+        for item in flatten(output)[0]:
+            if item.requires_grad:
+                # A hook on an output runs before the gradients behind it arrive, and only if backward
+                # comes this way.
+                item.register_hook(discard)  # type: ignore[no-untyped-call]
 
 
 class _Discard:

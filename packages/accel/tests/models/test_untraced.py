@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from accel.big_models.hooks.untraced import run_untraced
+from accel.models.untraced import run_untraced
 
 calls: list[tuple[int, bool]] = []
 
