@@ -141,6 +141,7 @@ def check_everything_can_be_imported_at_once():
     names = {}
     exec("from accelerate.utils.dataclasses import *", names)
     assert names["DistributedType"] is DistributedType
+    assert set(accelerate.__all__) == set(accel.__all__)
 
 
 def check_a_function_keeps_its_place_beside_the_module_of_its_name():
@@ -178,27 +179,84 @@ def check_pickles_of_the_other_name_load():
     (FOLDER / "made.pkl").write_bytes(pickle.dumps(accelerate.ProfileKwargs(with_stack=True)))
 
 
+def check_the_top_module_can_be_pickled():
+    # As cloudpickle and dill do for functions that use it.
+    assert pickle.loads(pickle.dumps(accelerate)) is accelerate
+
+
+def check_every_module_can_be_walked_to():
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(accelerate.__path__, "accelerate.")
+        if module.name.partition(".")[2].count(".") < 2 and not module.name.endswith("__main__")
+    ]
+    assert len(names) > 60
+    for name in names:
+        if importlib.util.find_spec(name.replace("accelerate", "accel", 1)).loader is not None:
+            assert importlib.util.find_spec(name) is not None, name
+
+
+def check_a_new_import_after_the_first_is_forgotten():
+    class_before, modules = DistributedType, dict(sys.modules)
+    for name in [name for name in modules if name.partition(".")[0] == "accelerate"]:
+        del sys.modules[name]
+    again = importlib.import_module("accelerate.utils.dataclasses")
+    assert again is accel.utils.dataclasses
+    assert importlib.import_module("accelerate").DistributedType is class_before
+    sys.modules.update(modules)
+
+
 def check_copyreg():
     with mock.patch.dict(copyreg.dispatch_table):
         copyreg.pickle(accelerate.ProfileKwargs, lambda value: (dict, ()))
         assert pickle.loads(pickle.dumps(accel.ProfileKwargs())) == {}
 
 
-def check_logging():
-    text, logger = io.StringIO(), logging.getLogger("accel_ckpt.weights.load")
-    theirs = logging.getLogger("accelerate")
+def heard(logger, level):
+    """What a logger passes on to handlers of "accelerate"."""
+    text = io.StringIO()
     handler = logging.StreamHandler(text)
-    theirs.addHandler(handler)
-    logger.debug("too low")
+    logging.getLogger("accelerate").addHandler(handler)
+    logger.log(level, "heard")
+    logging.getLogger("accelerate").removeHandler(handler)
+    return text.getvalue()
+
+
+def check_logging():
+    logger, theirs = logging.getLogger("accel_ckpt.weights.load"), logging.getLogger("accelerate")
+    assert heard(logger, logging.DEBUG) == ""
     theirs.setLevel(logging.DEBUG)
-    logger.debug("heard")
+    assert heard(logger, logging.DEBUG) == "heard\n"
     theirs.setLevel(logging.ERROR)
     assert not logging.getLogger("accel.big_models").isEnabledFor(logging.WARNING)
-    logger.warning("silenced")
+    assert heard(logger, logging.WARNING) == ""
     theirs.setLevel(logging.NOTSET)
-    theirs.removeHandler(handler)
-    assert text.getvalue() == "heard\n"
     assert isinstance(importlib.import_module("accelerate.logging").get_logger("x"), MultiProcessAdapter)
+
+
+def check_loggers_of_modules():
+    modules = {
+        "accelerate.utils.modeling": ("accel_ckpt.weights.load", "accel.big_models.placement.memory"),
+        "accelerate.utils.other": ("accel_ckpt.files.tensors",),
+        "accelerate.utils": ("accel_ckpt.weights.load", "accel_ckpt.files.tensors"),
+        "accelerate.accelerator": ("accel.training.arguments", "accel.engines"),
+    }
+    for theirs, ours in modules.items():
+        for name in ours:
+            logging.getLogger(theirs).setLevel(logging.DEBUG)
+            assert heard(logging.getLogger(name), logging.DEBUG) == "heard\n", (theirs, name)
+            logging.getLogger(theirs).setLevel(logging.ERROR)
+            assert heard(logging.getLogger(name), logging.WARNING) == "", (theirs, name)
+        logging.getLogger(theirs).setLevel(logging.NOTSET)
+    assert heard(logging.getLogger("accel_ckpt.files.tensors"), logging.WARNING) == "heard\n"
+
+
+def check_levels_of_accel_s_own_loggers_hold_too():
+    for package, name in (("accel_ckpt", "accel_ckpt.files.tensors"), ("accel", "accel.training.arguments")):
+        logging.getLogger(package).setLevel(logging.DEBUG)
+        assert heard(logging.getLogger(name), logging.DEBUG) == "heard\n"
+        logging.getLogger(package).setLevel(logging.NOTSET)
+        assert heard(logging.getLogger(name), logging.DEBUG) == ""
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from itertools import accumulate
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["AccelFinder", "AccelLoader", "Accelerate", "install", "is_active"]
 
 _NAME = "accelerate"
-_PACKAGES = ("accel", "accel_ckpt", "accel_data", "accel_launch", "accel_ops", "accel_optim", "accel_state")
+# The logger of accelerate above that of each package: the functions of three are documented in its utils.
+_PACKAGES = {
+    "accel": "accelerate",
+    "accel_ckpt": "accelerate.utils",
+    "accel_data": "accelerate",
+    "accel_launch": "accelerate",
+    "accel_ops": "accelerate.utils",
+    "accel_optim": "accelerate",
+    "accel_state": "accelerate.utils",
+}
+# The loggers of accel that write what the functions of a documented module log.
+_LOGGERS = {
+    "accelerate.accelerator": ("accel.engines", "accel.training.arguments"),
+    "accelerate.utils.environment": ("accel_state.devices.affinity",),
+    "accelerate.utils.modeling": ("accel_ckpt.weights.load", "accel.big_models.placement.memory"),
+    "accelerate.utils.other": ("accel_ckpt.files.tensors",),
+}
 _ASK = (
     "accel stands for accelerate here (accel.drop_in), with the documented interface of "
     f'{INTERFACE_VERSION}. If a program needs this name, ask for it: see "Questions and requests" in the '
@@ -43,15 +60,30 @@ def install() -> None:
         )
     # First, so that an installed accelerate is not found.
     sys.meta_path.insert(0, AccelFinder())
-    # Levels and handlers that programs set for "accelerate" hold for what accel logs. Only these loggers have
-    # the root as their parent; logging sets a parent when it makes a logger, and leaves it then.
-    for package in _PACKAGES:
-        logging.getLogger(package).parent = logging.getLogger(_NAME)
+    _join_loggers()
 
 
 def is_active() -> bool:
     """Return whether `import accelerate` gives accel in this process."""
     return any(isinstance(finder, AccelFinder) for finder in sys.meta_path)
+
+
+def _join_loggers() -> None:
+    """Have levels and handlers of accelerate's loggers hold for what accel logs, as those of its own do."""
+    # Only these loggers have the root as their parent; logging sets a parent when it makes a logger, and then
+    # leaves it unless a logger between the two is made.
+    for package, documented in _PACKAGES.items():
+        logging.getLogger(package).parent = logging.getLogger(documented)
+    for documented, names in _LOGGERS.items():
+        for name in names:
+            # Made now, as a logger that is made later takes the place of its children's parent.
+            for package in accumulate(name.split(".")[:-1], "{}.{}".format):
+                logging.getLogger(package)
+        between = logging.getLogger(documented)
+        # A logger has one parent: what stands above the second name's logger is left to "accelerate".
+        between.parent = logging.getLogger(names[0].rpartition(".")[0])
+        for name in names:
+            logging.getLogger(name).parent = between
 
 
 class AccelFinder(MetaPathFinder):
@@ -207,6 +239,15 @@ class Accelerate(ModuleType):
 
     def __repr__(self) -> str:
         return repr(self._accel)
+
+    def __reduce__(self) -> tuple[Callable[[], ModuleType], tuple[()]]:
+        # For cloudpickle and dill, which pickle a module by its name: they know no other classes of modules.
+        return _view, ()
+
+
+def _view() -> ModuleType:
+    """Return the module that a pickled view of accel stands for: accel itself where the switch is off."""
+    return import_module(_NAME if is_active() else "accel")
 
 
 def _explaining(module: ModuleType, known: Callable[[str], Any] | None) -> Callable[[str], Any]:
