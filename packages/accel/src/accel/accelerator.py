@@ -14,12 +14,11 @@ import torch
 from accel.engines.choice import choose
 from accel.engines.common.checks import mapped_devices
 from accel.engines.start import start_engine
-from accel.observe import sync
 from accel.observe.start import start_observers
 from accel.saving.methods import CheckpointControl
 from accel.trackers import registry
 from accel.trackers.session import TrackerControl
-from accel.training import arguments, metrics
+from accel.training import arguments
 from accel.training.agreement import Agreement
 from accel.training.arguments import UNSET
 from accel.training.attributes import RunAttributes
@@ -33,11 +32,9 @@ from accel.training.prepare import (
     prepare_models_and_optimizers,
     prepare_scheduler,
 )
-from accel.training.profiling import profile
 from accel.training.run import Run
 from accel.training.uneven import join_uneven_inputs
 from accel_data.config import DataLoaderConfiguration
-from accel_data.skip import skip_first_batches
 from accel_ops.collectives import operations, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
@@ -191,6 +188,8 @@ class Accelerator(
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader over the rest of the epoch, without reading the first `num_batches`."""
+        from accel_data.skip import skip_first_batches
+
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     # Preparing
@@ -321,6 +320,8 @@ class Accelerator(
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Profile the code inside, with the options of `profile_handler` or else of `kwargs_handlers`."""
+        from accel.training.profiling import profile
+
         return profile(self.process, profile_handler or self.handlers.profile or ProfileKwargs())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: torch.nn.Module) -> Any:
@@ -346,6 +347,8 @@ class Accelerator(
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the rows that only padded the last batch: every sample counts once."""
+        from accel.training import metrics
+
         return metrics.gather_for_metrics(
             input_data,
             loader=self.gradient_state.active_dataloader,
@@ -391,6 +394,8 @@ class Accelerator(
             DistributedOperationException: On every process, if something differs: which parameter, buffer or
                 generator is the first, on which processes, and how far they are apart.
         """
+        from accel.observe import sync
+
         return sync.verify_sync(self.run, models, buffers=buffers, rng=rng)
 
     # The end

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import _functional_collectives
 
 from accel_state.logging.warning import stands_between
 
@@ -24,7 +23,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 # In the code of these files a thread waits for other processes: two of torch, and debug mode's meeting.
 _WAITING = {
     str(dist.distributed_c10d.__file__),
-    str(_functional_collectives.__file__),
+    # Its path alone: every program would import it with accel, and few call it.
+    str(Path(dist.__file__).with_name("_functional_collectives.py")),
     str(Path(__file__).with_name("session.py")),
 }
 # Decorators of torch and functools, which stand between a call and the function that was called.

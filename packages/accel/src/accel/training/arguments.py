@@ -6,10 +6,10 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from accel.engines import outside_engines
-from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.observe.base import ObserverKwargs
 from accel_ckpt.config import ProjectConfiguration
 from accel_data.config import DataLoaderConfiguration
@@ -67,16 +67,21 @@ class Handlers:
         return {name: getattr(self, name) for name in ("autocast", "ddp", "scaler", "fp8")}
 
 
-_FIELD_OF = {
-    AutocastKwargs: "autocast",
-    DistributedDataParallelKwargs: "ddp",
-    GradScalerKwargs: "scaler",
-    InitProcessGroupKwargs: "init",
-    ProfileKwargs: "profile",
-    AORecipeKwargs: "fp8",
-    TERecipeKwargs: "fp8",
-    MSAMPRecipeKwargs: "fp8",
-}
+@cache
+def _fields() -> dict[type, str]:
+    """The field of `Handlers` of each kind of handlers."""
+    from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+    return {
+        AutocastKwargs: "autocast",
+        DistributedDataParallelKwargs: "ddp",
+        GradScalerKwargs: "scaler",
+        InitProcessGroupKwargs: "init",
+        ProfileKwargs: "profile",
+        AORecipeKwargs: "fp8",
+        TERecipeKwargs: "fp8",
+        MSAMPRecipeKwargs: "fp8",
+    }
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
@@ -94,13 +99,13 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
                 raise ValueError(_two_of(type(handler), type(handler)))
             observers[type(handler)] = handler
             continue
-        field = next((name for kind, name in _FIELD_OF.items() if isinstance(handler, kind)), None)
+        field = next((name for kind, name in _fields().items() if isinstance(handler, kind)), None)
         engine = getattr(handler, "engine", None)
         # The entry points are read only for settings that name an engine: a search costs milliseconds.
         if field is None and isinstance(engine, str) and engine in outside_engines():
             field = "engine"
         if field is None:
-            names = ", ".join(kind.__name__ for kind in _FIELD_OF)
+            names = ", ".join(kind.__name__ for kind in _fields())
             raise TypeError(
                 f"kwargs_handlers got {handler!r}; it takes instances of {names}, settings of "
                 "observers (GuardKwargs, StatisticsKwargs and WatchdogKwargs of accel.observe), and settings "

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.engines.ddp.engine import sync_in_backward
 from accel.training import arguments
 from accel.training.prepare import holds_any, prepared_optimizer
 from accel_optim import lomo
@@ -99,6 +98,8 @@ class GradientControl:
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward synchronises gradients although the forward ran under `no_sync`."""
+        from accel.engines.ddp.engine import sync_in_backward
+
         # Also where the engine is none of DDP: it does nothing for other models.
         return sync_in_backward(model)
 

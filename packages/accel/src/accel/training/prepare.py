@@ -16,7 +16,6 @@ from accel.engines.base.context import Prepared
 from accel.engines.common.loader import EngineLoader
 from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
 from accel.training.uneven import warn_of_missing, warn_of_uneven
-from accel_data.prepare import prepare_data_loader
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
@@ -237,6 +236,8 @@ def prepare_loader(
     run: Run, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
 ) -> Any:
     """Shard a loader over the engine's data-parallel processes; twice is once."""
+    from accel_data.prepare import prepare_data_loader
+
     if isinstance(loader, EngineLoader):
         inner = prepare_loader(run, loader.loader, place, slice_fn_for_dispatch)
         return loader if inner is loader.loader else loader.with_loader(inner)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_data.order.samplers import BatchSamplerShard
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -93,6 +92,8 @@ def _even_batches(run: Run, even_batches: bool | None) -> Iterator[None]:
     if even_batches is None:
         yield
         return
+    from accel_data.order.samplers import BatchSamplerShard
+
     samplers = [getattr(loader, "batch_sampler", None) for loader in run.loaders]
     shards = [sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)]
     # Streams have no length to complete, and process 0 shares out what is dispatched.

@@ -6,8 +6,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from accel_data.skip import skip_first_batches
-
 __all__ = ["EngineLoader"]
 
 _Loader = TypeVar("_Loader", bound="EngineLoader")
@@ -42,6 +40,8 @@ class EngineLoader:
         Args:
             num_batches: Number of batches to leave out.
         """
+        from accel_data.skip import skip_first_batches
+
         return self.with_loader(skip_first_batches(self.loader, num_batches))
 
     def __getattr__(self, name: str) -> Any:
