@@ -70,6 +70,7 @@ def check_versions():
 def check_metadata():
     found = importlib.metadata.distribution("accelerate")
     assert (found.metadata["Name"], found.version) == ("accelerate", INTERFACE_VERSION)
+    assert "huggingface" in found.metadata["Home-page"]  # sentence-transformers asks before it trains
     # Accel's, and the other package's, which is installed beside.
     assert importlib.metadata.packages_distributions()["accelerate"] == ["accelerate", "accelerate"]
     # The first of a name counts; the other package's comes later.

@@ -11,12 +11,14 @@ from accel.drop_in.interface import INTERFACE_VERSION
 
 __all__ = ["AccelDistribution"]
 
+# Programs compare: sentence-transformers trains only with the accelerate whose home page is Hugging Face's.
 _FILES = {
     "METADATA": f"""\
 Metadata-Version: 2.1
 Name: accelerate
 Version: {INTERFACE_VERSION}
 Summary: accel, in the place of accelerate (accel.drop_in)
+Home-page: https://github.com/huggingface/accelerate
 """,
     "top_level.txt": "accelerate\n",
     "entry_points.txt": """\

@@ -47,6 +47,14 @@ def test_text_is_read_and_devices_are_in_the_order_of_filling():
     assert get_max_memory({}) == {}
 
 
+def test_text_is_replaced_in_the_dict_that_was_given():
+    # As transformers' own get_max_memory does after it has called ours: min(given["cpu"], found["cpu"]).
+    given = {"disk": 5, "cpu": "1GB"}
+
+    assert min(get_max_memory(given)["cpu"], given["cpu"]) == 10**9
+    assert list(given.items()) == [("disk", 5), ("cpu", 10**9)]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -31,6 +31,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     Args:
         max_memory: Bytes, or text such as "10GB" or "1GiB", by device: a number for an accelerator, "mps",
             "cpu" or "disk". By default what is free now on each accelerator of this process and on the CPU.
+            In a dict, text is replaced by bytes, which transformers counts on.
 
     Returns:
         Bytes by device: accelerators in the order of their numbers, "mps", "cpu", "disk".
@@ -57,7 +58,11 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
             "max_memory has the devices %s, and this process sees %d accelerators.", absent, count
         )
     order: list[int | str] = [*numbers, *(name for name in _NAMED if name in max_memory)]
-    return {device: _bytes(max_memory[device]) for device in order}
+    sizes = {device: _bytes(max_memory[device]) for device in order}
+    if isinstance(max_memory, dict):
+        # transformers 5.23 compares the sizes of the mapping that it gave with those that it gets.
+        max_memory.update(sizes)
+    return sizes
 
 
 def _bytes(size: float | str) -> float:
