@@ -48,6 +48,7 @@ def launch(
     num_processes: int = 2,
     launcher: str = "accel",
     launch_args: Sequence[str] = (),
+    python: str = sys.executable,
     env: Mapping[str, str | None] | None = None,
     timeout_s: float = 180,
 ) -> LaunchedRun:
@@ -61,6 +62,7 @@ def launch(
         num_processes: How many processes to start; "python" always starts one.
         launcher: "accel" (the console script), "python" or "torchrun".
         launch_args: Further options of the launcher.
+        python: The Python of "python" and "torchrun".
         env: Environment variables to add; None removes one.
         timeout_s: Seconds until every process of the run is killed.
 
@@ -77,7 +79,11 @@ def launch(
     path = _script_file(folder, script)
     mark = uuid.uuid4().hex
     with lease_port() if num_processes > 1 else nullcontext(0) as port:
-        command = [*_launcher(launcher, num_processes, port, launch_args), str(path), *map(str, script_args)]
+        command = [
+            *_launcher(launcher, num_processes, port, launch_args, python),
+            str(path),
+            *map(str, script_args),
+        ]
         begin = time.monotonic()
         with guard.watch(mark):
             returncode, stacks = _run(command, folder, _environment(folder, mark, env or {}), timeout_s)
@@ -102,14 +108,16 @@ def _script_file(folder: Path, script: str | Path) -> Path:
     return path
 
 
-def _launcher(launcher: str, num_processes: int, port: int, launch_args: Sequence[str]) -> list[str]:
+def _launcher(
+    launcher: str, num_processes: int, port: int, launch_args: Sequence[str], python: str
+) -> list[str]:
     count, address = str(num_processes), ["127.0.0.1", str(port)]
     if launcher == "python":
-        return [sys.executable, *launch_args]
+        return [python, *launch_args]
     if launcher == "torchrun":
         place = ["--master_addr", address[0], "--master_port", address[1]] if port else []
         return [
-            sys.executable,
+            python,
             "-m",
             "torch.distributed.run",
             "--nproc_per_node",
