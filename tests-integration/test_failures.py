@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -60,6 +61,15 @@ time.sleep(60)
 """
 )
 
+ONE_LEAVES_A_COLLECTIVE = (
+    PREAMBLE
+    + """
+if accelerator.process_index == 1:
+    raise ValueError("bad sample")
+accelerator.wait_for_everyone()
+"""
+)
+
 ONE_EXITS = PREAMBLE + "raise SystemExit(7) if accelerator.process_index == 1 else time.sleep(60)\n"
 
 
@@ -81,6 +91,16 @@ def test_a_workers_exception_ends_all_within_ten_seconds(one_raises):
     assert run.returncode == 1
     assert "RuntimeError: planted in step 3" in run.stderr
     assert "rank 1" in run.stderr.lower()
+
+
+def test_with_a_watchdog_the_others_say_who_has_left_and_why(launched):
+    run = launched(ONE_LEAVES_A_COLLECTIVE, launch_args=["--cpu", "--watch", "--grace_period", "30"])
+
+    assert run.returncode == 1
+    report = run.stderr.partition("Watchdog, process 0 of 2: a collective failed here.\n")[2]
+    told = r"^  process 1: left after operation .* because of ValueError: bad sample$"
+    assert re.search(told, report, flags=re.MULTILINE)
+    assert run.stderr.count("ValueError: bad sample") >= 2  # and in the summary
 
 
 def test_a_killed_worker_ends_all_within_ten_seconds(launched):

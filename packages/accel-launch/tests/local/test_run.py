@@ -621,6 +621,28 @@ dist.destroy_process_group()
     assert [(run.folder / f"done{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
+@pytest.mark.parametrize(("flags", "reports"), [((), False), (("--watch",), True)])
+def test_with_a_watchdog_the_others_have_time_to_report_a_failure(
+    start: Start, flags: tuple[str, ...], reports: bool
+) -> None:
+    script = """
+import os, pathlib, sys, time
+if os.environ["RANK"] == "1":
+    while not pathlib.Path("ready0").exists(): time.sleep(0.01)
+    sys.exit(3)
+open("ready0", "w").close()
+time.sleep(0.5)
+sys.stderr.write("Traceback (most recent call last):\\n  File ...\\nRuntimeError: lost\\n")
+sys.stderr.write("Watchdog, process 0 of 2: a collective failed here.\\n  process 1: left\\n")
+sys.exit(1)
+"""
+    code, _, error = start(*TWO, *flags, "--grace_period", "20", "script.py", script=script).finish()
+
+    assert code == 3
+    assert ("Watchdog, process 0 of 2: a collective failed here.\n  process 1: left\n" in error) == reports
+    assert "File ..." not in error  # the traceback of rank 0 is a line of the summary
+
+
 @pytest.mark.long
 def test_a_collective_that_waits_for_a_dead_rank_ends_with_its_traceback(start: Start) -> None:
     script = """

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from accel_ops.collectives.operations import gather
 from accel_ops.debug import watchdog
+from accel_ops.debug.progress import Sampler
 from accel_ops.debug.watchdog import Watchdog
 from accel_state.process.state import PartialState, current_process
 from accel_world.ports import lease_port
@@ -150,6 +151,39 @@ def test_a_stopped_process_is_said_not_to_answer(world: Any) -> None:
 
     assert ": arrived: 0; without answer: 1\n" in report
     assert "  process 1: does not answer: it is stopped, hangs outside Python, was killed" in report
+
+
+def breaks() -> tuple[list[str], bool]:
+    """Run a watchdog that fails at its third look; returns what it wrote, and whether it runs at the end."""
+    written: list[str] = []
+
+    class Noted(Watchdog):
+        def _write(self, text: str) -> None:
+            written.append(text)
+
+    take, looks = Sampler.take, iter(range(100))
+
+    def fails(sampler: Sampler) -> Any:
+        if next(looks) == 2:
+            raise KeyError("planted")
+        return take(sampler)
+
+    with mock.patch.object(Sampler, "take", fails):
+        dog = Noted(current_process(), LIMIT)
+        until = time.monotonic() + 60
+        while dog.is_running and time.monotonic() < until:
+            time.sleep(0.02)
+    gather(torch.ones(1))
+    dog.stop()
+    return written, dog.is_running
+
+
+def test_a_watchdog_that_fails_says_so_once_and_training_goes_on(world: Any) -> None:
+    for written, is_running in world.run(breaks):
+        assert not is_running
+        assert len(written) == 1
+        assert written[0].startswith("stops watching because of an error of its own, and training goes on.")
+        assert written[0].endswith("KeyError: 'planted'")
 
 
 # One process

@@ -58,6 +58,16 @@ def test_abort_is_a_truth_value():
         WatchdogKwargs(abort="yes")
 
 
+def test_abort_without_a_watchdog_is_a_warning(monkeypatch, recwarn):
+    monkeypatch.setenv("ACCELERATE_WATCHDOG_ABORT", "false")
+    Accelerator(cpu=True)
+    monkeypatch.setenv("ACCELERATE_WATCHDOG_ABORT", "true")
+    Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs()]).end_training()
+    assert not [str(item.message) for item in recwarn if "WATCHDOG" in str(item.message)]
+    with pytest.warns(UserWarning, match="ABORT=true .* is ignored, as there is no watchdog"):
+        Accelerator(cpu=True)
+
+
 def test_one_process_has_no_watchdog():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(timeout=1)])
 

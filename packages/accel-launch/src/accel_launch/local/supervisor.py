@@ -34,6 +34,8 @@ _LEFTOVER_GRACE_S = 2.0
 _SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
 # How long one in trouble may end by itself, before the SIGTERM that would cut its traceback off.
 _SETTLE_S = 2.0
+# The same for all where a watchdog is on: they notice the loss of one, and report where each process is.
+_REPORT_S = 3.0
 # After SIGKILL: a process that waits for a disk or a GPU's driver takes no signal.
 _ABANDON_S = 3.0
 
@@ -197,11 +199,13 @@ class Run:
     def _stop(self, now: float) -> None:
         grace = self.plan.settings.value("grace_period")
         grace = _FAILURE_GRACE_S if grace is None else grace
+        watched = self.plan.settings.value("watch") is not None
         for member in self.members:
             worker = member.worker
             member.terminated = worker.running
             # One in trouble is ending by itself, and may be the cause of it all.
-            worker.term_at = now + (min(_SETTLE_S, grace / 2) if member.stderr.in_trouble else 0)
+            patience = _REPORT_S if watched else _SETTLE_S if member.stderr.in_trouble else 0.0
+            worker.term_at = now + min(patience, grace / 2)
             worker.kill_by(now + grace)
 
     def _asked_to_end(self, number: int) -> None:

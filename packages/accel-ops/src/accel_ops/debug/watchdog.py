@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -121,11 +122,18 @@ class Watchdog:
         call_at_the_end(self._exit)
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._every_s):
-            if default_store() is not self._base:
-                self._leave("its process group was destroyed")
-                return
-            self._look()
+        try:
+            while not self._stopping.wait(self._every_s):
+                if default_store() is not self._base:
+                    self._leave("its process group was destroyed")
+                    return
+                self._look()
+        except Exception as error:  # of the watchdog itself: training must not end by it
+            self._write(
+                "stops watching because of an error of its own, and training goes on. Please report it.\n"
+                f"{traceback.format_exc().rstrip()}"
+            )
+            self._leave(f"its watchdog stopped by {type(error).__name__}")
 
     def _look(self) -> None:
         status = self._sampler.take()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from accel_state import env
+from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
     from accel.observe.base import ObserverKwargs
@@ -39,5 +40,11 @@ def start_observers(run: Run, settings: Sequence[ObserverKwargs]) -> None:
             kind = getattr(importlib.import_module(module), name)
             if not any(isinstance(item, kind) for item in asked):
                 asked.append(kind())
+    watched = any(type(item).__name__ == "WatchdogKwargs" for item in asked)  # by name, to import none
+    if env.get("ACCELERATE_WATCHDOG_ABORT") and not watched:
+        warn(
+            "ACCELERATE_WATCHDOG_ABORT=true (accel launch --watch_abort) is ignored, as there is no "
+            "watchdog: set ACCELERATE_WATCHDOG=120 too (--watch), or pass WatchdogKwargs() as a handler."
+        )
     for item in asked:
         run.observers.append(item.start(run))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import termios
 import tty
 from pathlib import Path
@@ -27,6 +28,8 @@ _PARTIAL_S = 0.05
 _HOLD_S = 3.0  # a failed worker may need a while to end: it closes files, loaders, process groups
 _HOLD_LAST_S = 20.0  # the same, where the worker has written down that it fails
 _GOING_ON_S = 0.5  # output this long after the traceback says that the worker goes on
+# What accel_ops.debug.watchdog writes, in one piece.
+_REPORT = re.compile(rb"^Watchdog, process .*\n(?:  .*\n)*", re.MULTILINE)
 # A deep traceback has some kilobytes.
 _TAIL_BYTES = 32768
 _DRAIN_READS = 64  # more than a pipe holds; a child of the worker may still be writing to it
@@ -229,7 +232,9 @@ class Stream:
         if self.held_since is None:
             self._show(text)
             return
-        self._held += text
+        # It says of all processes where they are, which no summary does.
+        self._show(b"".join(_REPORT.findall(text)))
+        self._held += _REPORT.sub(b"", text)
         # More than a traceback has: the worker goes on writing, so there is nothing to hold back for.
         if len(self._held) > _TAIL_BYTES:
             self._show(self.take_held())
