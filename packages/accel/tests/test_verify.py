@@ -23,13 +23,24 @@ def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+WITHOUT_STEPS = """
+import accel, torch
+class Own(torch.optim.Optimizer):
+    pass
+accelerator = accel.Accelerator()
+accelerator.prepare(Own([torch.ones(1, requires_grad=True)], {}))
+"""
 FAILS = {
     "raise ValueError('planted')": ("failed on 3 processes with exit code 1", "ValueError: planted"),
+    WITHOUT_STEPS: (
+        "ended on 3 processes without a step that is recorded. Prepared optimizers: Own.",
+        "LOMO",
+    ),
     "print('no training here')": ("made no Accelerator on 3 processes", ""),
 }
 
 
-@pytest.mark.parametrize("program", FAILS)
+@pytest.mark.parametrize("program", FAILS, ids=["fails", "makes no step", "makes no Accelerator"])
 def test_a_program_that_cannot_be_verified_exits_with_2(tmp_path: Path, program: str) -> None:
     (tmp_path / "train.py").write_text(program)
     ran = verify(tmp_path, "--num_processes", "3", "train.py")

@@ -88,6 +88,15 @@ def test_losses_with_weights_are_recorded_as_the_sums_that_they_are(world, tmp_p
     assert 0.3 < (loss / weight) / plain["steps"][0]["losses"][0][0] < 3
 
 
+def test_batches_that_a_loop_reads_ahead_are_recorded_with_the_step_that_they_are_for(world, tmp_path: Path):
+    (plain,) = record(world, tmp_path / "plain", 1, "short", batch_factor=2)
+    (ahead,) = record(world, tmp_path / "ahead", 1, "read ahead", batch_factor=2)
+
+    samples = [[len(step["samples"]) for step in one["steps"]] for one in (plain, ahead)]
+    assert samples == [[8] * STEPS] * 2  # the third step has the last batch of the epoch
+    assert [step["samples"] for step in ahead["steps"]] == [step["samples"] for step in plain["steps"]]
+
+
 def test_three_processes_and_no_dropout_are_the_same_training(world, tmp_path: Path):
     verdict = verify(world, tmp_path, "dropout", size=3, without_dropout=True)
 

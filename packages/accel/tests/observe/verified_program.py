@@ -2,6 +2,8 @@
 
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,7 +54,7 @@ if kind == "dropout":
 model = Words() if kind == "padding" else torch.nn.Sequential(*layers)
 
 numbers = torch.Generator().manual_seed(2)
-samples = 20 if kind == "short epoch" else 64
+samples = {"short epoch": 20, "short": 24, "read ahead": 24}.get(kind, 64)
 inputs = torch.randn(samples, 6, generator=numbers)
 targets = inputs.sum(dim=1, keepdim=True) + torch.arange(samples).unsqueeze(1) / 16
 counts = torch.randint(1, 9, (samples, 1), generator=numbers)  # items of each sample
@@ -82,8 +84,18 @@ if kind != "loader":
     loader = accelerator.prepare(loader)
 schedule = accelerator.prepare(schedule)
 
+
+def read_ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    """Read the batch after the one that is handed out, too."""
+    held = []
+    for batch in batches:
+        yield from held
+        held = [batch]
+    yield from held
+
+
 for _ in range(3):
-    for number, (x, y, n) in enumerate(loader):
+    for number, (x, y, n) in enumerate(read_ahead(loader) if kind == "read ahead" else loader):
         if kind == "evaluation":
             model.eval()
             for other, *_ in accelerator.prepare(DataLoader(TensorDataset(inputs), batch_size=7)):

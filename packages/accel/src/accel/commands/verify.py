@@ -159,8 +159,11 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
         )
     records = [json.loads(file.read_text()) for file in files]
     if not all(record["steps"] for record in records):
+        prepared = ", ".join(records[0]["optimizers"]) or "none"
         raise LaunchError(
-            f"not verified: {args.training_script} ended {where} without a step of an optimizer of torch's."
+            f"not verified: {args.training_script} ended {where} without a step that is recorded. Prepared "
+            f"optimizers: {prepared}. Recorded are those whose class derives from torch.optim.Optimizer and "
+            "calls its __init__, when step() is called; LOMO, which steps in backward, is not."
         )
     return records
 

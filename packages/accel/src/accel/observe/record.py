@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ class Recorder(Observer):
         self._depth = 0
         self._in_engine = False
         self._weight: tuple[float, float] | None = None  # of the loss to come, and its factor
-        self._pending: dict[int, tuple[Any, Any]] = {}  # batches since the last backward pass, and loaders
+        self._pending: dict[int, tuple[deque[Any], Any]] = {}  # batches that no pass has used, and loaders
+        self._passes = 0  # backward passes
         self._inputs: Any = None
         self._rng: list[torch.Tensor] | None = None  # when the batch came, or the model was called
         self._detach = ExitStack()
@@ -123,8 +125,14 @@ class Recorder(Observer):
             "draws": False,
             "not_compared": [],
             "unprepared": {"model": [], "optimizer": [], "loader": []},
+            "optimizers": [],
         }
         self._attach()
+        self._write()
+
+    def optimizer_prepared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note its kind, which is named if it never steps."""
+        self.record["optimizers"].append(type(getattr(optimizer, "optimizer", optimizer)).__name__)
         self._write()
 
     def stop(self) -> None:
@@ -222,15 +230,25 @@ class Recorder(Observer):
     def _batches(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
         with self._inside():
             batches = iter(original(loader))
-        while True:
-            with self._inside():
-                batch = next(batches, self)
-            if batch is self:
-                self._pending.pop(id(batches), None)
-                return
-            self._pending[id(batches)] = batch, loader
-            self._rng = self._generators()
-            yield batch
+        self._pending.pop(id(loader), None)
+        passes, read, ended = self._passes, deque[Any](), False
+        self._pending[id(batches)] = read, loader
+        try:
+            while True:
+                with self._inside():
+                    batch = next(batches, self)
+                if batch is self:
+                    ended = True
+                    return
+                read.append(batch)
+                self._rng = self._generators()
+                yield batch
+        finally:
+            self._pending.pop(id(batches), None)
+            # Of a loop that was left, the last batch may be used; of one that has read ahead, all will be.
+            left = read if ended and self._passes > passes else list(read)[-1:] * (not ended)
+            if left:
+                self._pending[id(loader)] = deque(left), loader
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -248,7 +266,8 @@ class Recorder(Observer):
         is_training = module.training and torch.is_grad_enabled()
         has_parameters = any(item.requires_grad for item in module.parameters())
         if not is_training and has_parameters:
-            self._pending.clear()  # batches of an evaluation
+            for read, _ in self._pending.values():
+                read.clear()  # batches of an evaluation
         if is_training and has_parameters:
             self._note_root(module)
             if self._inputs is None:
@@ -326,15 +345,16 @@ class Recorder(Observer):
             # A weighted loss has been multiplied by a factor, which is not the same on one process.
             pair = (value, None) if weight is None else (value / weight[1] if weight[1] else 0.0, weight[0])
             self._step.losses.append(pair)
-        for batch, loader in self._pending.values():
+        self._passes += 1
+        used = [(read.popleft(), loader) for read, loader in self._pending.values() if read]
+        for batch, loader in used:
             self._step.samples += sample_digests(batch)
             if not isinstance(loader, PreparedLoader | EngineLoader):
                 name = f"{type(loader).__name__} of {type(loader.dataset).__name__}"
                 if name not in self.record["unprepared"]["loader"]:
                     self.record["unprepared"]["loader"].append(name)
-        if not self._pending and self._inputs is not None:
+        if not used and self._inputs is not None:
             self._step.samples += sample_digests(self._inputs)
-        self._pending.clear()
         self._inputs = None
         if self._rng is not None:
             pairs = zip(self._rng, self._generators(), strict=True)
