@@ -12,12 +12,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from accel import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.statistics.clock import PARTS
+from accel.utils import DistributedDataParallelKwargs
 from accel_data import DataLoaderConfiguration
 from accel_data.loader.shard import DataLoaderShard
 from accel_ops.collectives import operations
@@ -72,9 +74,12 @@ def accelerator_with(folder=None, **options):
     beside = {name: options.pop(name) for name in ("gradient_accumulation_steps",) if name in options}
     if options.pop("sharded", False):
         beside["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    handlers = []
+    if options.pop("find_unused", False):
+        handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     config = DataLoaderConfiguration(**options.pop("loaders", {}))
     settings = StatisticsKwargs(folder=None if folder is None else str(folder), **options)
-    return Accelerator(cpu=True, dataloader_config=config, kwargs_handlers=[settings], **beside)
+    return Accelerator(cpu=True, dataloader_config=config, kwargs_handlers=[settings, *handlers], **beside)
 
 
 def train(accelerator, model, loader, pause_in_backward_s=0.0, epochs=1):
@@ -219,6 +224,21 @@ def test_batches_that_are_read_before_the_passes_of_their_window_all_count(tmp_p
             accelerator.backward(model(batch).sum())  # a second loss of the window's batches adds none
     accelerator.end_training()
     assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 18
+
+
+def test_the_batch_that_a_loop_has_read_ahead_at_the_end_counts(tmp_path):
+    accelerator = accelerator_with(tmp_path)
+    loader, model = accelerator.prepare(DataLoader(Numbers(11), batch_size=3), torch.nn.Linear(4, 1))
+    for _ in range(2):
+        batches = iter(loader)
+        following = next(batches)
+        while following is not None:
+            batch, following = following, next(batches, None)
+            accelerator.backward(model(batch).sum())
+    for batch in loader:  # evaluated
+        model(batch)
+    accelerator.end_training()
+    assert json.loads((tmp_path / "summary.json").read_text())["samples"] == 22
 
 
 def test_files_that_cannot_be_written_do_not_stop_training(tmp_path):
@@ -386,6 +406,50 @@ def test_a_process_with_fewer_steps_stops_nothing(world, tmp_path):
     assert [
         json.loads(line)["step"] for line in (tmp_path / "statistics.jsonl").read_text().splitlines()
     ] == [2]
+
+
+class Branches(torch.nn.Module):
+    """Two layers: used in turn, or the first behind a reentrant checkpoint after the second."""
+
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 4)])
+        self.is_checkpointed, self.count = is_checkpointed, 0
+
+    def forward(self, inputs):
+        self.count += 1
+        if self.is_checkpointed:  # what is slow comes after the checkpoint's own pass in backward
+            return checkpoint(self.layers[0], Slow.apply(self.layers[1](inputs), 0.03), use_reentrant=True)
+        return self.layers[self.count % 2](inputs)
+
+
+def waiting_run(folder, model, late_s):
+    """12 steps, in which process 1 takes so much longer in backward; returns the hooks at the end."""
+    accelerator = accelerator_with(folder, every=0, find_unused=not getattr(model, "is_checkpointed", True))
+    loader = DataLoader(Numbers(48), batch_size=2)
+    model, *_ = train(accelerator, model, loader, late_s[accelerator.process_index])
+    hooks = [bool(item._post_accumulate_grad_hooks) for item in model.parameters()]
+    accelerator.end_training()
+    return hooks, [bool(item._post_accumulate_grad_hooks) for item in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("model", "hooked"),
+    [
+        (torch.nn.Linear(4, 1), [True, False]),
+        (Branches(is_checkpointed=False), [False] * 4),
+        (Branches(is_checkpointed=True), [False] * 4),
+    ],
+    ids=["hooked", "not always reached", "reached in a pass of its own"],
+)
+def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model, hooked):
+    found = world.run(waiting_run, tmp_path, model, (0.0, 0.04))
+    assert found == [(hooked, [False] * len(hooked))] * 2
+    waits, late = [own["seconds"] for own in json.loads((tmp_path / "summary.json").read_text())["ranks"]]
+    # Half of the waits of all passes but two; what follows a checkpoint's own pass is none.
+    assert waits["collectives"] > 10 * 0.02
+    assert late["backward"] > 12 * 0.04
+    assert late["collectives"] < 12 * 0.015
 
 
 def sharded_run(folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -31,6 +31,7 @@ _PLACES: list[tuple[Any, str]] = [
     *((operations, name) for name in ("broadcast", "gather", "reduce")),
 ]
 _clocks: list[Clock] = []
+_current_pass = torch._C._current_graph_task_id  # private, and what torch's own checkpoints use
 
 
 def time_collectives(clock: Clock) -> Undo:
@@ -66,7 +67,7 @@ def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         finally:
             for clock, part in before:
-                clock.back(part)
+                clock.switch(part)
 
     timed._accel_statistics = function  # type: ignore[attr-defined]
     return timed
@@ -88,68 +89,138 @@ def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
 
 
 def _forward_hooks(clock: Clock, model: torch.nn.Module, part: str) -> list[Any]:
-    before: list[str | None] = []
-
-    def begin(*_: Any) -> None:
-        before.append(clock.switch(part))
-
-    def end(*_: Any) -> None:
-        clock.back(before.pop())
-
+    passes = _Passes(clock, part)
     return [
-        model.register_forward_pre_hook(_Hook(begin), prepend=True),
-        model.register_forward_hook(_Hook(end), always_call=True),  # also when the model raises
+        model.register_forward_pre_hook(passes.begin, prepend=True),
+        model.register_forward_hook(passes.end, always_call=True),  # also when the model raises
     ]
 
 
-class _Hook(functools.partial[None]):
-    """A hook that copies of the model share, and that is not pickled with it."""
+class _Passes:
+    """Times the forward passes of a model, and of its copies; pickled ones are timed by no clock of a run."""
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
+    def __init__(self, clock: Clock, part: str) -> None:
+        self._clock = clock
+        self._part = part
+        self._before: list[str | None] = []
+
+    def begin(self, model: torch.nn.Module, inputs: Any) -> None:
+        self._before.append(self._clock.switch(self._part))
+
+    def end(self, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self._clock.switch(self._before.pop())
+
+    def __deepcopy__(self, memo: Any) -> _Passes:
         return self
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
+        return _Passes, (Clock(), self._part)
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def time_backward(clock: Clock, engine: Any, awaits: Callable[[], bool], started: Callable[[], None]) -> Undo:
+def time_backward(
+    clock: Clock,
+    engine: Any,
+    awaited: Callable[[], Sequence[torch.nn.Module]],
+    started: Callable[[], None],
+) -> Undo:
     """Time an engine's backward passes; returns what takes that off.
 
     Args:
         clock: The clock.
         engine: The engine.
-        awaits: Whether backward ends with a wait for the gradients of the other processes. Time from when
-            this process's own gradients are there goes to "collectives".
+        awaited: Returns the models whose backward ends with a wait for the gradients of the other processes.
+            Time from when this process's own gradients are there goes to "collectives".
         started: Called when a backward pass begins.
     """
     plain = engine.backward
-
-    def own_part_done() -> None:
-        if clock.current == "backward":
-            clock.switch("collectives")
-
-    def queue(_: torch.Tensor) -> None:
-        # Called first in the backward pass, and so before DDP queues its wait for the exchange of gradients:
-        # such callbacks run in order when the last gradient of this process is there. (torch's own name.)
-        Variable._execution_engine.queue_callback(own_part_done)
+    wait = _Wait(clock, awaited)
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
         started()
         before = clock.switch("backward")
-        is_tensor = isinstance(loss, torch.Tensor) and loss.requires_grad
-        hook = loss.register_hook(queue) if is_tensor and awaits() else None
+        wait.is_queued = False
+        hook = wait.hook_loss(loss) if wait.hooks_losses else None
         try:
             plain(loss, *args, **kwargs)
         finally:
+            clock.switch(before)
             if hook is not None:
                 hook.remove()
-            clock.back(before)
+        if hook is not None or not wait.is_queued:
+            wait.choose()
 
-    return put(engine, "backward", backward)
+    undo = put(engine, "backward", backward)
+
+    def undo_both() -> None:
+        undo()
+        wait.release()
+
+    return undo_both
+
+
+class _Wait:
+    """Notices in a backward pass that this process's own gradients are there, so that the wait begins.
+
+    Callbacks that are queued in a pass run in order once its last gradient is there. DDP queues its wait with
+    that gradient; one that is queued before runs before. What queues it is a hook of the loss at first, and
+    then of one parameter, which takes a third of the time as it stays. If a pass does not reach that
+    parameter, or reaches it in a pass of its own (reentrant checkpoints), losses have hooks again.
+
+    Attributes:
+        hooks_losses: Whether the next pass begins with a hook of its loss.
+        is_queued: Whether the callback is queued in the pass at hand.
+    """
+
+    def __init__(self, clock: Clock, awaited: Callable[[], Sequence[torch.nn.Module]]) -> None:
+        self.hooks_losses = True
+        self.is_queued = False
+        self._clock = clock
+        self._awaited = awaited
+        self._task = -1  # torch's number of the pass at hand
+        self._handle: Any = None  # of the parameter's hook
+        self._may_hook_parameter = True
+
+    def hook_loss(self, loss: Any) -> Any:
+        """Return the handle of a hook of a loss; None where backward does not wait."""
+        is_tensor = isinstance(loss, torch.Tensor) and loss.requires_grad
+        return loss.register_hook(self._at_loss) if is_tensor and self._awaited() else None
+
+    def choose(self) -> None:
+        """Choose what the next pass has a hook of; called where the last one had one of its loss, or none."""
+        if self._handle is not None:
+            if self.hooks_losses or not self.is_queued:
+                self._may_hook_parameter = False
+                self.release()
+        elif self._may_hook_parameter and self.is_queued:
+            parameters = (item for model in self._awaited() for item in model.parameters())
+            reached = next((item for item in parameters if item.grad is not None), None)
+            if reached is not None:
+                hook = self._at_parameter
+                self._handle = reached.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Take the hook of the parameter off."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle, self.hooks_losses = None, True
+
+    def _at_loss(self, _: torch.Tensor) -> None:
+        self._task = _current_pass()
+        self._queue()
+
+    def _at_parameter(self, _: torch.Tensor) -> None:
+        if not self.hooks_losses:
+            self._queue()
+        elif _current_pass() == self._task:
+            self.hooks_losses = False
+
+    def _queue(self) -> None:
+        self.is_queued = True
+        Variable._execution_engine.queue_callback(self._begin_wait)  # torch's own name
+
+    def _begin_wait(self) -> None:
+        if self._clock.current == "backward":
+            self._clock.switch("collectives")
 
 
 def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo:
@@ -169,7 +240,7 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
         try:
             result = plain(*args, **kwargs)
         finally:
-            clock.back(before)
+            clock.switch(before)
         if state is None or state.sync_gradients:
             stepped()
         return result
@@ -182,9 +253,7 @@ def time_loader(
     clock: Clock,
     loader: Any,
     part: str,
-    begins: Callable[[Any], None],
-    got: Callable[[Any, Any], None],
-    ended: Callable[[Any], None],
+    begins: Callable[[Any], tuple[Callable[[Any], None], Callable[[], None]]],
 ) -> Undo:
     """Time the reading of a prepared loader; returns what takes that off.
 
@@ -192,13 +261,12 @@ def time_loader(
         clock: The clock.
         loader: The loader.
         part: The part that reading is.
-        begins: Called with the loader when an iteration begins.
-        got: Called with the loader and each batch.
-        ended: Called with the loader when its iteration ends.
+        begins: Called with the loader when an iteration begins; returns what is called with each batch, and
+            what is called when the iteration ends.
     """
 
     def timed(self: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        begins(self)
+        got, ended = begins(self)
         try:
             while True:
                 before = clock.switch(part)
@@ -207,10 +275,10 @@ def time_loader(
                 except StopIteration:
                     return
                 finally:
-                    clock.back(before)
-                got(self, batch)
+                    clock.switch(before)
+                got(batch)
                 yield batch
         finally:
-            ended(self)
+            ended()
 
     return follow(loader, timed)

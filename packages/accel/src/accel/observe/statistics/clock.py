@@ -37,21 +37,27 @@ class Clock:
         self._is_held = False
         self._synchronize = synchronize
 
-    def switch(self, part: str) -> str | None:
+    def switch(self, part: str | None) -> str | None:
         """Give the time from now on to a part.
 
-        Returns:
-            The part that had it, for `back`; None where nothing was changed: on another thread, inside of
-            `only`, or before the training began.
-        """
-        if self._is_held or get_ident() != self._thread:
-            return None
-        return self._turn(part)
+        Args:
+            part: The part, or what an earlier call has returned, to give the time back: None changes nothing.
 
-    def back(self, part: str | None) -> None:
-        """Give the time from now on to the part that `switch` returned."""
-        if part is not None and not self._is_held:
-            self._turn(part)
+        Returns:
+            The part that had it; None where nothing was changed: on another thread, inside of `only`, or
+            before the training began.
+        """
+        if part is None or self._is_held or get_ident() != self._thread:
+            return None
+        if self._synchronize is not None:
+            self._synchronize()
+        now, since, before = perf_counter(), self._since, self.current
+        if since is not None:
+            self.seconds[before] += now - since
+        elif part not in _STARTS:
+            return None
+        self._since, self.current = now, part
+        return before
 
     @contextmanager
     def only(self, part: str) -> Iterator[None]:
@@ -65,21 +71,10 @@ class Clock:
             yield
         finally:
             self._is_held = False
-            self.back(before)
+            self.switch(before)
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each part up to now."""
         if self._since is not None:
-            self._turn(self.current)
+            self.switch(self.current)
         return dict(self.seconds)
-
-    def _turn(self, part: str) -> str | None:
-        if self._synchronize is not None:
-            self._synchronize()
-        now, since, before = perf_counter(), self._since, self.current
-        if since is not None:
-            self.seconds[before] += now - since
-        elif part not in _STARTS:
-            return None
-        self._since, self.current = now, part
-        return before

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -68,13 +68,12 @@ class Statistics(Observer):
         self._group = dist.new_group(backend="gloo") if distributed and settings.every else None
         self._undo = [
             attach.time_collectives(self.clock),
-            attach.time_backward(self.clock, run.engine, lambda: self._awaits_gradients, self._use_samples),
+            attach.time_backward(self.clock, run.engine, partial(_awaited, run.models), self._use_samples),
         ]
 
     def model_prepared(self, model: torch.nn.Module) -> None:
         """Time its forward passes."""
-        inner = getattr(model, "_orig_mod", model)  # of a compiled model
-        self._awaits_gradients = self._awaits_gradients or isinstance(inner, DistributedDataParallel)
+        self._awaits_gradients = self._awaits_gradients or bool(_awaited([model]))
         self._undo.append(attach.time_model(self.clock, model))
 
     def optimizer_prepared(self, optimizer: Any) -> None:
@@ -88,9 +87,7 @@ class Statistics(Observer):
         # The others wait for process 0, which reads for all.
         receives = isinstance(loader, DataLoaderDispatcher) and self.loaders.data_shard[0] != 0
         part = "collectives" if receives else "data"
-        self._undo.append(
-            attach.time_loader(self.clock, loader, part, self._begin_pass, self._got_batch, self._end_pass)
-        )
+        self._undo.append(attach.time_loader(self.clock, loader, part, self._begin_pass))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -136,17 +133,22 @@ class Statistics(Observer):
             "peak_memory": peak_memory(self.process),
         }
 
-    def _begin_pass(self, loader: Any) -> None:
+    def _begin_pass(self, loader: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
         if getattr(loader, "num_workers", 0):  # forked while no thread of gloo is at work
             self._await_gathers()
+        before, key, sizes = self.samples, id(loader), deque[int]()
+        self._unused[key] = sizes
 
-    def _got_batch(self, loader: Any, batch: Any) -> None:
-        real = getattr(loader, "real_samples", None)  # None where nothing is padded
-        count = ignorant_find_batch_size(batch) if real is None else real[self.loaders.data_shard[0]]
-        self._unused.setdefault(id(loader), deque()).append(count or 0)
+        def got(batch: Any) -> None:
+            real = getattr(loader, "real_samples", None)  # None where nothing is padded
+            sizes.append(_size(batch) if real is None else real[self.loaders.data_shard[0]])
 
-    def _end_pass(self, loader: Any) -> None:
-        self._unused.pop(id(loader), None)  # batches that were only evaluated
+        def ended() -> None:
+            # Batches that were only evaluated; those that a loop has read ahead have their passes to come.
+            if self.samples == before and self._unused.get(key) is sizes:
+                del self._unused[key]
+
+        return got, ended
 
     def _use_samples(self) -> None:
         # One batch of each loader: some loops read those of a window before its first backward pass.
@@ -155,12 +157,12 @@ class Statistics(Observer):
                 self.samples += sizes.popleft()
 
     def _stepped(self, index: int) -> None:
-        self._steps_of[index] += 1
+        steps = self._steps_of[index] = self._steps_of[index] + 1
         if self._pending:
             self._take_gathers()
         # Of several optimizers the one with most steps counts.
-        if self._steps_of[index] > self.steps:
-            self.steps += 1
+        if steps > self.steps:
+            self.steps = steps
             if self.settings.every and self.steps % self.settings.every == 0:
                 self._gather()
 
@@ -258,3 +260,19 @@ class Statistics(Observer):
             known = self.slow.setdefault(key, {"rank": slow.rank, "part": slow.part, "ratio": 0.0})
             known["ratio"] = max(known["ratio"], round(slow.ratio, 3))
             known["steps"] = [known.get("steps", [first])[0], last]
+
+
+def _awaited(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the models whose gradients are awaited at the end of backward."""
+    inner = (getattr(model, "_orig_mod", model) for model in models)  # of compiled models
+    return [model for model in inner if isinstance(model, DistributedDataParallel)]
+
+
+def _size(batch: Any) -> int:
+    """Return the batch size; 0 where there is none."""
+    first = batch
+    while isinstance(first, (list, tuple, dict)) and first:
+        first = next(iter(first.values() if isinstance(first, dict) else first))
+    if isinstance(first, torch.Tensor) and first.dim():  # the usual case, for a fifth of the time
+        return first.shape[0]
+    return ignorant_find_batch_size(batch) or 0
