@@ -62,7 +62,7 @@ def check_third_party(found: Mapping[str, Package]) -> list[str]:
 
 def check_examples(root: Path, found: Mapping[str, Package]) -> list[str]:
     """What the examples import comes with accel and its extra `examples`."""
-    files = sorted((root / "examples").glob("*.py"))
+    files = sorted((root / "examples").rglob("*.py"))
     here = {path.stem for path in files} | set(BELOW) | sys.stdlib_module_names
     listed = [each for package in found.values() for each in requirements(package)]
     declared = _names(listed + extras(found["accel"]).get("examples", []))

@@ -156,9 +156,10 @@ def test_the_list_of_engine_names_only_shrinks(repository):
 
 
 def test_what_the_examples_import_comes_with_their_extra(repository):
-    (repository / "examples").mkdir()
+    (repository / "examples" / "folder").mkdir(parents=True)
     write(repository / "examples" / "data.py", "import os\nimport torch")
-    write(repository / "examples" / "train.py", "import yaml, data, accel_ops\nfrom sklearn import datasets")
+    imports = "import yaml, data, accel_ops\nfrom sklearn import datasets"
+    write(repository / "examples" / "folder" / "train.py", imports)
     (problem,) = check_layers.problems(repository)
     assert "train.py:2: imports sklearn, but the extra accel[examples] does not install it" in problem
     project = repository / "packages" / "accel" / "pyproject.toml"
