@@ -57,6 +57,8 @@ MAPS = {
         "blocks.2": "disk",
         "head": "cpu",
     },
+    "all": {"": "disk"},
+    "all, by its parts": {"embedding": "disk", "head": "disk", "shift": "disk", "blocks": "disk"},
     "a tied head on the disk": {"embedding": "cpu", "shift": "cpu", "blocks": "disk", "head": "disk"},
 }
 
@@ -113,7 +115,7 @@ WRONG = {
     "a main device that is not there": (
         MAPS["disk"], {"main_device": "cuda:99"}, ValueError, "^main_device is 'cuda:99', which is not there",
     ),
-    "all on the disk": ({"": "disk"}, {}, ValueError, "Use disk_offload"),
+    "all on the disk, no folder": ({"": "disk"}, {}, ValueError, "to be on the disk.*offload_dir="),
     "no folder": (MAPS["disk"], {}, ValueError, r"blocks\.0\.0\.weight.* to be on the disk.*offload_dir="),
     "a folder that cannot be made": (
         MAPS["disk"], {"offload_dir": "FILE"}, OSError, r"folder for offloaded weights cannot be made.*FILE",
@@ -230,7 +232,7 @@ def test_an_index_says_where_weights_are_that_come_to_memory(net, device_map, tm
     dispatch_model(model, device_map, offload_dir=tmp_path / "offloaded", offload_index=index)
 
     for number in range(3):
-        place = device_map.get(f"blocks.{number}", device_map.get("blocks", "cpu"))
+        place = device_map.get(f"blocks.{number}", device_map.get("blocks", device_map.get("", "cpu")))
         assert model.blocks[number][0].weight.is_meta == (place == "disk")
     with torch.no_grad():
         assert torch.equal(model(IDS), net(IDS))

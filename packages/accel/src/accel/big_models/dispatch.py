@@ -82,10 +82,9 @@ def dispatch_model(
 
     Raises:
         TypeError: If the map is not a mapping.
-        ValueError: If the map does not cover the model, or names a device that is not there; if all is on the
-            disk (use `disk_offload`); if a weight has no values, or is of a class that cannot be written to
-            the disk, or would replace one in the folder that another model reads; if the model is sharded by
-            FSDP. The model is unchanged.
+        ValueError: If the map does not cover the model, or names a device that is not there; if a weight has
+            no values, or is of a class that cannot be written to the disk, or would replace one in the folder
+            that another model reads; if the model is sharded by FSDP. The model is unchanged.
         OSError: If the folder cannot be written. The model is unchanged.
     """
     check_placement(model, device_map, main_device)
@@ -96,12 +95,8 @@ def dispatch_model(
     kinds = {
         str(device) if str(device) == "disk" else str(as_device(device)) for device in known_map.values()
     }
-    if kinds == {"disk"} and not force_hooks:
-        raise ValueError(
-            "device_map puts the whole model on the disk. Use disk_offload for that, or force_hooks=True to "
-            "run it from there all the same."
-        )
-    if len(kinds) > 1 or force_hooks:
+    # A model wholly on the disk runs through hooks alone.
+    if len(kinds) > 1 or kinds == {"disk"} or force_hooks:
         main = find_main_device(known_map) if main_device is None else as_device(main_device)
         _spread(
             model, known_map, main, state_dict or {}, offload_dir, offload_index,
@@ -193,8 +188,7 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        # A model wholly on the disk runs through hooks alone, so that nobody has to ask for them here.
-        force_hooks=force_hooks or {str(device) for device in device_map.values()} == {"disk"},
+        force_hooks=force_hooks,
     )
 
 

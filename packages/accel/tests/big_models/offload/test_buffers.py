@@ -56,7 +56,7 @@ WAYS: dict[str, Offload] = {
     "cpu": lambda model, folder: cpu_offload(model, "cpu", offload_buffers=True),
     "disk": lambda model, folder: disk_offload(model, folder, "cpu", offload_buffers=True),
     "map": lambda model, folder: dispatch_model(
-        model, {"": "disk"}, offload_dir=folder, offload_buffers=True, force_hooks=True
+        model, {"": "disk"}, offload_dir=folder, offload_buffers=True
     ),
 }
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {

@@ -93,14 +93,7 @@ def load_and_quantize_model(
     _fill(model, layers, placing, _read(files) if files else _drain(own))
     if device_map is None:
         return model.to(device=placed[""])
-    return dispatch_model(
-        model,
-        placed,
-        offload_dir=offload_folder,
-        offload_index=placing.index,
-        # A model wholly on the disk runs through hooks alone.
-        force_hooks={str(device) for device in placed.values()} == {"disk"},
-    )
+    return dispatch_model(model, placed, offload_dir=offload_folder, offload_index=placing.index)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
