@@ -4,6 +4,7 @@ import importlib.metadata
 import multiprocessing
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,6 +57,15 @@ def check_a_python_that_it_starts():
     # And one that this one starts.
     outer = f"import sys, subprocess; subprocess.run([sys.executable, '-c', {code!r}])"
     assert started(sys.executable, "-c", outer) == "accel\n"
+
+
+def check_workers_of_pytest():
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import accelerate, os\ndef test_a():\n    assert 'PYTEST_XDIST_WORKER' in os.environ"
+        Path(folder, "test_a.py").write_text(f"{code}\n    assert accelerate.__name__ == 'accel'\n")
+        assert "1 passed" in started(
+            sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", folder
+        )
 
 
 def check_the_commands():

@@ -14,7 +14,7 @@ def test_children_of_a_program(python):
     run = python("-W", "error", "-m", "accel.drop_in", Path(__file__).parent / "children.py")
 
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == "5 of 5 passed\n"
+    assert run.stdout == "6 of 6 passed\n"
 
 
 def test_workers_of_the_launcher(launched, other):
