@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.observe.same_training import Verdict, compare
+from accel.observe.verify.same_training import Verdict, compare
 from accel.trackers.jsonl import valid_json
 from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser

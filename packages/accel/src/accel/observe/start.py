@@ -21,7 +21,7 @@ _ASKED_BY: dict[str, tuple[str, str]] = {
     "ACCELERATE_GUARD_BUNDLE": ("accel.observe.guard.settings", "GuardKwargs"),
     "ACCELERATE_REPLAY": ("accel.observe.guard.replay", "ReplayKwargs"),
     "ACCELERATE_STATISTICS": ("accel.observe.statistics", "StatisticsKwargs"),
-    "ACCELERATE_VERIFY_FOLDER": ("accel.observe.record", "RecordKwargs"),
+    "ACCELERATE_VERIFY_FOLDER": ("accel.observe.verify.record", "RecordKwargs"),
     "ACCELERATE_WATCHDOG": ("accel.observe.watchdog", "WatchdogKwargs"),
 }
 

@@ -12,10 +12,10 @@ import torch
 
 from accel.observe.attach import Undo, put
 from accel.observe.guard.bundle import Bundle, shown, write
+from accel.observe.guard.errors import GuardError
 from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
 from accel.observe.guard.record import Recorder
 from accel.observe.guard.report import Finding, Spikes, describe
-from accel.observe.guard.settings import GuardError
 from accel.observe.observer import Observer
 from accel_ops.collectives import operations
 from accel_ops.collectives.objects import gather_object

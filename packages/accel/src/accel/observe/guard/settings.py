@@ -1,4 +1,4 @@
-"""The settings of the guard, and the error that it stops with."""
+"""The settings of the guard."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["GuardError", "GuardKwargs"]
+__all__ = ["GuardKwargs"]
 
 _ACTIONS = ("warn", "skip", "stop")
-
-
-class GuardError(RuntimeError):
-    """A loss or gradient is not finite, or a loss is a spike, and the guard's action is "stop"."""
 
 
 @dataclass

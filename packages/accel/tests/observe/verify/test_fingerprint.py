@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.observe.fingerprint import sample_digests, sketch
+from accel.observe.verify.fingerprint import sample_digests, sketch
 
 
 def test_a_sample_has_the_same_digest_in_any_batch():

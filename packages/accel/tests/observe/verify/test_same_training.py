@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from accel.observe.same_training import Verdict, compare
+from accel.observe.verify.same_training import Verdict, compare
 from accel_world.program import run_program
 
 PROGRAM = str(Path(__file__).with_name("verified_program.py"))

@@ -7,12 +7,12 @@ parameters after each step of any optimizer, prepared or not.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,18 @@ from torch.utils.data import DataLoader
 
 from accel.engines.common.loader import EngineLoader
 from accel.observe.base import ObserverKwargs
-from accel.observe.fingerprint import sample_digests, sketch
 from accel.observe.observer import Observer
+from accel.observe.verify.changes import (
+    enlarge_batches,
+    replace_function,
+    replace_methods,
+    switch_off,
+    wrap_scheduler,
+)
+from accel.observe.verify.fingerprint import sample_digests, sketch
 from accel_data.loader.iteration import PreparedLoader
 from accel_ops.modules import extract_model_from_parallel
 from accel_optim.optimizer import AcceleratedOptimizer
-from accel_optim.scheduler import AcceleratedScheduler
 from accel_state import env
 from accel_state.devices import table
 
@@ -158,69 +164,23 @@ class Recorder(Observer):
         self._detach.callback(torch.use_deterministic_algorithms, strict, warn_only=lenient)
         if self._without_dropout:
             for name, keyword in (("dropout", "p"), ("scaled_dot_product_attention", "dropout_p")):
-                self._wrap(torch.nn.functional, name, _switched_off(keyword))
+                self._wrap(torch.nn.functional, name, switch_off(keyword))
         if self._factor > 1:
-            self._wrap(run.engine, "prepare_scheduler", self._prepare_scheduler)
-            enlarge = self._enlarge
-            self._override(
-                "loaders_type",
-                loader_to_prepare=lambda loaders, original, loader: original(loaders, enlarge(loader)),
+            self._wrap(run.engine, "prepare_scheduler", partial(wrap_scheduler, run, self._factor))
+            enlarge = partial(enlarge_batches, self._factor)
+            self._detach.callback(
+                replace_methods(
+                    run.engine,
+                    "loaders_type",
+                    loader_to_prepare=lambda loaders, original, loader: original(loaders, enlarge(loader)),
+                )
             )
-        self._override("gradients_type", clip_norm=self._clip_norm)
-
-    def _override(self, kind: str, **methods: Callable[..., Any]) -> None:
-        """Have `method(part, original, *args)` run in the place of methods of a part of the engine."""
-        engine = self._run.engine
-        base = getattr(engine, kind)
-        # Parts are made anew whenever they are asked for, so that wrapping one would be lost.
-        changed = {name: _in_place_of(getattr(base, name), method) for name, method in methods.items()}
-        setattr(engine, kind, type(base.__name__, (base,), changed))
-        self._detach.callback(delattr, engine, kind)
+        self._detach.callback(replace_methods(run.engine, "gradients_type", clip_norm=self._clip_norm))
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Have `wrapper(original, *args, **kwargs)` run in the place of a function, until `stop`."""
-        original = getattr(owner, name)
-        is_own = name in vars(owner)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        setattr(owner, name, wrapped)
-        if is_own:
-            self._detach.callback(setattr, owner, name, original)
-        else:
-            self._detach.callback(delattr, owner, name)
+        self._detach.callback(replace_function(owner, name, wrapper))
 
     # Loaders
-
-    def _enlarge(self, loader: Any) -> Any:
-        """Make the batches of a loader larger, in place."""
-        if not isinstance(loader, DataLoader) or getattr(loader, "_verify_enlarged", False):
-            return loader
-        sampler = loader.batch_sampler
-        if isinstance(getattr(sampler, "batch_size", None), int):
-            sampler.batch_size *= self._factor  # type: ignore[union-attr]
-        # DataLoader refuses an assignment after it was made, and reads it when it is prepared.
-        if loader.batch_size is not None:
-            vars(loader)["batch_size"] = loader.batch_size * self._factor
-        vars(loader)["_verify_enlarged"] = True
-        return loader
-
-    def _prepare_scheduler(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Move schedules as many processes would: their length counts the batches of one process."""
-        own = original(scheduler)
-        if own is not None or isinstance(scheduler, AcceleratedScheduler):
-            return own
-        run = self._run
-        return AcceleratedScheduler(
-            scheduler,
-            run.optimizers,
-            step_with_optimizer=run.step_scheduler_with_optimizer,
-            split_batches=run.dataloader_config.split_batches,
-            gradient_state=run.gradient_state,
-            num_processes=self._factor,
-        )
 
     def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
         if self._depth:  # a prepared loader reads its own
@@ -427,24 +387,6 @@ class Recorder(Observer):
         raise SystemExit(0)
 
 
-def _in_place_of(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(part: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(part, original, *args, **kwargs)
-
-    return call
-
-
 def _has_graph(item: Any) -> bool:
     """Whether it was computed by a model: what is compared to the last bit is what was read."""
     return isinstance(item, torch.Tensor) and item.requires_grad
-
-
-def _switched_off(keyword: str) -> Callable[..., Any]:
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if keyword == "p":
-            # Its second argument by place.
-            args, kwargs = args[:1] + (0.0,) * (len(args) > 1) + args[2:], {**kwargs}
-            return original(*args, **({**kwargs, "p": 0.0} if len(args) < 2 else kwargs))
-        return original(*args, **({**kwargs, keyword: 0.0} if keyword in kwargs else kwargs))
-
-    return call

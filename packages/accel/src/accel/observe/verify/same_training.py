@@ -1,4 +1,4 @@
-"""Whether records of one process and of many are the same training, what differs first, and why."""
+"""Whether records of one process and of many are the same training, and what differs first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+
+from accel.observe.verify.causes import find_causes
+from accel.observe.verify.recorded_runs import (
+    Record,
+    RecordedRuns,
+    distance,
+    gradient_norm,
+    is_close,
+    mean_loss,
+    total_norm,
+)
 
 __all__ = ["Difference", "Row", "Verdict", "compare"]
 
@@ -18,9 +27,6 @@ _LOSS, _GRADIENT, _UPDATE = 1e-4, 1e-3, 5e-2
 _NOISE = 1e-5
 _WEIGHT = 1e-6  # of a parameter itself, below which the difference of updates is rounding
 _COARSER = {"no": 1, "fp16": 20, "bf16": 50, "fp8": 500}  # steps of rounding, against those of float32
-
-_Record = dict[str, Any]
-_Sketches = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -74,49 +80,41 @@ class Verdict:
     notes: tuple[str, ...]
 
 
-def compare(one: _Record, many: Sequence[_Record]) -> Verdict:
+def compare(one: Record, many: Sequence[Record]) -> Verdict:
     """Compare the record of one process with those of many processes.
 
     Args:
-        one: What the recorder wrote (see `accel.observe.record`), of one process.
+        one: What the recorder wrote (see `accel.observe.verify.record`), of one process.
         many: The same of each process of the other run, in the order of their ranks.
     """
     length = min(len(record["steps"]) for record in (one, *many))
     comparison = _Comparison(one, many, _COARSER.get(one["precision"], 1))
     rows = tuple(comparison.row(place) for place in range(length))
     difference = next(comparison.differences(length), None)
-    causes = tuple(comparison.causes(difference)) if difference is not None else ()
-    return Verdict(rows, difference, causes, tuple(comparison.notes(length)))
+    causes = () if difference is None else tuple(find_causes(comparison, difference.kind, difference.step))
+    return Verdict(rows, difference, causes, tuple(_notes(comparison, length)))
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    one: _Record
-    many: Sequence[_Record]
+class _Comparison(RecordedRuns):
     coarser: int
-
-    @property
-    def shards(self) -> list[_Record]:
-        """One record of each share of the data, in their order."""
-        by_rank = {record["data_rank"]: record for record in reversed(self.many)}
-        return [by_rank[rank] for rank in sorted(by_rank)]
 
     # What the runs did
 
     def row(self, place: int) -> Row:
         one = self.one["steps"][place]
-        norm = _norm(one)
-        norms = [_norm(record["steps"][place]) for record in self.many]
+        norm = gradient_norm(one)
+        norms = [gradient_norm(record["steps"][place]) for record in self.many]
         apart = [
-            _distance(step["parameters"], one["parameters"], name) / changed
+            distance(step["parameters"], one["parameters"], name) / changed
             for step in (record["steps"][place] for record in self.many)
             for name, changed in self._changes(place).items()
             if changed and name in step["parameters"]
         ]
         return Row(
             step=place + 1,
-            samples=(len(one["samples"]), sum(len(item) for item in self._samples(place))),
-            losses=(_mean_loss([one]), self._loss(place)),
+            samples=(len(one["samples"]), sum(len(item) for item in self.samples(place))),
+            losses=(mean_loss([one]), self.loss(place)),
             norms=(norm, max(norms, key=lambda item: abs(item - norm))),
             apart=max(apart, default=0.0),
         )
@@ -125,23 +123,17 @@ class _Comparison:
         """By how much training has changed each parameter that it changes for good."""
         first, now = self.one["initial"], self.one["steps"][place]["parameters"]
         noise = self._noise(place)
-        return {name: _distance(now, first, name) for name in first if name in now and name not in noise}
+        return {name: distance(now, first, name) for name in first if name in now and name not in noise}
 
     def _noise(self, place: int) -> set[str]:
         """Parameters whose gradients were of rounding alone so far."""
         steps = self.one["steps"][: place + 1]
         largest: dict[str, float] = {}
         for step in steps:
-            total = _total(step["gradients"])
+            total = total_norm(step["gradients"])
             for name, item in step["gradients"].items():
                 largest[name] = max(largest.get(name, 0.0), item[0] / total if total else 0.0)
         return {name for name, share in largest.items() if share < _NOISE * self.coarser}
-
-    def _samples(self, place: int) -> list[list[int]]:
-        return [record["steps"][place]["samples"] for record in self.shards]
-
-    def _loss(self, place: int) -> float:
-        return _mean_loss([record["steps"][place] for record in self.shards])
 
     # What differs
 
@@ -171,7 +163,7 @@ class _Comparison:
                 yield Difference("initial weights", 0, text)
             for name, sketch in first.items():
                 if name in record["initial"]:
-                    apart = _distance(record["initial"], first, name)
+                    apart = distance(record["initial"], first, name)
                     if apart and not apart <= _WEIGHT * sketch[0]:
                         text = (
                             f"{name} starts from other values on process {record['process']}: "
@@ -181,7 +173,7 @@ class _Comparison:
 
     def _different_samples(self, place: int) -> Iterator[Difference]:
         wanted = self.one["steps"][place]["samples"]
-        found = self._samples(place)
+        found = self.samples(place)
         surplus = Counter(item for samples in found for item in samples) - Counter(wanted)
         missing = Counter(wanted) - Counter(item for samples in found for item in samples)
         if not surplus and not missing:
@@ -218,23 +210,23 @@ class _Comparison:
                     yield Difference("learning rate", place + 1, text)
 
     def _different_losses(self, place: int) -> Iterator[Difference]:
-        one, many = _mean_loss([self.one["steps"][place]]), self._loss(place)
+        one, many = mean_loss([self.one["steps"][place]]), self.loss(place)
         # What rounding made of the parameters grows with the steps.
         allowed = _LOSS * self.coarser * (place + 1)
-        if not _alike(one, many, allowed):
-            of_each = [_mean_loss([record["steps"][place]]) for record in self.shards]
+        if not is_close(one, many, allowed):
+            of_each = [mean_loss([record["steps"][place]]) for record in self.shards]
             shown = " and ".join(f"{loss:.6g}" for loss in of_each)
             text = f"The loss is {many:.6g} over all processes ({shown}), and {one:.6g} on one process."
             yield Difference("loss", place + 1, text)
 
     def _different_gradients(self, place: int) -> Iterator[Difference]:
         wanted = self.one["steps"][place]["gradients"]
-        total = _total(wanted)
+        total = total_norm(wanted)
         allowed = _GRADIENT * self.coarser * (place + 1)
         for name, sketch in wanted.items():
             for record in self.many:
                 found = record["steps"][place]["gradients"]
-                apart = _distance(found, wanted, name)
+                apart = distance(found, wanted, name)
                 # Not a number on both sides is the same, and no limit is above it.
                 if apart and not apart <= allowed * (sketch[0] + 0.1 * total):
                     text = (
@@ -246,7 +238,7 @@ class _Comparison:
         norm = self.one["steps"][place]["norm"]
         for record in self.many if norm is not None else ():
             clipped = record["steps"][place]["norm"]
-            if clipped is None or not _alike(norm, clipped, allowed):
+            if clipped is None or not is_close(norm, clipped, allowed):
                 text = (
                     f"The norm of the gradients before clipping is {clipped} on process {record['process']}, "
                     f"and {norm} on one process."
@@ -258,7 +250,7 @@ class _Comparison:
         wanted = self.one["steps"][place]["parameters"]
         for name, changed in changes.items():
             for record in self.many:
-                apart = _distance(record["steps"][place]["parameters"], wanted, name)
+                apart = distance(record["steps"][place]["parameters"], wanted, name)
                 allowed = _UPDATE * self.coarser * changed + _WEIGHT * wanted[name][0]
                 if apart and not apart <= allowed:
                     process, times = record["process"], apart / changed if changed else math.inf
@@ -268,151 +260,28 @@ class _Comparison:
                     )
                     yield Difference("parameters", place + 1, text)
 
-    # Why
 
-    def causes(self, difference: Difference) -> Iterator[str]:
-        """What is known to make such a difference, and is there."""
-        unprepared = {
-            kind: sorted({name for record in self.many for name in record["unprepared"][kind]})
-            for kind in ("model", "optimizer", "loader")
-        }
-        if difference.kind == "samples":
-            yield from self._causes_of_samples(difference, unprepared["loader"])
-        if difference.kind == "initial weights":
-            yield (
-                "The weights are drawn without a seed, or after other draws. Call set_seed(n) before the "
-                "model is made."
-            )
-        if difference.kind in ("loss", "gradients", "parameters") and unprepared["model"]:
-            yield (
-                f"{' and '.join(unprepared['model'])} is not prepared: nobody averages its gradients, so "
-                "that each process trains weights of its own. Pass it to accelerator.prepare(), and use what "
-                "comes back."
-            )
-        elif difference.kind in ("loss", "gradients", "parameters") and unprepared["optimizer"]:
-            yield (
-                f"{' and '.join(unprepared['optimizer'])} is not prepared: it steps in the middle of an "
-                "accumulation window too, where each process has gradients of its own. Pass it to "
-                "accelerator.prepare(), and use what comes back."
-            )
-        elif difference.kind in ("loss", "gradients"):
-            yield from self._causes_of_losses(difference)
-
-    def _causes_of_samples(self, difference: Difference, unprepared: list[str]) -> Iterator[str]:
-        if unprepared:
-            yield (
-                f"The {' and '.join(unprepared)} is not prepared, so that its samples are not shared out "
-                "over the processes. Pass it to accelerator.prepare(), and iterate over what comes back."
-            )
-            return
-        steps = self.one["steps"]
-        place = difference.step - 1
-        if place < len(steps) and len(steps[place]["samples"]) < max(len(step["samples"]) for step in steps):
-            yield (
-                "The step is the last of an epoch and is not full: it is completed with samples from the "
-                "start, so that all processes have equally many (even_batches)."
-            )
-            return
+def _notes(comparison: _Comparison, length: int) -> Iterator[str]:
+    """What the comparison leaves out, and what is wrong without a difference."""
+    left = sorted({name for record in (comparison.one, *comparison.many) for name in record["not_compared"]})
+    if left:
+        first = left[0] + (", ..." if len(left) > 1 else "")
+        yield f"Not compared, as each process has a part: {first} ({len(left)} in all)."
+    for kind in ("model", "optimizer", "loader"):
+        names = sorted({name for record in comparison.many for name in record["unprepared"][kind]})
+        if names:
+            yield f"Not prepared: {kind} {', '.join(names)}."
+    if not any(step["samples"] for step in comparison.one["steps"]):
+        yield "No samples were seen: neither a DataLoader nor the arguments of the model had tensors."
+    for place, step in enumerate(comparison.one["steps"][:length]):
+        if step["losses"] and not math.isfinite(mean_loss([step])):
+            yield f"The loss is not finite from step {place + 1} on: what comes after cannot be compared."
+            break
+    if comparison.one["precision"] != "no":
         yield (
-            "The order is drawn without a seed, or by a generator that is not the same in each run. Call "
-            "set_seed(n) before the loader is prepared."
+            f"The script trains in {comparison.one['precision']}, so that only differences above "
+            f"{_GRADIENT * comparison.coarser:.0%} of a gradient are seen."
         )
-
-    def _causes_of_losses(self, difference: Difference) -> Iterator[str]:
-        place = difference.step - 1
-        found = 0
-        if self.one["batch_norm"]:
-            found += 1
-            yield (
-                f"{self.one['batch_norm'][0]} is batch norm in training: it normalizes by the mean and "
-                "variance of the batch of one process, which is a part of the whole. Use "
-                "torch.nn.SyncBatchNorm (on GPUs), group or layer norm."
-            )
-        if self.one["dropout"]:
-            found += 1
-            yield (
-                f"{self.one['dropout'][0]} is dropout, and draws other numbers on each process. That is as "
-                "it should be; `accel verify --without_dropout` verifies everything else."
-            )
-        elif self.one["draws"]:
-            found += 1
-            yield (
-                "A step draws random numbers (noise, masks, dropout by a function), which are others on "
-                "each process. --without_dropout switches dropout off, and nothing else."
-            )
-        one, many = _mean_loss([self.one["steps"][place]]), self._loss(place)
-        of_each = [_mean_loss([record["steps"][place]]) for record in self.shards]
-        if not found and difference.kind == "loss" and many and _alike(one / many, len(of_each), 1e-3):
-            yield (
-                "The loss is a sum over the batch, and gradients are averaged over the processes. Pass a "
-                "mean, or accelerator.backward(loss, weight=n) with the number of items that the sum is over."
-            )
-        elif not found and difference.kind == "loss" and min(of_each) <= one <= max(of_each):
-            yield (
-                "The loss is a mean over items of which processes have unequal numbers (tokens, say), and a "
-                "mean of means is not the mean over all. Pass the sum, and how many items it is over: "
-                "accelerator.backward(loss_sum, weight=num_items)."
-            )
-
-    def notes(self, length: int) -> Iterator[str]:
-        """What the comparison leaves out, and what is wrong without a difference."""
-        left = sorted({name for record in (self.one, *self.many) for name in record["not_compared"]})
-        if left:
-            first = left[0] + (", ..." if len(left) > 1 else "")
-            yield f"Not compared, as each process has a part: {first} ({len(left)} in all)."
-        for kind in ("model", "optimizer", "loader"):
-            names = sorted({name for record in self.many for name in record["unprepared"][kind]})
-            if names:
-                yield f"Not prepared: {kind} {', '.join(names)}."
-        if not any(step["samples"] for step in self.one["steps"]):
-            yield "No samples were seen: neither a DataLoader nor the arguments of the model had tensors."
-        for place, step in enumerate(self.one["steps"][:length]):
-            if step["losses"] and not math.isfinite(_mean_loss([step])):
-                yield f"The loss is not finite from step {place + 1} on: what comes after cannot be compared."
-                break
-        if self.one["precision"] != "no":
-            yield (
-                f"The script trains in {self.one['precision']}, so that only differences above "
-                f"{_GRADIENT * self.coarser:.0%} of a gradient are seen."
-            )
-
-
-def _mean_loss(steps: Sequence[dict[str, Any]]) -> float:
-    """The loss over processes: the sum over all weights where there are weights, else the mean of means."""
-    losses = [pair for step in steps for pair in step["losses"]]
-    if not losses:
-        return math.nan
-    if any(weight is not None for _, weight in losses):
-        weights = sum(weight or 0.0 for _, weight in losses)
-        return sum(value for value, _ in losses) / weights if weights else 0.0
-    return fmean(sum(value for value, _ in step["losses"]) for step in steps)
-
-
-def _alike(one: float, other: float, tolerance: float) -> bool:
-    both_nan = math.isnan(one) and math.isnan(other)
-    return both_nan or math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-9)
-
-
-def _total(sketches: _Sketches) -> float:
-    return math.sqrt(sum(sketch[0] ** 2 for sketch in sketches.values()))
-
-
-def _norm(step: dict[str, Any]) -> float:
-    norm: float | None = step["norm"]
-    return _total(step["gradients"]) if norm is None else norm
-
-
-def _distance(one: _Sketches, other: _Sketches, name: str) -> float:
-    """The estimated norm of the difference of two tensors; one that is not there counts as zeros."""
-    first, second = one.get(name), other.get(name)
-    if first is None or second is None:
-        present = first or second
-        return present[0] if present else 0.0
-    if first == second:
-        return 0.0
-    apart = math.sqrt(fmean((a - b) ** 2 for a, b in zip(first[1:], second[1:], strict=True)))
-    both_nan = math.isnan(first[0]) and math.isnan(second[0])
-    return 0.0 if both_nan else apart
 
 
 def _relative(apart: float, norm: float) -> str:
