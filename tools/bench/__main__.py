@@ -28,6 +28,7 @@ from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows, stream_row
 from .merging import merge_row
 from .metrics import metrics_rows
+from .orders import order_rows
 from .row import Row
 from .statistics import statistics_row
 from .step import step_row
@@ -54,6 +55,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "shard": shard_rows,
     "resume": resume_row,
     "memory": memory_rows,
+    "order": order_rows,
     "dispatch": dispatch_rows,
     "save": save_row,
     "async": save_async_row,

@@ -8,7 +8,7 @@ def test_defaults():
 
     assert (config.split_batches, config.dispatch_batches, config.even_batches) == (False, None, True)
     assert (config.use_seedable_sampler, config.data_seed, config.non_blocking) == (False, None, False)
-    assert (config.use_stateful_dataloader, config.custom_classes) == (False, None)
+    assert (config.use_stateful_dataloader, config.custom_classes, config.order) == (False, None, None)
 
 
 @pytest.mark.parametrize("seed", ["1", 1.0, True])

@@ -16,6 +16,7 @@ __all__ = [
     "check_divides",
     "check_length",
     "check_loader",
+    "check_order",
     "check_place",
     "check_rng_types",
     "check_seed",
@@ -65,6 +66,15 @@ def check_seed(data_seed: int | None) -> None:
     """Raise TypeError unless a seed is an integer or None."""
     if data_seed is not None and (not isinstance(data_seed, int) or isinstance(data_seed, bool)):
         raise TypeError(f"data_seed must be an integer or None, but it is {data_seed!r}.")
+
+
+def check_order(order: str | None) -> None:
+    """Raise ValueError unless an order is "torch", "keyed" or None."""
+    if order not in ("torch", "keyed", None):
+        raise ValueError(
+            f"order must be 'torch', 'keyed' or None, but it is {order!r}. With None torch draws the order, "
+            "unless the dataset is so large that it is computed from a key."
+        )
 
 
 def check_loader(dataloader: object) -> None:

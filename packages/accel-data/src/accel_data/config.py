@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from accel_data.checks import check_seed
+from accel_data.checks import check_order, check_seed
 
 __all__ = ["DataLoaderConfiguration"]
 
@@ -26,10 +27,14 @@ class DataLoaderConfiguration:
             which exchange states with one that is not prepared (the extra `stateful` installs it).
         custom_classes: Classes to make in place of `DataLoaderShard` and `DataLoaderDispatcher`, keyed by
             these; each must be a subclass of its key.
+        order: "torch" to draw shuffled orders by `torch.randperm`, which takes 4 bytes a sample; "keyed" to
+            compute them from a key, which takes no memory and begins at once at any position. By default
+            keyed for datasets of at least 2**27 (134,217,728) samples.
 
     Raises:
         ImportError: If `use_stateful_dataloader` is set and torchdata is not installed.
         TypeError: If data_seed is not an integer.
+        ValueError: If order is another one.
     """
 
     split_batches: bool = False
@@ -40,9 +45,11 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     custom_classes: Mapping[type, type] | None = None
+    order: Literal["torch", "keyed"] | None = None
 
     def __post_init__(self) -> None:
         check_seed(self.data_seed)
+        check_order(self.order)
         if self.use_stateful_dataloader:
             # On first use, as most never need torchdata; and now, rather than when the first loader is
             # prepared.

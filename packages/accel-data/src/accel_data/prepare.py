@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.checks import (
     check_divides,
     check_loader,
+    check_order,
     check_rng_types,
     check_seed,
     check_single,
@@ -71,6 +72,7 @@ def prepare_data_loader(
     data_ranks: Sequence[int] | None = None,
     gradient_state: GradientState | None = None,
     custom_classes: Mapping[type, type] | None = None,
+    order: Literal["torch", "keyed"] | None = None,
 ) -> PreparedLoader:
     """Make a loader that gives this process its share of the batches of a DataLoader.
 
@@ -111,6 +113,8 @@ def prepare_data_loader(
             [0, 0, 1, 1] for two groups of two that work on the same batches.
         gradient_state: The state that is notified when iteration begins and ends; by default the newest.
         custom_classes: See `DataLoaderConfiguration`.
+        order: How an order is made that is a function of seed and epoch: "torch" by `torch.randperm`, "keyed"
+            computed from a key, in no memory; by default keyed for datasets of at least 2**27 samples.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`.
@@ -119,16 +123,17 @@ def prepare_data_loader(
         TypeError: If `dataloader` is no DataLoader, or data_seed no integer.
         ValueError: If the loader cannot be shared out as asked: a batch size that does not divide or is not
             known, a dataset without a length, a loader that is shared out already, an unknown random
-            generator.
+            generator, an unknown order.
     """
     if isinstance(dataloader, PreparedLoader):
         return _as_prepared(dataloader)
     check_loader(dataloader)
     check_seed(data_seed)
+    check_order(order)
     types = check_rng_types(rng_types)
     # First of all: from here on processes exchange what they have, in the same order on all of them.
     place = find_place(num_processes, process_index, torch_device_mesh, data_ranks)
-    seeding = Seeding(use_seedable_sampler, data_seed, place.several, gradient_state)
+    seeding = Seeding(use_seedable_sampler, data_seed, place.several, gradient_state, order)
     plan = Plan(place, split_batches, even_batches, seeding)
     # A collective: where the processes have different loaders, all of them raise here, and none hangs
     # later.

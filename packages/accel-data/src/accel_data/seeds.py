@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from accel_data.order.global_order import IsolatedRNG, mix_seed
+from accel_data.order.global_order import IsolatedRNG
+from accel_data.order.mixing import mix_seed
 
 __all__ = ["WithKey", "keyed", "pass_key", "sample_generator", "sample_rng", "sample_seed"]
 

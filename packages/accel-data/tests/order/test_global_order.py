@@ -17,7 +17,6 @@ from accel_data.order.global_order import (
     IsolatedRNG,
     SeedableRandomSampler,
     draw,
-    mix_seed,
     order_of,
     sampler_generator,
     take,
@@ -49,15 +48,6 @@ class Endless:
     def __iter__(self):
         while True:
             yield from torch.randperm(5).tolist()
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 1000))
-def test_seeds_are_64_bit_and_do_not_add_up(seed, epoch):
-    mixed = mix_seed(seed, epoch)
-
-    assert 0 <= mixed < 2**64
-    assert mixed != mix_seed(seed + 1, epoch)
-    assert mix_seed(seed + 1, epoch) != mix_seed(seed, epoch + 1)
 
 
 def test_a_seedable_sampler_visits_every_sample_once():

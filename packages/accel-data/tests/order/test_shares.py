@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from itertools import cycle, islice
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_data.order.permutation import KeyedPermutation
 from accel_data.order.shares import Layout, Share, cut, spread_out
 
 layouts = st.builds(
@@ -56,6 +58,7 @@ def test_every_kind_of_order_is_cut_alike(length, layout):
     expected = by_hand(order, layout)
     shares = {}
     for rank in range(layout.num_processes):
+        assert layout.batches_of_each(length)[rank] == len(expected[rank])
         for kind in (torch.tensor(order, dtype=torch.int64), order, iter(order)):
             share = shares[rank] = Share()
             assert list(cut(kind, layout, rank, share)) == expected[rank]
@@ -119,6 +122,14 @@ def test_a_share_of_a_range_costs_nothing_else():
     layout = Layout(2, 8, False, True, start=2**50 - 20)
 
     assert list(cut(order, layout, 3, Share())) == [[2**50 - 14, 2**50 - 13], [2, 3]]
+
+
+@given(st.integers(0, 5000), layouts, st.sampled_from([1, 7, 3000]))
+def test_an_order_that_is_computed_is_cut_like_its_list(length, layout, share):
+    layout = replace(layout, share=share)
+    order = KeyedPermutation(length, 3)
+    for rank in (None, layout.num_processes - 1):
+        assert list(cut(order, layout, rank, Share())) == list(cut(list(order), layout, rank, Share()))
 
 
 def test_own_rows_do_not_keep_the_whole_order():

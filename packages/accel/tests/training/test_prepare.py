@@ -195,6 +195,22 @@ def test_the_seed_of_the_loader_configuration_decides_the_order():
     assert orders[0] == orders[1] != orders[2]
 
 
+def test_the_order_of_the_loader_configuration_takes_a_dataset_of_any_length():
+    torch.manual_seed(0)
+    length = 10**10
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(order="keyed", data_seed=7))
+    loader = accelerator.prepare(DataLoader(range(length), batch_size=4, shuffle=True))
+    seen = [batch.tolist() for batch, _ in zip(loader, range(3), strict=False)]
+    (rest,) = (batch.tolist() for batch in accelerator.skip_first_batches(loader, len(loader) - 1))
+
+    assert len(loader) == length // 4
+    assert len({index for batch in [*seen, rest] for index in batch}) == 16
+    assert accelerator.prepare_data_loader(DataLoader(range(9), shuffle=True)).get_sampler().is_keyed
+    assert not Accelerator().prepare(DataLoader(range(9), shuffle=True)).get_sampler().is_keyed
+    with pytest.raises(ValueError, match="order must be 'torch', 'keyed' or None, but it is 'fast'"):
+        DataLoaderConfiguration(order="fast")
+
+
 def test_placement_is_the_accelerators_unless_the_call_says_otherwise():
     loader = DataLoader(torch.arange(4))
     config = DataLoaderConfiguration(non_blocking=True)

@@ -168,6 +168,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             cursor = from_state(state_dict, self._kind)
             if self._shard is not None and self._seed is not None:
                 self._shard.set_seed(int(state_dict["seed"]))
+                # States of before there were keyed orders say nothing.
+                self._shard.set_keyed(bool(state_dict.get("keyed", False)))
             self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
         self._set_inner_epoch(self._progress.epoch)
@@ -201,7 +203,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         is_known = not is_stream and hasattr(self.dataset, "__len__")
         if part is not None and getattr(self._shard, "lengths", None) is None:
             is_known = False  # this part's length is not that of the others
-        return Kind(self._seed, self.total_dataset_length if is_known else None, self._limit, is_stream, part)
+        length = self.total_dataset_length if is_known else None
+        is_keyed = self._shard is not None and self._shard.is_keyed
+        return Kind(self._seed, length, self._limit, is_stream, part, is_keyed)
 
     @property
     def _seed(self) -> int | None:

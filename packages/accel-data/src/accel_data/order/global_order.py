@@ -1,7 +1,8 @@
 """The global order: which dataset index stands at which position of an epoch.
 
 - An order is a function of (seed, epoch, position); the number of processes and workers has no part in it.
-- It is a range, one tensor, or a list, so that a process can cut out its share without walking the rest.
+- It is a range, one tensor, a list, or computed from a key, so that a process can cut out its share without
+  walking the rest.
 - Samplers that draw from the global random generators are walked under generators of their own.
 """
 
@@ -15,9 +16,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from accel_data.order.mixing import mix_seed
+from accel_data.order.permutation import KeyedPermutation
 
 __all__ = [
+    "KEYED_FROM",
     "IsolatedRNG",
     "Order",
     "SeedableRandomSampler",
@@ -25,36 +30,21 @@ __all__ = [
     "drawing_from",
     "draws_at_once",
     "global_states",
-    "mix_seed",
     "order_of",
     "sampler_generator",
+    "seeks",
     "take",
+    "walk",
 ]
 
-Order = range | torch.Tensor | list[Any] | Iterator[Any]
-"""Random access (range, 1-D integer tensor, list), or an iterator where the sampler has no length."""
+Order = range | torch.Tensor | KeyedPermutation | list[Any] | Iterator[Any]
+"""Random access (all but an iterator), or an iterator where the sampler has no length."""
 
-# SplitMix64 counts modulo 2**64, where Python's integers have no end.
-_MASK = 2**64 - 1
+KEYED_FROM = 2**27
+"""Length of a dataset from which on its shuffled order is computed from a key unless asked for otherwise."""
+
 _CHUNK = 1024  # entries taken at once from a sampler without a length
-_PIECE = 65536  # entries of an order turned into a list at once
-
-
-def mix_seed(seed: int, epoch: int) -> int:
-    """Return one 64-bit seed for an epoch.
-
-    Args:
-        seed: The seed of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        The output of SplitMix64 (Steele, Lea and Flood 2014) at place `epoch` of the stream `seed`, so that
-        (0, 1) and (1, 0) differ, which they do not in a sum.
-    """
-    z = (seed + (epoch + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+_PIECE = 8192  # entries of an order turned into a list at once
 
 
 def draw(sampler: RandomSampler, generator: torch.Generator, same_stream: bool = False) -> torch.Tensor:
@@ -102,12 +92,17 @@ class SeedableRandomSampler(RandomSampler):
     Args:
         *args: Those of `torch.utils.data.RandomSampler`.
         data_seed: The seed. By default the initial seed of `generator`, else of torch.
+        keyed: Whether orders are computed position by position, by a `KeyedPermutation`, rather than drawn at
+            once by `torch.randperm`; by default for datasets of at least `KEYED_FROM` samples.
         **kwargs: Those of `torch.utils.data.RandomSampler`.
     """
 
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, data_seed: int | None = None, keyed: bool | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.epoch = 0
+        self._keyed = keyed
         if data_seed is None:
             data_seed = torch.initial_seed() if self.generator is None else self.generator.initial_seed()
         self.initial_seed = data_seed
@@ -128,14 +123,31 @@ class SeedableRandomSampler(RandomSampler):
         """
         self.initial_seed = seed
 
-    def order(self) -> torch.Tensor:
-        """Return the order of the current epoch as one tensor of shape (num_samples,)."""
-        return draw(self, torch.Generator().manual_seed(mix_seed(self.initial_seed, self.epoch)))
+    @property
+    def is_keyed(self) -> bool:
+        """Whether orders are computed from a key. Samples that may come twice are always drawn at once."""
+        length = len(self.data_source)
+        if self.replacement or self.num_samples > length:
+            return False
+        return length >= KEYED_FROM if self._keyed is None else self._keyed
+
+    def set_keyed(self, keyed: bool) -> None:
+        """Choose whether orders are computed from a key.
+
+        Args:
+            keyed: See the class.
+        """
+        self._keyed = keyed
+
+    def order(self) -> torch.Tensor | KeyedPermutation:
+        """Return the order of the current epoch: a tensor of shape (num_samples,), or what computes it."""
+        seed = mix_seed(self.initial_seed, self.epoch)
+        if self.is_keyed:
+            return KeyedPermutation(len(self.data_source), seed, self.num_samples)
+        return draw(self, torch.Generator().manual_seed(seed))
 
     def __iter__(self) -> Iterator[int]:
-        # As Python's integers the whole order would take ten times the memory.
-        for piece in torch.split(self.order(), _PIECE):
-            yield from piece.tolist()
+        yield from walk(self.order())
         self.set_epoch(self.epoch + 1)
 
 
@@ -193,8 +205,8 @@ def order_of(
             all processes if they do not agree.
 
     Returns:
-        A range or a tensor for the samplers of torch that allow it; else the list of what the sampler gives,
-        or an iterator if it has no length.
+        A range, a tensor or a permutation for the samplers that allow it; else the list of what the sampler
+        gives, or an iterator if it has no length.
     """
     iterate = type(sampler).__iter__
     # The method is asked for, and not the class alone: a subclass may give another order.
@@ -212,15 +224,15 @@ def order_of(
     if not hasattr(sampler, "__len__"):
         return _chunked(sampler, isolated)
 
-    def walk() -> list[Any]:
+    def listed() -> list[Any]:
         with isolated or nullcontext(), drawing_from(sampler_generator(sampler)):
             return list(sampler)
 
-    return walk() if agreed is None else agreed(walk)
+    return listed() if agreed is None else agreed(listed)
 
 
 def draws_at_once(sampler: Any) -> bool:
-    """Whether the whole order of a sampler is drawn at once from one generator, as `draw` does it."""
+    """Whether the order of a sampler is drawn by torch, as `draw` does it, or computed in its place."""
     drawn = RandomSampler.__iter__, SeedableRandomSampler.__iter__
     return isinstance(sampler, RandomSampler) and type(sampler).__iter__ in drawn
 
@@ -236,12 +248,42 @@ def sampler_generator(sampler: object) -> torch.Generator | None:
     return None
 
 
-def take(order: range | torch.Tensor | list[Any], positions: Sequence[int]) -> list[Any]:
+def seeks(sampler: Any) -> bool:
+    """Whether a sampler's order is a function of what it holds, so that a walk may begin anywhere in it."""
+    iterate = type(sampler).__iter__ if isinstance(sampler, Sampler) else None
+    return iterate in (SequentialSampler.__iter__, SeedableRandomSampler.__iter__)
+
+
+def take(order: range | torch.Tensor | KeyedPermutation | list[Any], positions: Sequence[int]) -> list[Any]:
     """Return the entries of an order at some positions."""
-    if isinstance(order, torch.Tensor):
-        taken: list[Any] = order[torch.tensor(positions, dtype=torch.int64, device="cpu")].tolist()
+    if isinstance(order, (torch.Tensor, KeyedPermutation)):
+        places = torch.tensor(positions, dtype=torch.int64, device="cpu")
+        found = order[places] if isinstance(order, torch.Tensor) else order.at(places)
+        taken: list[Any] = found.tolist()
         return taken
     return [order[position] for position in positions]
+
+
+def walk(order: Any, start: int = 0) -> Iterator[int]:
+    """Walk over an order from a position on.
+
+    Args:
+        order: A range, a tensor or a permutation.
+        start: The position.
+
+    Yields:
+        Its entries.
+    """
+    if isinstance(order, range):
+        yield from order[start:]
+        return
+    for first in range(start, len(order), _PIECE):
+        last = min(first + _PIECE, len(order))
+        # As Python's integers the whole order would take ten times the memory.
+        if isinstance(order, torch.Tensor):
+            yield from order[first:last].tolist()
+        else:
+            yield from order.at(torch.arange(first, last, device="cpu")).tolist()
 
 
 def _chunked(sampler: Iterable[Any], isolated: IsolatedRNG | None) -> Iterator[Any]:

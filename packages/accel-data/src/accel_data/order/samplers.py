@@ -11,7 +11,14 @@ import torch
 from torch.utils.data import BatchSampler
 
 from accel_data.checks import check_divides, check_place, check_skip
-from accel_data.order.global_order import Order, SeedableRandomSampler, draw, order_of
+from accel_data.order.global_order import (
+    Order,
+    SeedableRandomSampler,
+    draw,
+    order_of,
+    seeks,
+    walk,
+)
 from accel_data.order.shares import Fill, Layout, Share, cut, spread_out
 
 __all__ = ["AllShards", "BatchSamplerShard", "SkipBatchSampler"]
@@ -156,7 +163,7 @@ class BatchSamplerShard(_Wrapper):
             return None
         else:
             layout, total = self._layout_of_batches(self.start), self.total_length
-        return tuple(layout.num_batches(total, rank) for rank in range(self.num_processes))
+        return layout.batches_of_each(total)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the samplers inside.
@@ -183,6 +190,20 @@ class BatchSamplerShard(_Wrapper):
             self.sampler.set_seed(seed)
         else:
             self.seed = seed
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether the order is computed from a key, see `SeedableRandomSampler`."""
+        return isinstance(self.sampler, SeedableRandomSampler) and self.sampler.is_keyed
+
+    def set_keyed(self, keyed: bool) -> None:
+        """Choose whether the order is computed from a key, where it has a seed.
+
+        Args:
+            keyed: See `SeedableRandomSampler`.
+        """
+        if isinstance(self.sampler, SeedableRandomSampler):
+            self.sampler.set_keyed(keyed)
 
     def set_start(self, start: int, drawn_from: torch.Tensor | None = None) -> None:
         """Choose where the next passes start.
@@ -356,8 +377,29 @@ class SkipBatchSampler(_Wrapper):
         super().__init__(batch_sampler)
         self.skip_batches = check_skip(skip_batches)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(iter(self.batch_sampler), self.skip_batches, None)
+    def __iter__(self) -> Iterator[Any]:
+        inner: Any = self.batch_sampler
+        is_flat = type(inner).__iter__ is BatchSampler.__iter__
+        if not self.skip_batches or not seeks(inner.sampler if is_flat else inner):
+            return islice(iter(inner), self.skip_batches, None)
+        return self._sought_batches() if is_flat else self._sought(inner)
+
+    def _sought_batches(self) -> Iterator[list[int]]:
+        """Begin with the first batch that is not left out, rather than walk up to it."""
+        whole = BatchSamplerShard(self.batch_sampler)
+        whole.set_start(self.skip_batches * whole.step_size)
+        yield from whole
+        _end_epoch(self.sampler)
+
+    def _sought(self, sampler: Any) -> Iterator[int]:
+        yield from walk(order_of(sampler, None, 0), self.skip_batches)
+        _end_epoch(sampler)
 
     def __len__(self) -> int:
         return max(self.total_length - self.skip_batches, 0)
+
+
+def _end_epoch(sampler: Any) -> None:
+    """Do what a complete walk over a sampler does at its end."""
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.set_epoch(sampler.epoch + 1)

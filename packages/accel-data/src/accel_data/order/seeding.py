@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from accel_data.checks import check_length
-from accel_data.order.global_order import SeedableRandomSampler, mix_seed, sampler_generator
+from accel_data.order.global_order import SeedableRandomSampler, sampler_generator
+from accel_data.order.mixing import mix_seed
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
 
 __all__ = ["Seeding", "agreed_order"]
@@ -34,12 +35,14 @@ class Seeding:
         data_seed: The seed; None to derive one from torch's.
         several: Whether several processes must agree.
         owner: The gradient state of the Accelerator that prepares the loader; None without one.
+        order: See `DataLoaderConfiguration`.
     """
 
     use_seedable_sampler: bool
     data_seed: int | None
     several: bool
     owner: object | None
+    order: str | None = None
 
     def seeded(self, batch_sampler: Any) -> tuple[Any, int | None]:
         """Make the order of a random batch sampler a function of seed and epoch.
@@ -59,6 +62,8 @@ class Seeding:
             return batch_sampler, None
         new = self._seedable(sampler)
         if new is not None:
+            if self.order is not None:
+                new.set_keyed(self.order == "keyed")
             changed = copy.copy(batch_sampler)
             changed.sampler = new
             return changed, None

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_data.order.global_order import Order, take
+from accel_data.order.permutation import KeyedPermutation
 
 __all__ = ["Fill", "Layout", "Share", "counted", "cut", "spread_out"]
 
 _ENTRIES = 2048  # turned into lists at once; more would leave the processor's cache before they are used
+_COMPUTED = 8192  # of an order that is computed, whose calls have to pay for themselves
 
 
 class Fill(NamedTuple):
@@ -58,7 +60,7 @@ class Share:
 def spread_out(count: int, num_processes: int) -> tuple[int, ...]:
     """Divide a number of entries over the processes, as equally as can be; the first ones get more."""
     each, more = divmod(count, num_processes)
-    return tuple(each + (rank < more) for rank in range(num_processes))
+    return (each + 1,) * more + (each,) * (num_processes - more)
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,21 @@ class Layout:
 
     def num_batches(self, length: int, rank: int | None) -> int:
         """Steps that a process takes; batches of all processes together for None."""
-        full = max(length - self.start, 0) // self.group
-        sizes = self.tail_sizes(self.tail(length))
-        if rank is None:
-            return full * self.num_processes + sum(map(bool, sizes))
-        return full + bool(sizes[rank])
+        full, more = self._full(length), self._num_in_tail(self.tail(length))
+        return full * self.num_processes + more if rank is None else full + (rank < more)
+
+    def batches_of_each(self, length: int) -> tuple[int, ...]:
+        """Steps that each process takes."""
+        full, more = self._full(length), self._num_in_tail(self.tail(length))
+        return (full + 1,) * more + (full,) * (self.num_processes - more)
 
     def real_sizes(self, tail: int) -> tuple[int, ...]:
         """Real entries of each process in a last step of `tail` positions."""
         if self.spread and not self.even:
             return spread_out(tail, self.num_processes)
-        piece = self._piece(tail)
-        return tuple(min(max(tail - rank * piece, 0), piece) for rank in range(self.num_processes))
+        full, part = divmod(tail, self._piece(tail))
+        some = (part,) if part else ()
+        return (self._piece(tail),) * full + some + (0,) * (self.num_processes - full - len(some))
 
     def tail_sizes(self, tail: int) -> tuple[int, ...]:
         """Entries of each process, padding included, in a last step of `tail` positions."""
@@ -118,6 +123,18 @@ class Layout:
         sizes = self.tail_sizes(tail)
         is_there = any(sizes) if rank is None else sizes[rank] > 0
         return Fill.of(self.real_sizes(tail), sizes) if is_there else None
+
+    def places(self, tail: int, rank: int) -> range:
+        """Places of a process in a last step of `tail` positions, padding included; see `position`."""
+        if rank >= self._num_in_tail(tail):
+            return range(0)
+        if self.spread and not self.even:
+            each, more = divmod(tail, self.num_processes)
+            first = rank * each + min(rank, more)
+            return range(first, first + each + (rank < more))
+        piece = self._piece(tail)
+        last = (rank + 1) * piece
+        return range(rank * piece, last if self.even else min(last, tail))
 
     def position(self, place: int, tail: int, length: int) -> int:
         """Position of a place in a last step of `tail` positions; from `tail` on a place is padding."""
@@ -148,6 +165,18 @@ class Layout:
         entries = entries + [source[i % len(source)] for i in range(sum(sizes) - tail)]
         ends = list(accumulate(sizes))
         return [entries[ends[rank] - sizes[rank] : ends[rank]] for rank in ranks if sizes[rank]]
+
+    def _full(self, length: int) -> int:
+        """Number of full steps."""
+        return max(length - self.start, 0) // self.group
+
+    def _num_in_tail(self, tail: int) -> int:
+        """Number of processes, the first ones, that have something of a last step of `tail` positions."""
+        if tail == 0 or self.drop_last:
+            return 0
+        if self.even:
+            return self.num_processes
+        return min(tail, self.num_processes) if self.spread else -(-tail // self.share)
 
     def _piece(self, tail: int) -> int:
         """Entries of each process in a padded last step of `tail` positions."""
@@ -181,32 +210,52 @@ def cut(
         yield from _cut_stream(order, layout, rank, share, count)
         return
     length = len(order)
-    tail = layout.tail(length)
     # Before the first batch is given: who takes it has to know which one is the last.
     share.num_batches = layout.num_batches(length, rank)
-    share.last = layout.fill(tail, rank)
-    if share.last and count:
-        parts = [take(order, positions) for positions in _tail_positions(layout, length, None)]
-        share.last = counted(share.last, parts, count)
-    # Taken now, as the order itself is dropped below.
-    tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
-    many = max(_ENTRIES // layout.share, 1)
     if isinstance(order, torch.Tensor):
+        # Taken now, as the order itself is dropped below.
+        tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
         rows = _rows(order, layout, rank)
         del order  # at most this process's share stays in memory
+        many = max(_ENTRIES // layout.share, 1)
         for first in range(0, len(rows), many):
             yield from rows[first : first + many].tolist()
-    elif isinstance(order, range):
-        starts = _starts(layout, length, rank)
-        for first in range(0, len(starts), many):
-            some = starts[first : first + many]
-            # One addition makes many batches; to count in Python costs as much for each sample.
-            column = torch.arange(some.start, some.stop, some.step, device="cpu").unsqueeze(1)
-            yield from (column + torch.arange(layout.share, device="cpu")).tolist()
     else:
-        for position in _starts(layout, length, rank):
-            yield order[position : position + layout.share]
+        yield from _full_batches(order, layout, rank)
+        tails = [take(order, positions) for positions in _tail_positions(layout, length, rank)]
+    if tails:
+        # Not before the last step: it has an entry for each process, of which there may be many thousands.
+        share.last = layout.fill(layout.tail(length), rank)
+    if share.last and count:
+        assert isinstance(order, list)  # of batches
+        parts = [take(order, positions) for positions in _tail_positions(layout, length, None)]
+        share.last = counted(share.last, parts, count)
     yield from tails
+
+
+def _full_batches(
+    order: range | KeyedPermutation | list[Any], layout: Layout, rank: int | None
+) -> Iterator[list[Any]]:
+    """Cut the batches of all steps but one that is not full."""
+    starts, share = _starts(layout, len(order), rank), layout.share
+    if isinstance(order, list):
+        for position in starts:
+            yield order[position : position + share]
+        return
+    # One call makes many batches: to count in Python costs as much for each sample. Few come first, so
+    # that an epoch begins at once.
+    first, many = 0, max(_ENTRIES // share, 1)
+    while first < len(starts):
+        some = starts[first : first + many]
+        column = torch.arange(len(some), device="cpu").mul_(starts.step).add_(some.start).unsqueeze(1)
+        positions = column + torch.arange(share, device="cpu")
+        if isinstance(order, range):
+            yield from positions.tolist()
+        else:
+            for piece in order.at(positions).split(max(_ENTRIES // share, 1)):
+                yield from piece.tolist()
+            many = max(_COMPUTED // share, 1)
+        first += len(some)
 
 
 def _rows(order: torch.Tensor, layout: Layout, rank: int | None) -> torch.Tensor:
@@ -228,10 +277,9 @@ def _starts(layout: Layout, length: int, rank: int | None) -> range:
 
 def _tail_positions(layout: Layout, length: int, rank: int | None) -> Iterator[Sequence[int]]:
     tail = layout.tail(length)
-    sizes = layout.tail_sizes(tail)
-    for process, end in enumerate(accumulate(sizes)):
-        if sizes[process] and rank in (None, process):
-            yield [layout.position(place, tail, length) for place in range(end - sizes[process], end)]
+    for process in range(layout.num_processes) if rank is None else (rank,):
+        if places := layout.places(tail, process):
+            yield [layout.position(place, tail, length) for place in places]
 
 
 def _cut_stream(

@@ -224,6 +224,7 @@ class Kind:
         limit: Length of its global order; None if not known.
         is_stream: Whether its dataset can only be read from the front.
         part: See `Cursor`.
+        is_keyed: Whether its order is computed from a key, see `SeedableRandomSampler`.
     """
 
     seed: int | None
@@ -231,6 +232,7 @@ class Kind:
     limit: int | None = None
     is_stream: bool = False
     part: tuple[int, int] | None = None
+    is_keyed: bool = False
 
 
 def to_state(cursor: Cursor, kind: Kind, sample_seed: int) -> dict[str, Any]:
@@ -245,7 +247,7 @@ def to_state(cursor: Cursor, kind: Kind, sample_seed: int) -> dict[str, Any]:
         A dict of numbers, None and one tensor, which torch.save and weights-only loading take, and the states
         of a dataset that has some of its own.
     """
-    known = {"seed": kind.seed, "sample_seed": sample_seed, "length": kind.length}
+    known = {"seed": kind.seed, "keyed": kind.is_keyed, "sample_seed": sample_seed, "length": kind.length}
     stream = None if cursor.stream is None else cursor.stream.to_state()
     place = {**asdict(replace(cursor, stream=None)), "stream": stream}
     return {"version": _VERSION, **known, "is_stream": kind.is_stream, **place}
@@ -285,7 +287,7 @@ def from_state(state: Mapping[str, Any], kind: Kind) -> Cursor:
     if stream is not None and state["part"] is not None and tuple(state["part"]) != kind.part:
         stream = stream.without_states()  # another process has counted samples of its own
     known = {name: state[name] for name in _PLACE}
-    # `order` is not among the expected names: states of before it came have none.
+    # `order` is not among the expected names, nor is `keyed`: states of before they came have none.
     cursor = Cursor(**known, stream=stream, part=kind.part, order=state.get("order"))
     _check_place(cursor, kind.limit)
     return cursor

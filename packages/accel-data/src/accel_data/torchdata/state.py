@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from accel_data.order.global_order import SeedableRandomSampler, draws_at_once, mix_seed
+from accel_data.order.global_order import SeedableRandomSampler, draws_at_once
+from accel_data.order.mixing import mix_seed
 from accel_data.resume.cursor import Cursor
 from accel_data.resume.stream_position import Place
 from accel_data.stream.reader import has_state
@@ -68,7 +69,8 @@ def to_torchdata(cursor: Cursor, plain: Plain, worker_seed: int) -> dict[str, An
 
     Returns:
         The state; empty where a plain loader would go on wrongly with it: over a sampler or a stream that has
-        states of its own, of which the one at this place is not known.
+        states of its own, of which the one at this place is not known, and in an order that torch does not
+        draw.
     """
     read = 0 if cursor.ended else cursor.consumed // plain.parts
     # Rounded up: the last batch of an epoch may be short.
@@ -183,7 +185,8 @@ def _iterated(read: int, number: int, order: torch.Tensor | None, batched: bool)
 def _order_state(cursor: Cursor, plain: Plain) -> torch.Tensor | None:
     """Return the state of a generator from which the order of the epoch is drawn; None if it is not drawn."""
     sampler = plain.sampler
-    if cursor.order is not None or not draws_at_once(sampler):
+    is_keyed = isinstance(sampler, SeedableRandomSampler) and sampler.is_keyed
+    if cursor.order is not None or is_keyed or not draws_at_once(sampler):
         return cursor.order
     if cursor.generator is None and not isinstance(sampler, SeedableRandomSampler):
         return None

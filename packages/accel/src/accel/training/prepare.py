@@ -268,6 +268,7 @@ def prepare_loader(
         use_stateful_dataloader=config.use_stateful_dataloader,
         gradient_state=run.gradient_state,
         custom_classes=config.custom_classes,
+        order=config.order,
         # Processes that work on one batch together get the same.
         torch_device_mesh=run.engine.loaders.mesh if shares_samples else None,
         data_ranks=run.engine.loaders.data_ranks,
