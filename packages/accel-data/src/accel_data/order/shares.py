@@ -252,7 +252,7 @@ def _full_batches(
         if isinstance(order, range):
             yield from positions.tolist()
         else:
-            for piece in order.at(positions).split(max(_ENTRIES // share, 1)):
+            for piece in torch.split(order.at(positions), max(_ENTRIES // share, 1)):
                 yield from piece.tolist()
             many = max(_COMPUTED // share, 1)
         first += len(some)
