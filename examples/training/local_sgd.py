@@ -42,11 +42,11 @@ for epoch in range(5):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            apart = distance() if step == args.local_sgd_steps - 1 else None
+            apart = distance() if step == args.local_sgd_steps else None
             local_sgd.step()
             if apart is not None:
                 accelerator.print(f"epoch {epoch}: {apart:.6f} apart after {step} steps alone", end=", ")
+                accelerator.print(f"{distance():.6f} after the average", end="; ")
     # Leaving the block averages too: all processes have the same model here.
-    accuracy = evaluate(accelerator, model, test_data)
-    accelerator.print(f"{distance():.6f} after the average; test accuracy {accuracy:.4f}")
+    accelerator.print(f"test accuracy {evaluate(accelerator, model, test_data):.4f}")
 accelerator.end_training()
