@@ -88,7 +88,7 @@ def measure_keyed_peak(rank: int, size: int) -> int:
 
 
 def _loader(length: int, world: int, order: Any = "keyed") -> Any:
-    loader = DataLoader(range(length), BATCH, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = DataLoader(range(length), BATCH, shuffle=True)  # type: ignore[arg-type]
     return prepare_data_loader(loader, num_processes=world, process_index=world // 2, order=order)
 
 
