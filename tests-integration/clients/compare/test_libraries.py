@@ -1,0 +1,42 @@
+"""trl, peft and transformers' device maps, on accel and on accelerate."""
+
+from __future__ import annotations
+
+import pytest
+
+# Beside the files of accelerate's checkpoints: docs/checkpoints.md.
+OURS = ["*/accel_manifest.json", "*/dl_state_dict*.bin"]
+
+
+def test_adapters(compared):
+    both = compared("adapters")
+
+    both.assert_same_results()
+    both.assert_same_files(but=OURS)
+    both.assert_same_tensors("*adapter_model.safetensors", "*/merged/*.safetensors")
+
+
+def test_models_over_memory_and_disk(compared):
+    both = compared("big_models")
+
+    both.assert_same_results()
+    # load_checkpoint_and_dispatch reads safetensors where they are, and writes no copy.
+    both.assert_same_files(but=["dispatch/checkpoint/*"])
+
+
+@pytest.mark.slow
+def test_trl(compared):
+    both = compared("trl_trainers")
+
+    both.assert_same_results()
+    both.assert_same_files(but=OURS)
+    both.assert_same_tensors("*.safetensors")
+
+
+@pytest.mark.slow
+def test_sentences(compared):
+    both = compared("sentences")
+
+    both.assert_same_results()
+    both.assert_same_files(but=OURS)
+    both.assert_same_tensors("*.safetensors")
