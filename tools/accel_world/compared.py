@@ -124,6 +124,7 @@ def compare(
             f"{PYTHON} is {python!r}; it must be the python of the environment that has accelerate itself. "
             "Run this test with `hatch run clients:test`, or `hatch run clients:whole PATH`, which set it."
         )
+    starts: dict[str, dict[str, Any]]
     if processes == 1:
         starts = {
             "accel": {"launcher": "python", "launch_args": ["-m", "accel.drop_in"]},

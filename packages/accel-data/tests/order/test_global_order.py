@@ -66,6 +66,14 @@ def test_a_seedable_sampler_gives_an_order_of_seed_and_epoch():
     assert list(SeedableRandomSampler(range(50), data_seed=2)) != epochs[0]
 
 
+def test_with_one_seed_the_order_is_that_of_accelerate_and_torch():
+    sampler = SeedableRandomSampler(range(12), data_seed=5)
+
+    for epoch in range(3):
+        # As torch.utils.data.DistributedSampler draws it, and accelerate with use_seedable_sampler=True.
+        assert list(sampler) == torch.randperm(12, generator=seeded(5 + epoch)).tolist()
+
+
 def test_a_seedable_sampler_takes_its_seed_from_generator_or_torch():
     torch.manual_seed(7)
 

@@ -335,6 +335,19 @@ def test_processes_of_a_tensor_parallel_group_count_once(world):
         assert case["count"] == 1 or own[0] != own[2], case
 
 
+@pytest.mark.usefixtures("fresh_state")
+def test_rows_of_a_whole_batch_are_cut_in_an_incomplete_last_one():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(7), batch_size=3))
+
+    whole = [accelerator.gather_for_metrics(torch.tensor(0.5).repeat(3)).shape[0] for _ in loader]
+    other = [accelerator.gather_for_metrics(torch.zeros(5)).shape[0] for _ in loader]
+
+    assert whole == [3, 3, 1]  # the mean weighs each sample equally
+    assert other == [5, 5, 5]
+    assert accelerator.gather_for_metrics(torch.zeros(3)).shape[0] == 3  # after the loop
+
+
 class Padded:
     """What a loader says of a batch of 2 samples on one process, of which one is real."""
 

@@ -141,10 +141,19 @@ class SeedableRandomSampler(RandomSampler):
 
     def order(self) -> torch.Tensor | KeyedPermutation:
         """Return the order of the current epoch: a tensor of shape (num_samples,), or what computes it."""
-        seed = mix_seed(self.initial_seed, self.epoch)
         if self.is_keyed:
-            return KeyedPermutation(len(self.data_source), seed, self.num_samples)
-        return draw(self, torch.Generator().manual_seed(seed))
+            key = mix_seed(self.initial_seed, self.epoch)
+            return KeyedPermutation(len(self.data_source), key, self.num_samples)
+        return draw(self, self.generator_of(self.epoch))
+
+    def generator_of(self, epoch: int) -> torch.Generator:
+        """Return the generator from which an epoch is drawn.
+
+        Args:
+            epoch: Its number. It is added to the seed, as accelerate and `DistributedSampler` do: with one
+                seed the order is theirs.
+        """
+        return torch.Generator().manual_seed((self.initial_seed + epoch) % 2**64)
 
     def __iter__(self) -> Iterator[int]:
         yield from walk(self.order())

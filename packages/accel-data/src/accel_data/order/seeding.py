@@ -85,6 +85,8 @@ class Seeding:
         seed = self.data_seed
         if seed is None and generator is not None:
             seed = generator.initial_seed()
+        elif seed is None and self.use_seedable_sampler:
+            seed = torch.initial_seed()  # and no place of the loader: the order is accelerate's then
         # None follows a dataset whose length changes, as the sampler that is replaced would.
         wanted = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return SeedableRandomSampler(

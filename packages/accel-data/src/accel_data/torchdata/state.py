@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from accel_data.order.global_order import SeedableRandomSampler, draws_at_once
-from accel_data.order.mixing import mix_seed
 from accel_data.resume.cursor import Cursor
 from accel_data.resume.stream_position import Place
 from accel_data.stream.reader import has_state
@@ -190,9 +189,9 @@ def _order_state(cursor: Cursor, plain: Plain) -> torch.Tensor | None:
         return cursor.order
     if cursor.generator is None and not isinstance(sampler, SeedableRandomSampler):
         return None
-    generator = torch.Generator()
     if isinstance(sampler, SeedableRandomSampler):
-        return generator.manual_seed(mix_seed(sampler.initial_seed, cursor.epoch + cursor.ended)).get_state()
+        return sampler.generator_of(cursor.epoch + cursor.ended).get_state()
+    generator = torch.Generator()
     generator.set_state(cursor.generator)  # type: ignore[arg-type]
     if sampler.generator is plain.generator:  # torch draws the workers' seed from it first
         torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)

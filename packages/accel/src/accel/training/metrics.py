@@ -37,7 +37,8 @@ def gather_for_metrics(
     The loader knows how many rows each process has in a padded step, and how many of them are real samples.
     Objects are cut before they travel and tensors after. Where batches differ in size, because nothing is
     padded (`even_batches=False`) or a batch sampler has no batch size, the processes exchange how many rows
-    they have.
+    they have. On one process nothing is padded: in a last batch that is incomplete, tensors with the rows of
+    a whole one are cut to its samples.
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
@@ -74,9 +75,12 @@ def gather_for_metrics(
     gathered = gather(data, process=process)
     if copies > 1:
         gathered = recursively_apply(_one_copy, gathered, process.world_size, copies, shares_sequences)
-    if fill is None:
+    if fill is not None:
+        return recursively_apply(_drop_padding, gathered, fill)
+    left, size = getattr(loader, "remainder", -1), getattr(loader, "batch_size", None)
+    if shard[1] > 1 or not getattr(loader, "end_of_dataloader", False) or size is None or not 0 < left < size:
         return gathered
-    return recursively_apply(_drop_padding, gathered, fill)
+    return recursively_apply(_drop_beyond_end, gathered, left, size)
 
 
 def _fill(loader: Any | None, size: int) -> Fill | None:
@@ -190,6 +194,12 @@ def _drop_padding(gathered: torch.Tensor, fill: Fill) -> torch.Tensor:
     """Keep the real rows of each process; what is not one row per sample stays whole."""
     rows = gathered.shape[0] // len(fill.rows)  # the same of each process, as gather takes no others
     return _kept_rows(gathered, _real_rows((rows,) * len(fill.rows), fill), rows)
+
+
+def _drop_beyond_end(gathered: torch.Tensor, left: int, size: int) -> torch.Tensor:
+    """Cut what has as many rows as a whole batch, where the last batch of one process has fewer samples."""
+    # transformers' Trainer repeats the loss of a batch so, for the mean to weigh samples equally.
+    return gathered[:left] if gathered.dim() and gathered.shape[0] == size else gathered
 
 
 def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:
