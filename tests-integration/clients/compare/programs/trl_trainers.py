@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {
     "logging_steps": 1,
     "gradient_checkpointing": False,
     "seed": 7,
-    "train_sampling_strategy": "sequential",  # the orders of shuffled rows differ, see docs/migrate.md
+    "train_sampling_strategy": "sequential",
 }
 
 
