@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from accel import drop_in
 
-collect_ignore_glob = [] if drop_in.is_active() else ["test_*.py"]
+collect_ignore_glob = [] if drop_in.is_active() else ["compare", "test_*.py"]

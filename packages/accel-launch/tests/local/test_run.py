@@ -291,6 +291,22 @@ def test_a_worker_that_saves_when_it_is_stopped_is_not_named(start: Start) -> No
     assert "  then rank 0 (exit code 75): it wrote nothing to stderr\n" in error
 
 
+def test_workers_that_all_save_have_not_failed(start: Start) -> None:
+    script = (
+        "import os, sys, time\ntime.sleep(0.5 * int(os.environ['RANK']))\n"
+        "print('saved', file=sys.stderr)\nos._exit(75)\n"
+    )
+    code, _, error = start(*TWO, script=script).finish()
+
+    assert code == 75
+    assert error.count("saved\n") == 2
+    assert error.endswith(
+        "accel launch: all 2 processes ended with exit code 75: their state is saved. "
+        "Start the same command again to go on.\n"
+    )
+    assert "failed" not in error
+
+
 def test_workers_whose_ends_are_seen_together_were_not_stopped(start: Start) -> None:
     script = (
         "import os, time\n"

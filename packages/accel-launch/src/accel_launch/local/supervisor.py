@@ -200,11 +200,14 @@ class Run:
         grace = self.plan.settings.value("grace_period")
         grace = _FAILURE_GRACE_S if grace is None else grace
         watched = self.plan.settings.value("watch") is not None
+        saved = any(member.worker.returncode == _SAVED for member in self.members)
         for member in self.members:
             worker = member.worker
             member.terminated = worker.running
             # One in trouble is ending by itself, and may be the cause of it all.
-            patience = _REPORT_S if watched else _SETTLE_S if member.stderr.in_trouble else 0.0
+            # Where one has saved its state and ended, the others are about to.
+            settles = member.stderr.in_trouble or saved
+            patience = _REPORT_S if watched else _SETTLE_S if settles else 0.0
             worker.term_at = now + min(patience, grace / 2)
             worker.kill_by(now + grace)
 
@@ -243,11 +246,13 @@ class Run:
 
         Returns:
             0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run.
-            75 where the run was asked to end and every worker ended with 75.
+            75 where every worker ended with 75, which is no failure.
         """
         now = time.monotonic()
         # A summary shows the words of the first failure itself; they are not shown twice.
-        reported = self.failed and not self.plan.settings.value("quiet")
+        quiet = self.plan.settings.value("quiet")
+        saved = all(member.worker.returncode == _SAVED for member in self.members)
+        reported = self.failed and not saved and not quiet
         for member in self.members:
             if member.unshown and not (reported and member.failed_at is not None):
                 member.stderr.show(member.words)
@@ -255,11 +260,17 @@ class Run:
                 stream.drain(now)
                 stream.show(stream.take_held())
                 stream.close()
+        if saved:
+            if not quiet:
+                self.output.say(
+                    f"accel launch: all {len(self.members)} processes ended with exit code {_SAVED}: their "
+                    "state is saved. Start the same command again to go on.\n"
+                )
+            return _SAVED
         if self.failed:
             return self._report()
         if self.asked is not None and any(member.worker.returncode for member in self.members):
-            saved = all(member.worker.returncode == _SAVED for member in self.members)
-            return _SAVED if saved else 128 + self.asked
+            return 128 + self.asked
         return 0
 
     def _report(self) -> int:
