@@ -3,9 +3,9 @@
     python big_model_inference.py
     python big_model_inference.py --memory 300KB
 
-`memory` is what each device, and the memory of the CPU, may take of the weights; the rest stays on the disk
-and is read while the model runs. Left out, `device_map="auto"` takes what is free. The outputs are those of
-the plain model.
+`--memory` (600KB) is how much of the weights each device, and the memory of the CPU, may take; the rest stays
+on the disk and is read while the model runs. In a program of yours leave `max_memory` out:
+`device_map="auto"` then takes what is free. The outputs are those of the plain model.
 """
 
 import argparse

@@ -4,8 +4,9 @@
     python fp8.py --mixed_precision bf16
     accel launch --num_processes 2 --cpu fp8.py
 
-The first two print nearly the same losses. It is faster on GPUs with fp8 units (NVIDIA H100 and newer,
-compiled); the CPU shows that it trains. It needs torchao, from accel's extra `fp8`.
+The first two print nearly the same losses. fp8 is meant for large, compiled models on GPUs with fp8 units
+(such as NVIDIA's H100); its speed was not measured here. The CPU shows that it trains. It needs torchao,
+from accel's extra `fp8`.
 """
 
 import argparse

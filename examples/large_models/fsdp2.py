@@ -5,7 +5,8 @@
 
 Both print the same losses; on two processes each holds half of the parameters. A block's parameters are
 gathered while it computes. `save_model` writes whole weights, which any other program reads. Without the
-plugin in the script, `accel launch --use_fsdp --fsdp_version 2` says the same.
+plugin in the script, `accel launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy
+TRANSFORMER_BASED_WRAP` says the same.
 """
 
 import argparse

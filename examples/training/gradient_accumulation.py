@@ -1,4 +1,6 @@
-"""Accumulate gradients: steps over 64 images, in micro-batches of 16 that take a quarter of the memory.
+"""Accumulate gradients: steps over 64 images, in micro-batches of 16.
+
+Their activations take a quarter of the memory.
 
     python gradient_accumulation.py
     python gradient_accumulation.py --micro_batches 1

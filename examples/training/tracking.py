@@ -45,7 +45,8 @@ for epoch in range(3):
     accelerator.log({"accuracy": evaluate(accelerator, model, test_data), "epoch": epoch}, step=step)
 
 images, labels = next(iter(test_data))
-guesses = model(images).argmax(dim=1)
+with torch.no_grad():
+    guesses = model(images).argmax(dim=1)
 if "tensorboard" not in args.log_with:  # which has no tables
     rows = torch.stack([labels, guesses], dim=1).tolist()
     accelerator.log_table("guesses", columns=["digit", "guess"], data=rows, step=step)

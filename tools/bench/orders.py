@@ -1,6 +1,6 @@
 """Shuffled orders that are computed from a key: how a share begins, its memory, and what a sample costs.
 
-Nothing else here draws the order of ten thousand million samples: torch's would take 80 GB.
+Nothing else here draws the order of 10 billion samples: torch's would take 80 GB.
 """
 
 from __future__ import annotations
