@@ -21,7 +21,8 @@ class DataLoaderConfiguration:
         even_batches: Complete an incomplete last step, so that all processes get equally many samples.
         use_seedable_sampler: Also replace random samplers that have a generator of the user's by one whose
             order is a function of seed and epoch. (Those that have none are replaced in any case.) Without
-            data_seed the seed is that of the generator or of torch, alike for all loaders.
+            data_seed the seed is that of the generator or of torch, alike for all loaders: two over one
+            dataset then have one order, and the same `sample_seed` for a sample.
         data_seed: Seed of the shuffled orders; None to draw one from torch's generator on process 0.
         non_blocking: Do not wait for copies from pinned memory to the device.
         use_stateful_dataloader: Have prepared loaders be instances of torchdata's StatefulDataLoader, too,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from accel_data import prepare_data_loader, skip_first_batches
+from accel_data.order.mixing import mix_seed
 from accel_data.resume.cursor import Cursor, Progress
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -395,3 +396,17 @@ def test_an_epoch_begins_once():
 
     assert progress.epoch == 1
     assert first.cursor(None).consumed == 10
+
+
+def test_a_state_of_before_epochs_were_drawn_from_seed_plus_epoch_goes_on_in_its_order():
+    loader = loaders(range(12), 1, 4, kind="shuffle")[0]
+    batches = iter(loader)
+    next(batches)
+    state = {name: value for name, value in loader.state_dict().items() if name != "keyed"}
+    resumed = loaders(range(12), 1, 4, kind="shuffle")[0]
+    resumed.load_state_dict(state)
+    before = torch.randperm(12, generator=torch.Generator().manual_seed(mix_seed(5, 0)))
+
+    assert torch.cat(list(resumed)).tolist() == before[4:].tolist()
+    list(batches)
+    assert torch.cat(list(resumed)).tolist() == torch.cat(list(loader)).tolist()  # the next epoch

@@ -229,7 +229,7 @@ SCENARIOS = {
 # Imports torch once and forks the processes of all scenarios, which then end as any script does; but for that
 # in which all is well they skip the interpreter's own end, which takes a second for each.
 SCRIPT = """
-import atexit, os, signal, subprocess, sys, threading, time
+import atexit, gc, os, signal, subprocess, sys, threading, time
 import torch
 from accel_ops.collectives.operations import gather
 from accel_ops.debug import watchdog
@@ -246,6 +246,7 @@ def meet():
     gather(torch.ones(1))
 
 scenarios, folder = eval(sys.argv[1]), sys.argv[2]
+gc.freeze()  # a collection of torch's objects in each child would copy them, for longer than the limits
 children = []
 for name, (size, body, abort, port) in scenarios.items():
     for rank in range(size):

@@ -343,7 +343,11 @@ def test_rows_of_a_whole_batch_are_cut_in_an_incomplete_last_one():
     whole = [accelerator.gather_for_metrics(torch.tensor(0.5).repeat(3)).shape[0] for _ in loader]
     other = [accelerator.gather_for_metrics(torch.zeros(5)).shape[0] for _ in loader]
 
+    per_class = torch.tensor([0.5, 0.2, 0.1])
+    kept = [accelerator.gather_for_metrics(per_class).shape[0] for _ in loader]
+
     assert whole == [3, 3, 1]  # the mean weighs each sample equally
+    assert kept == [3, 3, 3]
     assert other == [5, 5, 5]
     assert accelerator.gather_for_metrics(torch.zeros(3)).shape[0] == 3  # after the loop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_data.loader.workers import handed_on, opened
+from accel_data.order.global_order import SeedableRandomSampler
+from accel_data.order.mixing import mix_seed
 from accel_data.order.presplit import PresplitBatchSampler
 from accel_data.order.samplers import BatchSamplerShard, SkipBatchSampler
 from accel_data.order.shares import Fill
@@ -170,6 +173,11 @@ class DataLoaderAdapter(DataLoader[Any]):
                 self._shard.set_seed(int(state_dict["seed"]))
                 # States of before there were keyed orders say nothing.
                 self._shard.set_keyed(bool(state_dict.get("keyed", False)))
+                drawn = isinstance(self._shard.walked, SeedableRandomSampler)
+                if "keyed" not in state_dict and drawn and not cursor.ended and cursor.order is None:
+                    # Their epochs were drawn from another seed; those that follow are drawn as now.
+                    seed = mix_seed(int(state_dict["seed"]), cursor.epoch)
+                    cursor = replace(cursor, order=torch.Generator().manual_seed(seed).get_state())
             self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
         self._set_inner_epoch(self._progress.epoch)

@@ -33,7 +33,7 @@ def run_local(plan: Plan) -> int:
 
     Returns:
         0, or the exit code of the worker that failed first; 128 + n where signal n ended it or the run. 75
-        where the run was asked to end and every worker ended with 75: they have saved, and can be resumed.
+        where every worker ended with 75: they have saved, and can be resumed.
 
     Raises:
         LaunchError: If the port is in use.

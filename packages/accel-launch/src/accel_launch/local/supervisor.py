@@ -34,7 +34,8 @@ _LEFTOVER_GRACE_S = 2.0
 _SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
 # How long one in trouble may end by itself, before the SIGTERM that would cut its traceback off.
 _SETTLE_S = 2.0
-# The same for all where a watchdog is on: they notice the loss of one, and report where each process is.
+# The same for all where a watchdog is on, at most half of the grace period (2.5 s by default): they notice
+# the loss of one, and report where each process is.
 _REPORT_S = 3.0
 # After SIGKILL: a process that waits for a disk or a GPU's driver takes no signal.
 _ABANDON_S = 3.0
@@ -263,8 +264,8 @@ class Run:
         if saved:
             if not quiet:
                 self.output.say(
-                    f"accel launch: all {len(self.members)} processes ended with exit code {_SAVED}: their "
-                    "state is saved. Start the same command again to go on.\n"
+                    f"accel launch: all {len(self.members)} processes ended with exit code {_SAVED}, by "
+                    "which they say that their state is saved. Start the same command again to go on.\n"
                 )
             return _SAVED
         if self.failed:

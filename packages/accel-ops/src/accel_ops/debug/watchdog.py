@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -131,7 +132,8 @@ class Watchdog:
         except Exception as error:  # of the watchdog itself: training must not end by it
             self._write(
                 "stops watching because of an error of its own, and training goes on. Please report it.\n"
-                f"{traceback.format_exc().rstrip()}"
+                # Without the first line, by which the launcher knows a worker that fails.
+                + textwrap.indent(traceback.format_exc().partition("\n")[2].rstrip(), "  ")
             )
             self._leave(f"its watchdog stopped by {type(error).__name__}")
 
@@ -278,8 +280,9 @@ class Watchdog:
 
     def _end_thread(self) -> None:
         self._stopping.set()
-        assert self._thread is not None
-        self._thread.join(ANSWER_S + 2 * _STORE_S)
+        thread = self._thread  # None where it has just ended by itself
+        if thread is not None:
+            thread.join(ANSWER_S + 2 * _STORE_S)
 
     def _leave(self, reason: str, place: str = "") -> None:
         self._thread = None

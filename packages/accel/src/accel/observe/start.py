@@ -40,8 +40,8 @@ def start_observers(run: Run, settings: Sequence[ObserverKwargs]) -> None:
             kind = getattr(importlib.import_module(module), name)
             if not any(isinstance(item, kind) for item in asked):
                 asked.append(kind())
-    watched = any(type(item).__name__ == "WatchdogKwargs" for item in asked)  # by name, to import none
-    if env.get("ACCELERATE_WATCHDOG_ABORT") and not watched:
+    kinds = {kind.__name__ for item in asked for kind in type(item).__mro__}  # by name, to import none
+    if env.get("ACCELERATE_WATCHDOG_ABORT") and "WatchdogKwargs" not in kinds:
         warn(
             "ACCELERATE_WATCHDOG_ABORT=true (accel launch --watch_abort) is ignored, as there is no "
             "watchdog: set ACCELERATE_WATCHDOG=120 too (--watch), or pass WatchdogKwargs() as a handler."

@@ -37,8 +37,8 @@ def gather_for_metrics(
     The loader knows how many rows each process has in a padded step, and how many of them are real samples.
     Objects are cut before they travel and tensors after. Where batches differ in size, because nothing is
     padded (`even_batches=False`) or a batch sampler has no batch size, the processes exchange how many rows
-    they have. On one process nothing is padded: in a last batch that is incomplete, tensors with the rows of
-    a whole one are cut to its samples.
+    they have. On one process nothing is padded: in a last batch that is incomplete, one number that is
+    repeated for each sample of a whole batch is cut to its samples.
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
@@ -197,9 +197,11 @@ def _drop_padding(gathered: torch.Tensor, fill: Fill) -> torch.Tensor:
 
 
 def _drop_beyond_end(gathered: torch.Tensor, left: int, size: int) -> torch.Tensor:
-    """Cut what has as many rows as a whole batch, where the last batch of one process has fewer samples."""
-    # transformers' Trainer repeats the loss of a batch so, for the mean to weigh samples equally.
-    return gathered[:left] if gathered.dim() and gathered.shape[0] == size else gathered
+    """Cut one number that is repeated for each sample of a whole batch to the samples of the last one."""
+    # transformers' Trainer repeats the loss of a batch so, for the mean to weigh samples equally. Other
+    # tensors of that length may have two rows per sample, or one per class.
+    repeats = gathered.dim() == 1 and gathered.is_floating_point() and gathered.shape[0] == size
+    return gathered[:left] if repeats and torch.equal(gathered, gathered[:1].expand(size)) else gathered
 
 
 def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:

@@ -193,7 +193,9 @@ class _Wait:
                 self.release()
         elif self._may_hook_parameter and self.is_queued:
             parameters = (item for model in self._awaited() for item in model.parameters())
-            reached = next((item for item in parameters if item.grad is not None), None)
+            # One that was frozen since may still have a gradient, and takes no hook.
+            trained = (item for item in parameters if item.requires_grad)
+            reached = next((item for item in trained if item.grad is not None), None)
             if reached is not None:
                 hook = self._at_parameter
                 self._handle = reached.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
