@@ -236,7 +236,7 @@ from accel_ops.debug import watchdog
 from accel_state.process.state import PartialState
 
 def stop():
-    subprocess.Popen(["sh", "-c", f"sleep 6; kill -9 {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep 13; kill -9 {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def keep():
@@ -259,8 +259,12 @@ for name, (size, body, abort, port) in scenarios.items():
         if name != "well":  # called last
             atexit.register(lambda: os._exit(int(hasattr(sys, "last_value"))))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
-        watchdog.ANSWER_S = 1.5 if name.startswith("stops") else 30  # patient on a busy machine
-        watchdog.Watchdog(PartialState().process, 5.0 if name == "well" else 0.6, abort)
+        watchdog.ANSWER_S = 5 if name.startswith("stops") else 30  # patient on a busy machine
+        watchdog.Watchdog(PartialState().process, 5.0 if name == "well" else 1.5, abort)
+        # Else one that starts late is reported in place of what the scenario is about.
+        open(f"{folder}/started {name} {rank}", "w").close()
+        while not all(os.path.exists(f"{folder}/started {name} {other}") for other in range(size)):
+            time.sleep(0.01)
         meet()
         exec(body)
         sys.exit()
@@ -308,7 +312,7 @@ def test_abort_ends_every_process_after_its_report(ended: dict[str, tuple[int, s
 
     assert code == 1
     headline, arrival, waiting, sleeping, end = lines_of(errors)
-    assert headline == f"Watchdog, process {rank} of 2: an operation has waited for longer than 0.6 s."
+    assert headline == f"Watchdog, process {rank} of 2: an operation has waited for longer than 1.5 s."
     assert arrival == "  Operation 2: arrived: 0; not arrived: 1"
     assert waiting.startswith("  process 0: in operation 2, gather (all_gather")
     assert waiting.endswith("at <string>:16 in meet")
