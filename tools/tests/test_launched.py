@@ -16,7 +16,9 @@ from accel_world.launched import LaunchFailure
 
 REPORT = """
 import os, sys
-print(os.environ.get("RANK", "alone"), os.environ.get("WORLD_SIZE"), sys.argv[1:], os.environ.get("EXTRA"))
+rank = os.environ.get("RANK", "alone")
+# In one call: where output is not buffered, print writes each of its arguments by itself.
+sys.stdout.write(f"{rank} {os.environ.get('WORLD_SIZE')} {sys.argv[1:]} {os.environ.get('EXTRA')}\n")
 """
 
 ORPHAN = """

@@ -240,7 +240,7 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def keep():
-    threading.Thread(target=time.sleep, args=(30,)).start()
+    threading.Thread(target=time.sleep, args=(90,)).start()
 
 def meet():
     gather(torch.ones(1))
