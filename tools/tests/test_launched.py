@@ -18,7 +18,7 @@ REPORT = """
 import os, sys
 rank = os.environ.get("RANK", "alone")
 # In one call: where output is not buffered, print writes each of its arguments by itself.
-sys.stdout.write(f"{rank} {os.environ.get('WORLD_SIZE')} {sys.argv[1:]} {os.environ.get('EXTRA')}\n")
+sys.stdout.write(f"{rank} {os.environ.get('WORLD_SIZE')} {sys.argv[1:]} {os.environ.get('EXTRA')}\\n")
 """
 
 ORPHAN = """
