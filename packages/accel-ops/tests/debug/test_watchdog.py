@@ -237,6 +237,7 @@ from accel_state.process.state import PartialState
 
 def stop():
     subprocess.Popen(["sh", "-c", f"sleep 13; kill -9 {os.getpid()}"])
+    time.sleep(0.5)  # gloo's thread may still be sending what another process waits for
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def keep():
@@ -315,7 +316,7 @@ def test_abort_ends_every_process_after_its_report(ended: dict[str, tuple[int, s
     assert headline == f"Watchdog, process {rank} of 2: an operation has waited for longer than 1.5 s."
     assert arrival == "  Operation 2: arrived: 0; not arrived: 1"
     assert waiting.startswith("  process 0: in operation 2, gather (all_gather")
-    assert waiting.endswith("at <string>:16 in meet")
+    assert waiting.endswith("at <string>:17 in meet")
     assert sleeping == "  process 1: after operation 1, at <string>:2 in <module>"
     assert end == f"Watchdog, process {rank} of 2: ends this process with exit code 1, because abort is on."
 
@@ -389,7 +390,11 @@ def test_where_the_host_of_the_store_is_stopped_others_say_what_they_know(
 
 
 def test_nothing_is_printed_when_all_is_well(ended: dict[str, tuple[int, str]]) -> None:
-    assert [ended[f"well {rank}"] for rank in range(2)] == [(0, "")] * 2
+    for rank in range(2):
+        code, errors = ended[f"well {rank}"]
+        assert code == 0
+        # Torch warns of names of hosts that it cannot look up in time.
+        assert [line for line in errors.splitlines() if not line.startswith("[W")] == []
 
 
 def test_a_fork_does_not_speak_for_its_parent(world: Any) -> None:
