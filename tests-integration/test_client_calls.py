@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +44,17 @@ from accel.utils import (
     set_seed,
     tqdm,
 )
+from repo_checks.covered import covering
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 CLIENTS = (Path(__file__).parents[1] / "tools/reference/client-imports.txt").read_text()
-CALLS: dict[str, Callable[..., None]] = {}
-
-
-def covers(*calls: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Note which of the clients' calls a test makes."""
-
-    def note(test: Callable[..., None]) -> Callable[..., None]:
-        CALLS.update(dict.fromkeys(calls, test))
-        return test
-
-    return note
+CALLS, covers = covering()
 
 
 def test_every_call_is_made() -> None:
     lines = re.findall(r"^keyword arguments: (.+)$", CLIENTS, re.MULTILINE)
-    assert set(CALLS) == {call for line in lines for call in line.split(", ")}
+    assert {call for line in lines for call in line.split(", ")} == CALLS
 
 
 class Model(torch.nn.Module):
