@@ -24,11 +24,13 @@ from .dispatch import dispatch_rows
 from .engines import engine_memory_rows, engine_rows
 from .evaluation import evaluation_rows
 from .imports import dry_run_row, help_row, import_rows
+from .incremental import incremental_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows, stream_row
 from .merging import merge_row
 from .metrics import metrics_rows
 from .orders import order_rows
+from .resharded import resharded_row
 from .row import Row
 from .statistics import statistics_row
 from .step import step_row
@@ -59,7 +61,9 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "dispatch": dispatch_rows,
     "save": save_row,
     "async": save_async_row,
+    "incremental": incremental_rows,
     "load": load_rows,
+    "resharded": resharded_row,
     "merge": merge_row,
     "big-load": placed_load_rows,
     "big-load-memory": load_peak_row,

@@ -21,6 +21,7 @@ from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import staged
 from accel_ckpt.run.load import Objects, restore
 from accel_ckpt.run.save import save_accelerator_state, save_custom_state
+from accel_ckpt.run.weight_parts import frozen_names
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process.state import current_process
 
@@ -43,6 +44,7 @@ def save(
     step: int = 0,
     blocking: bool = True,
     save_on_each_node: bool = False,
+    incremental: bool = False,
 ) -> Path:
     """Save the objects of a training run, and the random generators. Every process calls it.
 
@@ -63,6 +65,9 @@ def save(
         blocking: False to copy the state, and write and commit it in the background: `wait` waits for it, as
             the next save and load do.
         save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
+        incremental: Whether a file that is the same in the newest complete checkpoint, in the folder or
+            beside it, is linked to it and not written again; weights that do not train have a file of their
+            own then. Parts of sharded models are always written.
 
     Returns:
         The folder.
@@ -77,7 +82,13 @@ def save(
     # One sharded model puts all models and optimizers into parts: a load finds either kind of file, not both.
     in_parts = any(map(_is_sharded, models))
     owners = _owners(models, optimizers) if in_parts else []
-    with staged(folder, save_on_each_node=save_on_each_node, blocking=blocking, process=process) as staging:
+    with staged(
+        folder,
+        save_on_each_node=save_on_each_node,
+        blocking=blocking,
+        process=process,
+        incremental=incremental,
+    ) as staging:
         staging.facts[_STEP] = step
 
         def write_shared() -> None:
@@ -90,6 +101,7 @@ def save(
                 process.rank,
                 step=0,  # micro-batches of an open window; the caller's own count is in the facts
                 scaler=scaler,
+                frozen=[frozen_names(item) for item in models] if incremental else (),
                 process=process,
             )
 

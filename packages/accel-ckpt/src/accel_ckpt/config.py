@@ -20,6 +20,8 @@ class ProjectConfiguration:
         iteration: Number of the next checkpoint, if it is above the numbers of all that are there.
         save_on_each_node: Whether every machine writes the shared files too, for machines without a common
             disk.
+        incremental_saves: Whether a file that did not change since the last checkpoint is linked to its file
+            there and not written again, and frozen weights have a file of their own.
 
     Raises:
         ValueError: If `total_limit` is below 1 or `iteration` below 0.
@@ -31,6 +33,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    incremental_saves: bool = False
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:

@@ -3,7 +3,7 @@ needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
     pytorch_model_fsdp.bin ...                     the same, as others write them for sharded models
-    model.safetensors.index.json                   the same in files model-00001-of-00002.safetensors ...
+    model.safetensors.index.json ...               the same in files model-00001-of-00002.safetensors ...
     optimizer.bin, optimizer_1.bin ...             optimizers
     scheduler.bin, scheduler_1.bin ...             learning-rate schedules
     dl_state_dict.bin, dl_state_dict_1.bin ...     positions of the loaders
@@ -38,6 +38,7 @@ __all__ = [
     "custom_file",
     "custom_folder",
     "gradients_file",
+    "index_file",
     "is_index",
     "is_shard",
     "iteration_of",
@@ -51,6 +52,7 @@ __all__ = [
     "role_of",
     "sampler_file",
     "scheduler_file",
+    "shard_file",
     "sharded_model_folder",
     "sharded_optimizer_folder",
 ]
@@ -63,12 +65,12 @@ ENGINE_ROLES = ("deepspeed", "megatron", "local")
 """Roles of files that engines write and read by themselves."""
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
-_SHARD = r"model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin"
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SHARD = r"model(_\d+)?-\d{5}-of-\d{5}\.safetensors|pytorch_model(_\d+)?-\d{5}-of-\d{5}\.bin"
+_INDEX = r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)\.index\.json"
 _ROLES = {
-    # Whole weights: one file a model, or the first model's in several files with an index.
+    # Whole weights: one file a model, or several with an index.
     "model": r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin|"
-    rf"{_SHARD}|{'|'.join(map(re.escape, _INDEXES))}",
+    rf"{_SHARD}|{_INDEX}",
     "optimizer": r"optimizer(_\d+)?\.bin",
     "scheduler": r"scheduler(_\d+)?\.bin",
     "loader": r"dl_state_dict(_\d+)?\.bin",
@@ -112,13 +114,37 @@ def model_files(index: int = 0) -> tuple[str, ...]:
         model_file(index, True),
         model_file(index, False),
         _numbered("pytorch_model_fsdp", index, ".bin"),
-        *(_INDEXES if index == 0 else ()),
+        index_file(index, True),
+        index_file(index, False),
     )
+
+
+def index_file(index: int = 0, safe_serialization: bool = True) -> str:
+    """Return the name of the file that says in which files a model's weights are.
+
+    Args:
+        index: Which model.
+        safe_serialization: Whether they are safetensors.
+    """
+    return f"{model_file(index, safe_serialization)}.index.json"
+
+
+def shard_file(index: int, number: int, count: int, safe_serialization: bool = True) -> str:
+    """Return the name of one of several files of a model's weights.
+
+    Args:
+        index: Which model.
+        number: Which file, from 1.
+        count: How many there are.
+        safe_serialization: Whether they are safetensors.
+    """
+    stem, _, suffix = model_file(index, safe_serialization).rpartition(".")
+    return f"{stem}-{number:05d}-of-{count:05d}.{suffix}"
 
 
 def is_index(name: str) -> bool:
     """Return whether a file only says in which files the weights are."""
-    return name in _INDEXES
+    return re.fullmatch(_INDEX, name) is not None
 
 
 def is_shard(name: str) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 import torch
 
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.files.tensors import split_tied, write_safe
-from accel_ckpt.files.writer import Writer
 
 __all__ = ["freeze"]
 
@@ -31,7 +31,7 @@ class _Records:
         self.records.append((name, data, size))
 
 
-def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writer, Any], None]:
+def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[IO[bytes]], None]:
     """Copy an object, so that it can be written when it has changed.
 
     Args:
@@ -40,7 +40,7 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
         memory: Where the copy of its tensors goes; `memory.finish` must be called before it is used.
 
     Returns:
-        What writes the copy: a function of the writer and the path.
+        What writes the copy into an open file, as often as it is called.
 
     Raises:
         ValueError: If safetensors cannot hold the object; it names the entry.
@@ -50,12 +50,7 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
         # The header depends on names, dtypes and shapes alone, so it can be made when the file is written.
         copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
         memory.settle()
-
-        def write_copies(writer: Writer, path: Any) -> None:
-            with writer.open(path) as file:
-                write_safe(copies, tied, file)
-
-        return write_copies
+        return partial(write_safe, copies, tied)
     # The pickle is made now, so that plain values are those of this moment; only writing it is put off.
     frozen = _Records(memory)
     # torch.save is these two steps, so that what is written later is what it would write now.
@@ -63,8 +58,8 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[Writ
     torch.serialization._save(obj, frozen, pickle, 2, False)  # type: ignore[no-untyped-call]
     memory.settle()
 
-    def write(writer: Writer, path: Any) -> None:
-        with writer.open(path) as file, torch.serialization._open_zipfile_writer(file) as archive:
+    def write(file: IO[bytes]) -> None:
+        with torch.serialization._open_zipfile_writer(file) as archive:
             for record in frozen.records:
                 archive.write_record(*record)
 

@@ -8,9 +8,9 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +37,7 @@ __all__ = [
     "write_safe",
     "write_tensors",
     "write_to",
+    "writing",
 ]
 
 # The framework of the tensors: transformers writes the same, and its earlier versions reject other files.
@@ -105,10 +106,22 @@ def write_to(obj: Any, file: IO[bytes], safe_serialization: bool = False) -> Non
     Raises:
         ValueError: If safetensors cannot hold the object; it names the entry.
     """
+    writing(obj, safe_serialization)(file)
+
+
+def writing(obj: Any, safe_serialization: bool = False) -> Callable[[IO[bytes]], None]:
+    """Return what writes an object into an open file, as `write`, as often as it is called.
+
+    Args:
+        obj: What to write.
+        safe_serialization: Whether to write safetensors.
+
+    Raises:
+        ValueError: If safetensors cannot hold the object; it names the entry.
+    """
     if safe_serialization:
-        write_safe(*split_tied(obj), file)
-    else:
-        torch.save(obj, file)
+        return partial(write_safe, *split_tied(obj))
+    return partial(torch.save, obj)
 
 
 def write_safe(tensors: dict[str, torch.Tensor], tied: dict[str, str], file: IO[bytes]) -> None:

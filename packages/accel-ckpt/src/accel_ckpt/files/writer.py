@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
+from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.file_names import role_of
 from accel_ckpt.files import digests
 from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry
@@ -31,6 +32,7 @@ class _Written:
     chunks: list[Future[str]] = field(default_factory=list)
     flushed: list[Future[None]] = field(default_factory=list)
     identity: tuple[int, int, int] | None = None  # size, time and inode when it was complete
+    linked: bool = False  # whether another checkpoint has the same file
 
 
 class Writer:
@@ -62,6 +64,8 @@ class Writer:
             OSError: If the disk does not take it.
         """
         written = _Written()
+        if path in self._files and self._files[path].linked:
+            path.unlink()  # or the file of the other checkpoint would be cut off
         raw = _Raw(path, lambda size: self._advance(path, written, size))
         # BufferedWriter gathers small pieces and passes large ones on as they are.
         try:
@@ -81,6 +85,22 @@ class Writer:
         """
         self._complete(path, _Written())
 
+    def link(self, path: Path, chunks: Iterable[str]) -> None:
+        """Add a file that is a link to one of another checkpoint.
+
+        Args:
+            path: Where it is.
+            chunks: Its digests, which have been checked.
+        """
+        written = _Written(identity=_identity(path), linked=True)
+        for chunk in chunks:
+            known: Future[str] = Future()
+            known.set_result(chunk)
+            written.chunks.append(known)
+            self._progress.add(self._chunk_bytes)
+        written.flushed.append(self._disk.submit(flush, path))
+        self._files[path] = written
+
     def entries(self, folder: Path) -> list[FileEntry]:
         """Wait until all files are digested and flushed.
 
@@ -92,6 +112,7 @@ class Writer:
 
         Raises:
             OSError: If a file cannot be read back, or the disk does not take it.
+            CorruptCheckpointError: If something has changed a linked file since.
         """
         for written in self._files.values():
             # An error of the disk often shows in fsync alone, so that every flush's result is asked for.
@@ -101,8 +122,11 @@ class Writer:
         for path, written in self._files.items():
             chunks = tuple(chunk.result() for chunk in written.chunks)
             name = path.relative_to(folder).as_posix()
+            identity = _identity(path) if path.exists() else None
+            if written.linked and identity != written.identity and identity and written.identity:
+                _check_replaced(path, identity[-1], written.identity[-1])
             # A hook may have rewritten the file since: `seal` then digests it anew.
-            if path.exists() and written.identity == _identity(path):
+            if identity is not None and written.identity == identity:
                 described.append(FileEntry(name, path.stat().st_size, role_of(name), chunks))
         return described
 
@@ -162,6 +186,14 @@ class _Raw(io.RawIOBase):
                 super().close()
             finally:
                 os.close(self._handle)
+
+
+def _check_replaced(path: Path, inode: int, linked: int) -> None:
+    if inode == linked:
+        raise CorruptCheckpointError(
+            f"{path.name} was changed while it was linked, and with it the file of the earlier checkpoint. A "
+            "hook that writes such a file must delete it first."
+        )
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

@@ -54,12 +54,13 @@ class Reading:
             return None
         return self._open(name)
 
-    def fill(self, model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
+    def fill(self, model: torch.nn.Module, *alternatives: str) -> dict[str, torch.Tensor]:
         """Read weights straight into a model, those for which that is possible.
 
         Args:
             model: The model, prepared or not.
-            name: The name of its safetensors file; nothing is read if there is none.
+            *alternatives: Names that its file or index may have, as for `load`; of the one that is there
+                safetensors are read.
 
         Returns:
             The model's tensors that were read, by name; see `accel_ckpt.weights.fill.fill`.
@@ -67,10 +68,14 @@ class Reading:
         Raises:
             CheckpointError: As there.
         """
-        if self.device.type != "cpu" or name not in self.names:
+        name = next((name for name in alternatives if name in self.names), None)
+        if self.device.type != "cpu" or name is None:
             return {}
+        files = self.listed(name) if file_names.is_index(name) else [name]
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        return fill(inner, digests.plain_file(self.folder, name))
+        return fill(
+            inner, [digests.plain_file(self.folder, file) for file in files if file.endswith(".safetensors")]
+        )
 
     def listed(self, index: str) -> list[str]:
         """Return the names of the files that an index of weights names.

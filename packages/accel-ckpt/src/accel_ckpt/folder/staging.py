@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
@@ -27,6 +27,7 @@ from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
 from accel_ckpt.folder.agree import agree, collect, from_main, together
+from accel_ckpt.folder.links import Earlier, earlier_than
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
@@ -46,6 +47,7 @@ class Staging:
         writer: What writes its files.
         progress: Counts their bytes.
         memory: Where copies go that are written later; None to write at once.
+        earlier: The checkpoint to whose files unchanged ones are linked; None to write all.
         facts: What the manifest will say about the run (JSON values); may be added to until the end of the
             block.
     """
@@ -57,6 +59,7 @@ class Staging:
     writer: Writer
     progress: Progress
     memory: Memory | None = None
+    earlier: Earlier | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     _together: list[Callable[[Any], None]] = field(default_factory=list)
     _later: list[Callable[[], None]] = field(default_factory=list)
@@ -76,13 +79,36 @@ class Staging:
         Raises:
             ValueError: If safetensors cannot hold the object; it names the entry.
         """
-        path = self.path / name
         if self.memory is not None:
             frozen = freeze(obj, safe_serialization, self.memory)
-            self._later.append(lambda: frozen(self.writer, path))
+            self._later.append(lambda: self._put(name, frozen))
         else:
-            with self.writer.open(path) as file:
-                tensors.write_to(obj, file, safe_serialization)
+            self._put(name, tensors.writing(obj, safe_serialization))
+
+    def write_bytes(self, content: bytes, name: str) -> None:
+        """Write a file of the checkpoint, with the others.
+
+        Args:
+            content: What to write.
+            name: The file's path inside the folder.
+        """
+
+        def put() -> None:
+            self._put(name, lambda file: file.write(content))
+
+        if self.memory is not None:
+            self._later.append(put)
+        else:
+            put()
+
+    def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+        path = self.path / name
+        known = None if self.earlier is None else self.earlier.link(name, path, write)
+        if known is not None:
+            self.writer.link(path, known.chunks)
+            return
+        with self.writer.open(path) as file:
+            write(file)
 
     def write_together(self, function: Callable[[Any], None]) -> None:
         """Have files written that the processes speak about, at once or in the background.
@@ -121,6 +147,7 @@ def staged(
     save_on_each_node: bool = False,
     process: Process | None = None,
     blocking: bool = True,
+    incremental: bool = False,
 ) -> Iterator[Staging]:
     """Write a checkpoint: the folder appears, or is replaced, as a whole at the end of the block.
 
@@ -132,6 +159,9 @@ def staged(
         save_on_each_node: Whether each machine with a disk of its own gets the shared files too.
         process: This process; by default the current one.
         blocking: False to write and commit in the background; `thread.wait` waits for it.
+        incremental: Whether what `Staging.write` is given is linked, and not written, where the newest
+            complete checkpoint in or beside the folder has the same file. Only files that are the same for
+            all processes are.
 
     Yields:
         Where to write.
@@ -149,7 +179,7 @@ def staged(
     process = current_process() if process is None else process
     # Made here, by every process in the same order, and not in the thread.
     group = None if blocking else thread.group_for(process)
-    staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking)
+    staging = _open(Path(os.path.realpath(folder)), save_on_each_node, process, blocking, incremental)
     _OPEN[staging.path] = staging
     error: Exception | None = None
     handed_on = False
@@ -193,7 +223,7 @@ def release_memory() -> None:
     _memory = None
 
 
-def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> Staging:
+def _open(target: Path, each_node: bool, process: Process, blocking: bool, incremental: bool) -> Staging:
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         recovery.settle(target)
@@ -219,8 +249,9 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool) -> St
     # No bar for a save in the background: it would be drawn across the output of training.
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
     writes_shared = process.is_main or (each_node and owner)
+    earlier = earlier_than(target) if incremental and writes_shared else None
     return Staging(
-        path, target, owner, writes_shared, Writer(progress), progress, memory, facts={"save": token}
+        path, target, owner, writes_shared, Writer(progress), progress, memory, earlier, {"save": token}
     )
 
 

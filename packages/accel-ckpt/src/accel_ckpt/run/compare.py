@@ -80,8 +80,8 @@ def audit(
     # such as .bin beside .safetensors.
     asked, spare = _compare_shared(frozenset(names), expected, findings)
     # A model in several files: those that its index names are asked for with it.
-    index = next(filter(file_names.is_index, asked), None)
-    if index is not None:
+    indexes = sorted(filter(file_names.is_index, asked))
+    for index in indexes:
         asked.update(listed(index))
     hooks_read_shards = any(map(file_names.is_index, expected.hooked))
     _compare_ranks(frozenset(names), facts, rank, world_size, findings)
@@ -91,8 +91,8 @@ def audit(
             continue
         if file_names.is_shard(name) and hooks_read_shards:
             continue
-        if file_names.is_shard(name) and index is not None:
-            findings.others.append(f"{name} is not loaded: {index} does not name it")
+        if file_names.is_shard(name) and indexes:
+            findings.others.append(f"{name} is not loaded: {', '.join(indexes)} does not name it")
             continue
         if name in spare:
             findings.others.append(f"{name} is not loaded: {spare[name]} is, in its place")

@@ -56,7 +56,7 @@ def load_models(
         state = reading.load(*file_names.model_files(index))
         if state is None:
             continue
-        filled = reading.fill(model, file_names.model_file(index)) if fill else {}
+        filled = reading.fill(model, *file_names.model_files(index)) if fill else {}
         inner, state = _fitting(model, {**state, **filled})
         if options.get("strict") is False:
             # torch passes over missing names only, and raises for shapes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from accel_ckpt import file_names
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.staging import opened_at, staged
 from accel_ckpt.run.rng import get_rng_state
+from accel_ckpt.run.weight_parts import parts_of_model
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
@@ -35,6 +36,7 @@ def save_accelerator_state(
     *,
     gradients: dict[str, torch.Tensor] | None = None,
     window: dict[str, Any] | None = None,
+    frozen: Sequence[Collection[str]] = (),
     process: Process | None = None,
 ) -> str:
     """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
@@ -57,6 +59,8 @@ def save_accelerator_state(
         safe_serialization: Whether weights are safetensors, or torch files.
         gradients: What `get_gradients` returned here, in the middle of an accumulation window.
         window: What else this process knows of the accumulation window; plain values.
+        frozen: For each model, the names of weights that get a file of their own; with none, each model is
+            in one file.
         process: This process; by default the current one.
 
     Returns:
@@ -73,8 +77,12 @@ def save_accelerator_state(
         # Collected before any is written: a state_dict that fails leaves no half checkpoint.
         parts: dict[str, Any] = {}
         if staging.writes_shared:
-            names = [file_names.model_file(index, safe_serialization) for index in range(len(model_states))]
-            parts |= zip(names, model_states, strict=True)
+            for index, state in enumerate(model_states):
+                names = frozen[index] if frozen else ()
+                weights, indexes = parts_of_model(state, index, names, safe_serialization)
+                parts |= weights
+                for name, content in indexes.items():
+                    staging.write_bytes(content, name)
             parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
             staging.facts["loaders"] = [_order(part) for name, part in parts.items() if _is_loader(name)]
         own = {"step": step} if window is None else {"step": step, "window": window}

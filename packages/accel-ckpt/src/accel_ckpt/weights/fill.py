@@ -5,6 +5,7 @@ A mapped file is brought in page by page and then copied by one thread, which ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ __all__ = ["fill"]
 _PIECE_BYTES = 2**22  # that one thread reads
 
 
-def fill(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
-    """Read weights into a model's parameters and buffers, those that the file has in the same form.
+def fill(model: nn.Module, paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """Read weights into a model's parameters and buffers, those that files have in the same form.
 
     Nothing is read where the model, or a part of it, has a loading of its own (`load_state_dict`,
     `_load_from_state_dict`, hooks before it), and none into weights that are not plain, contiguous and on the
@@ -32,27 +33,30 @@ def fill(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
 
     Args:
         model: The model.
-        path: A safetensors file that has been checked.
+        paths: Safetensors files that have been checked.
 
     Returns:
         What was read, by name: the parameters and buffers themselves. Given to `load_state_dict`, they are
         copied no more.
 
     Raises:
-        CheckpointError: If the file ends early; some weights have been changed by then.
-        OSError: If it cannot be read.
+        CheckpointError: If a file ends early; some weights have been changed by then.
+        OSError: If one cannot be read.
     """
     if not _loads_as_torch_does(model):
         return {}
-    entries, _, begin = read_header(path)
+    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}  # file, where its tensors begin, and the entry
+    for path in paths:
+        found, _, begin = read_header(path)
+        entries |= {name: (path, begin, entry) for name, entry in found.items()}
     own = model.state_dict(keep_vars=True)
-    same = {name: value for name, value in own.items() if name in entries and _fits(value, entries[name])}
+    same = {name: value for name, value in own.items() if name in entries and _fits(value, entries[name][2])}
     # Of two names of one weight the later counts, as in load_state_dict.
     last = {id(value): name for name, value in same.items()}
     with Threads(THREADS, "accel-fill") as threads:  # reading frees the interpreter's lock
         pieces = [
-            threads.submit(_read_piece, path, begin + entries[name]["data_offsets"][0] + start, piece)
-            for name in last.values()
+            threads.submit(_read_piece, path, begin + entry["data_offsets"][0] + start, piece)
+            for path, begin, entry, name in ((*entries[name], name) for name in last.values())
             for start, piece in _pieces(same[name])
         ]
     for piece in pieces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.folder.staging import Staging, staged
 from accel_ckpt.run.gradients import get_gradients
 from accel_ckpt.run.save import save_accelerator_state, save_custom_state
+from accel_ckpt.run.weight_parts import frozen_names
 from accel_ckpt.weights.files import save_weights
 from accel_optim.scaler import end_round
 from accel_state.logging.warning import warn
@@ -107,8 +108,13 @@ def save_state(
     folder = _new_folder(run, output_dir)
     process = run.process
     each_node = config.save_on_each_node
-    with staged(folder, save_on_each_node=each_node, process=process, blocking=blocking) as staging:
+    incremental = config.incremental_saves
+    with staged(
+        folder, save_on_each_node=each_node, process=process, blocking=blocking, incremental=incremental
+    ) as staging:
         weights, optimizers = _whole_states(run)
+        # By the states themselves, as hooks may take some out of the list.
+        frozen = _frozen(run, weights) if incremental else {}
 
         def write_shared() -> None:
             # Hooks may take weights out of the list and write them themselves.
@@ -127,6 +133,7 @@ def save_state(
                 safe_serialization,
                 gradients=get_gradients(run.models) if run.window.step else None,
                 window=run.window.state_dict(),
+                frozen=[frozen.get(id(state), ()) for state in weights],
                 process=process,
             )
 
@@ -159,6 +166,13 @@ def _save_registered(run: Run, item: Any, index: int, staging: Staging) -> None:
     from accel_ckpt.run.registered import save_registered
 
     save_registered(item, index, staging, run.process)
+
+
+def _frozen(run: Run, weights: Sequence[dict[str, Any]]) -> dict[int, Collection[str]]:
+    """For each state that is written whole, by its id, the names of the weights that do not train."""
+    states = run.engine.states
+    models = [model for model in run.models if not states.is_own(model)] if weights else []
+    return {id(state): frozen_names(model) for state, model in zip(weights, models, strict=True)}
 
 
 def _whole_states(run: Run) -> tuple[list[dict[str, Any]], list[Any]]:

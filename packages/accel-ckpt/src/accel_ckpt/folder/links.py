@@ -1,0 +1,158 @@
+"""Incremental saves: a file that would be written with the bytes it has in an earlier checkpoint is linked.
+
+A hard link is a second name of the same bytes: either checkpoint can be deleted, and the other is whole.
+Three things have to agree for it: what would be written now, the digests in the earlier manifest, and what
+the disk has under the earlier name. That is read for each link, as somebody may have changed the file since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.file_names import MANIFEST
+from accel_ckpt.files import digests
+from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry, plain_file
+from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
+from accel_ckpt.folder import manifest
+from accel_state.logging.warning import warn
+
+__all__ = ["Earlier", "earlier_than"]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """An earlier checkpoint, to whose files those of a new one may be linked.
+
+    Args:
+        folder: Its folder.
+        entries: What its manifest says about each file, by path.
+    """
+
+    folder: Path
+    entries: Mapping[str, FileEntry]
+
+    def link(self, name: str, goal: Path, write: Callable[[IO[bytes]], object]) -> FileEntry | None:
+        """Link a file, if what would be written is what this checkpoint has under the same name.
+
+        Args:
+            name: The file's path inside both checkpoints.
+            goal: Where the link goes.
+            write: What would write the file; it is called to compare its bytes, as far as they are the same.
+
+        Returns:
+            What the manifest says about the file; None if nothing is linked, so that it has to be written.
+
+        Raises:
+            Exception: What `write` raises.
+        """
+        entry = self.entries.get(name)
+        if entry is None or not _gives(write, entry):
+            return None
+        try:
+            os.link(plain_file(self.folder, name), goal)
+        # Another file system, or one without links, or as many as it allows; or the file is gone.
+        except (OSError, CheckpointError):
+            return None
+        try:
+            # Read after it is linked: whatever takes the earlier name meanwhile, this is what was linked.
+            digests.verify(goal.parents[len(Path(name).parts) - 1], [entry], CHUNK_BYTES)
+        except CorruptCheckpointError:
+            goal.unlink()
+            warn(
+                f"{self.folder} is damaged: {name} there is no longer what was saved. The new checkpoint "
+                "gets the file anew, and is not.",
+                about="process",
+            )
+            return None
+        return entry
+
+
+def earlier_than(target: Path) -> Earlier | None:
+    """Find the checkpoint to whose files those of a new one may be linked.
+
+    Args:
+        target: The folder of the new one.
+
+    Returns:
+        The newest that is complete, in that folder or beside it; None if there is none, or if its digests
+        are of another kind.
+    """
+    newest: tuple[int, Path] | None = None
+    for folder in [target, *(target.parent.iterdir() if target.parent.is_dir() else ())]:
+        # Hidden ones are being written or deleted.
+        if folder != target and folder.name.startswith("."):
+            continue
+        with contextlib.suppress(OSError):  # not a checkpoint, or not to be read
+            found = ((folder / MANIFEST).stat().st_mtime_ns, folder)
+            newest = found if newest is None else max(newest, found)
+    if newest is None:
+        return None
+    try:
+        described = manifest.read(newest[1])
+    except (CheckpointError, OSError):  # damaged; loading says so
+        return None
+    if described is None or (described.algorithm, described.chunk_bytes) != (ALGORITHM, CHUNK_BYTES):
+        return None
+    return Earlier(newest[1], {entry.path: entry for entry in described.files})
+
+
+def _gives(write: Callable[[IO[bytes]], object], entry: FileEntry) -> bool:
+    """Whether a function writes what a manifest says about a file; it is stopped where it does not."""
+    compared = _Compared(entry)
+    try:
+        write(cast("IO[bytes]", compared))
+    except Exception:
+        # torch.save raises errors of its own when a file takes no more.
+        if not compared.differs:
+            raise
+    return compared.is_same()
+
+
+class _Compared(io.RawIOBase):
+    """Takes the bytes of a file, and compares their digests with those of an entry."""
+
+    def __init__(self, entry: FileEntry) -> None:
+        self._entry = entry
+        self._digest: Any = ALGORITHMS[ALGORITHM]()
+        self._size = 0
+        self.differs = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        while len(rest):
+            piece = rest[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+            self._digest.update(piece)
+            self._size += len(piece)
+            rest = rest[len(piece) :]
+            if self._size % CHUNK_BYTES == 0:
+                self._end_chunk()
+        return count
+
+    def is_same(self) -> bool:
+        if not self.differs and self._size % CHUNK_BYTES:
+            with contextlib.suppress(_DifferentError):
+                self._end_chunk()
+        return not self.differs and self._size == self._entry.size
+
+    def _end_chunk(self) -> None:
+        number = (self._size - 1) // CHUNK_BYTES
+        expected = self._entry.chunks[number : number + 1]
+        self.differs = self.differs or expected != (self._digest.hexdigest(),)
+        if self.differs:
+            raise _DifferentError
+        self._digest.reset()
+
+
+class _DifferentError(Exception):
+    """What is written is no longer what it is compared with."""
