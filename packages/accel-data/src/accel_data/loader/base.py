@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from accel_data.loader.tensors import reading_batches_at_once
 from accel_data.loader.workers import handed_on, opened
 from accel_data.order.global_order import SeedableRandomSampler
 from accel_data.order.mixing import mix_seed
@@ -326,7 +327,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         # Below this class's own __iter__, which called this.
         iterate = DataLoader.__iter__ if loader is self else type(loader).__iter__
         key = pass_key(self._sample_seed, started.begin.epoch)
-        start = partial(opened, lambda: iterate(loader), started, loader.generator, loader.num_workers)
+
+        def begin() -> Iterator[Any]:
+            with reading_batches_at_once(loader):
+                return iterate(loader)
+
+        start = partial(opened, begin, started, loader.generator, loader.num_workers)
         return keyed(loader, start, key)
 
 

@@ -1,0 +1,86 @@
+"""Reading the batches of a `TensorDataset`: one call for each tensor, and not one for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+__all__ = ["reading_batches_at_once"]
+
+
+@contextmanager
+def reading_batches_at_once(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let the iteration that starts inside read whole batches, where these are bit for bit the same.
+
+    So it is for a plain `TensorDataset` of contiguous tensors in the CPU's memory that torch's own function
+    collates in this process. For others nothing changes.
+
+    Args:
+        loader: The loader that is iterated.
+    """
+    dataset: Any = loader.dataset
+    collate = loader.collate_fn
+    if not _can_be_read_at_once(loader):
+        yield
+        return
+    # Torch's iterator takes both when it starts; users see theirs afterwards. Past DataLoader.__setattr__,
+    # which raises for a dataset once the loader is made.
+    loader.__dict__.update(dataset=_Batches(dataset), collate_fn=_as_it_is)
+    try:
+        yield
+    finally:
+        loader.__dict__.update(dataset=dataset, collate_fn=collate)
+
+
+def _can_be_read_at_once(loader: DataLoader[Any]) -> bool:
+    # Exact types: a subclass may do anything with an index.
+    return (
+        type(loader.dataset) is TensorDataset
+        and loader.collate_fn is default_collate
+        and loader.batch_sampler is not None
+        and loader.num_workers == 0  # a worker collates into shared memory
+        # Users may put functions of their own into this table.
+        and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        and not any(isinstance((), kind) for kind in default_collate_fn_map)
+        and all(map(_is_plain, loader.dataset.tensors))
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+    )
+
+
+class _Batches:
+    """What torch's fetcher reads in the place of the dataset: collated batches.
+
+    Args:
+        dataset: The dataset.
+    """
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        if set(map(type, indices)) == {int}:
+            places = torch.tensor(indices, device="cpu")
+            try:
+                return [tensor.index_select(0, places) for tensor in self._dataset.tensors]
+            # A negative index, one beyond the end, or a dtype that cannot be indexed (float8).
+            except (IndexError, RuntimeError):
+                pass
+        return default_collate([self._dataset[index] for index in indices])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
