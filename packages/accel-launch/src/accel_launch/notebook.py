@@ -16,6 +16,7 @@ from typing import Any
 
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import reserve_port
+from accel_launch.local.system import require_posix
 from accel_launch.outside.elastic import (
     HANDLED,
     elastic_summary,
@@ -84,12 +85,14 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes: Number of processes.
 
     Raises:
-        LaunchError: If the number is below 1, or this process has a state or process group already.
+        LaunchError: If the number is below 1, or this process has a state or process group already; always on
+            Windows.
         torch.multiprocessing.ProcessRaisedException: If a worker raises; it holds the worker's traceback.
         torch.multiprocessing.ProcessExitedException: If a worker ends otherwise.
     """
     if num_processes < 1:
         raise LaunchError(f"num_processes={num_processes}; give at least 1.")
+    require_posix("debug_launcher", "Call the function itself for one process.")
     _check_uninitialized(num_processes)
     from torch.multiprocessing.spawn import start_processes
 
@@ -162,7 +165,7 @@ def notebook_launcher(
 
     Raises:
         LaunchError: If the numbers do not fit, the port is in use, or this process has initialised an
-            accelerator, a state or a process group already.
+            accelerator, a state or a process group already; for several processes on Windows.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: If a worker fails; its text is the
             summary of `accel launch`: the first failing rank's traceback, and a line for each other rank.
     """
@@ -175,6 +178,10 @@ def notebook_launcher(
     if size == num_nodes == 1:
         with env.patch_environment(**values):
             return function(*args)
+    require_posix(
+        f"notebook_launcher with num_processes={size}, num_nodes={num_nodes}",
+        "With one process it calls the function in this one; for several write a script and use torchrun.",
+    )
     _check_uninitialized(size)
     if not gpus:
         env.put(values, "OMP_NUM_THREADS", 1)

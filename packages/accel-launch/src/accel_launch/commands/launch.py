@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_launch.errors import LaunchError
+from accel_launch.local.system import require_posix
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import Plan, Prepared
 from accel_launch.plan.starters import STARTERS, become
@@ -33,7 +34,7 @@ def launch_command(args: argparse.Namespace) -> None:
         args: What `launch_command_parser().parse_args()` returned.
 
     Raises:
-        LaunchError: If it cannot be started; nothing was.
+        LaunchError: If it cannot be started; nothing was. So it is on Windows.
         SystemExit: With the exit code of the worker that failed first.
     """
     environ = env.snapshot()
@@ -52,6 +53,11 @@ def launch_command(args: argparse.Namespace) -> None:
     plan = _plan(args, settings, environ)
     if settings.value("explain"):
         print(_explained(plan.settings))
+    if settings.value("dry_run") or not settings.value("explain"):
+        require_posix(
+            "`accel launch`",
+            f"For one process run the script itself, `python {plan.script}`; for several use torchrun.",
+        )
     if settings.value("dry_run"):
         print(_dry_run(plan, environ))
     if not (settings.value("explain") or settings.value("dry_run")):

@@ -11,12 +11,22 @@ from types import FrameType, TracebackType
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["ENDING", "SignalPipe", "ended_by_sigterm", "signal_name"]
+__all__ = ["ENDING", "SignalPipe", "ended_by_sigterm", "known_signals", "signal_name"]
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+def known_signals(*names: str) -> tuple[signal.Signals, ...]:
+    """Return those of the signals that this system has: Windows lacks most of them.
+
+    Args:
+        *names: Their names, e.g. SIGHUP.
+    """
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
+
+
+ENDING = known_signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that ask the launcher, and so the workers, to end."""
 
-_OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGWINCH)
+_OTHERS = known_signals("SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGWINCH")
 
 
 def signal_name(number: int) -> str:

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from accel_launch.errors import LaunchError
+from accel_launch.local.system import require_posix
 from accel_launch.plan.plan import How, Prepared
 from accel_launch.settings.resolve import Settings, Source
 from accel_launch.settings.schema import SETTINGS
@@ -66,8 +67,9 @@ def become(prepared: Prepared) -> NoReturn:
         prepared: The program.
 
     Raises:
-        LaunchError: If it is not there.
+        LaunchError: If it is not there, or on Windows, where a program cannot replace another.
     """
+    require_posix(f"Running {prepared.command[0]} in the place of this program", "Run it yourself.")
     # exec leaves what is in the buffers unwritten.
     sys.stdout.flush()
     sys.stderr.flush()

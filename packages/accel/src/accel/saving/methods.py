@@ -82,7 +82,7 @@ class CheckpointControl:
 
         Raises:
             SystemExit: With `exit_code`, when the checkpoint is committed.
-            ValueError: If there is no folder to save to.
+            ValueError: If there is no folder to save to, or the system has none of the signals.
             RuntimeError: If this is not the main thread.
         """
         from accel.saving.preemption import announced_end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
@@ -26,6 +27,7 @@ class Preemption:
 
     Raises:
         RuntimeError: If this is not the main thread, which alone can take signals.
+        ValueError: If the system has none of them.
     """
 
     def __init__(self, process: Process, signals: Sequence[str]) -> None:
@@ -37,6 +39,12 @@ class Preemption:
         self._agreement = Agreement(process)
         # Windows has no SIGUSR1.
         numbers = [getattr(signal, name) for name in signals if hasattr(signal, name)]
+        if not numbers:
+            known = ", ".join(sorted(each.name for each in signal.Signals))
+            raise ValueError(
+                f"save_on_preemption(signals={list(signals)}): this system ({sys.platform}) has none of "
+                f"them. Give some of {known}."
+            )
         self._before = {number: signal.signal(number, self._note) for number in numbers}
 
     def agreed(self) -> bool:
@@ -72,6 +80,7 @@ def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> s
 
     Raises:
         ValueError: If there is no folder to save to.
+        ValueError: If the system has none of the signals.
         RuntimeError: If this is not the main thread.
     """
     if run.preemption is None:

@@ -62,7 +62,8 @@ def open_prompt() -> Prompt:
     """Return the prompt that fits standard input and output."""
     # A dumb terminal, such as that of an editor, shows escape sequences as text.
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and env.raw("TERM") not in (None, "", "dumb")
-    return TerminalPrompt() if terminal else LinePrompt()
+    # Windows has no termios, by which keys are read one by one.
+    return TerminalPrompt() if terminal and sys.platform != "win32" else LinePrompt()
 
 
 class LinePrompt:

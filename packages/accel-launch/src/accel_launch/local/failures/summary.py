@@ -16,13 +16,13 @@ from accel_launch.local.failures.tracebacks import (
     last_exception,
     library_folders,
 )
-from accel_launch.local.signals import signal_name
+from accel_launch.local.signals import known_signals, signal_name
 from accel_launch.settings.masking import mask_command
 
 __all__ = ["Failure", "Report", "describe_end", "failure_summary", "first_failure"]
 
 _OTHERS = 8  # lines for workers that failed later
-_CRASHES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL)
+_CRASHES = tuple(-number for number in known_signals("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL"))
 # Not SIGABRT: a worker whose peers are gone may abort.
 
 # What a process says whose peer is gone or does not come, in gloo's, NCCL's, the store's and Python's words.

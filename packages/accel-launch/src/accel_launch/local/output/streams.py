@@ -8,11 +8,8 @@ the worker it belongs in the summary, once and in one piece, else it is shown as
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
-import termios
-import tty
 from pathlib import Path
 
 from accel_launch.local.output.console import Console
@@ -45,6 +42,8 @@ def open_capture(like: int) -> tuple[int, int]:
         The reading end, non-blocking, and the end for the worker.
     """
     if os.isatty(like):
+        import tty  # Windows does not have it
+
         reading, writing = os.openpty()
         # The real terminal translates line ends; doing it twice would garble them.
         tty.setraw(writing)
@@ -62,6 +61,10 @@ def copy_window_size(source: int, target: int) -> None:
         source: File descriptor of the terminal to copy from.
         target: File descriptor of the terminal to change; anything else is left alone.
     """
+    # Windows does not have them.
+    import fcntl
+    import termios
+
     with contextlib.suppress(OSError):
         # 8 bytes: struct winsize has four unsigned shorts.
         fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, bytes(8)))

@@ -1,0 +1,1 @@
+"""What is published: built, looked into, installed alone, and compared with the repository."""
