@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -81,10 +80,9 @@ def _install(package: Package, found: Mapping[str, Package], dist: Path, python:
 
 def _use(package: Package, found: Mapping[str, Package], python: Path, folder: Path) -> None:
     """Import every module, ask every command for its help, and train where the whole is installed."""
-    names = [each.name for each in closure(package, found)]
-    modules = [module.name for module in package.modules if not module.name.endswith("__main__")]
-    asked = json.dumps({"siblings": sorted(found), "installed": names, "modules": modules})
-    _run([str(python), "-I", str(_PROGRAMS / "import_all.py"), asked], folder)
+    declared = ",".join(each.name for each in closure(package, found))
+    program = str(_PROGRAMS / "import_all.py")
+    _run([str(python), "-I", program, package.name, declared, ",".join(found)], folder)
     for script in package.project.get("scripts", {}):  # type: ignore[attr-defined]
         _run([str(python.parent / script), "--help"], folder)
     if package.name == "accel":

@@ -68,8 +68,9 @@ def check_sdist(sdist: Path, package: Package) -> list[str]:
             content = archive.extractfile(member)
             if content is not None:
                 entries[member.name] = _Entry(content.read(), bool(member.mode & 0o100))
-    named = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
-    copies = _sources(package, f"{root}/src/") | {f"{root}/{name}": package.folder / name for name in named}
+    named = [package.folder / name for name in ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")]
+    copies = {f"{root}/{path.name}": path for path in named if path.is_file()}
+    copies |= _sources(package, f"{root}/src/")
     # hatchling adds the repository's .gitignore, which is what it leaves out by.
     problems = _compare(entries, copies, {f"{root}/PKG-INFO"}, {f"{root}/PKG-INFO", f"{root}/.gitignore"})
     return [f"{sdist.name}: {problem}" for problem in problems]

@@ -136,6 +136,7 @@ def test_ranges_are_of_the_present_minor_version(repository, declared):
 def test_ranges_in_extras(repository):
     project = repository / "packages/accel/pyproject.toml"
     project.write_text(project.read_text() + 'more = ["accel-state>=0.1,<0.2"]\n')
+    build(repository)
     (problem,) = check_release.problems(repository)
     assert "accel-state>=0.2,<0.3" in problem
 

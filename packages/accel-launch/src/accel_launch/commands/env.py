@@ -84,7 +84,7 @@ def _version(package: str) -> str | None:
 
 
 def _memory() -> str:
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
+    if sys.platform == "win32":  # no sysconf there
         return "unknown"
     return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
 

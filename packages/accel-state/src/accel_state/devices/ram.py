@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,16 @@ def available_ram() -> int:
     """Return the memory that a program can take without swapping, in bytes.
 
     On Linux that is what the kernel says is available (`MemAvailable`), or what is left of the container's
-    limit if that is less; elsewhere all memory of the machine.
+    limit if that is less; on macOS all memory of the machine.
+
+    Raises:
+        RuntimeError: On Windows, which Python's library does not ask for it.
     """
+    if sys.platform == "win32":
+        raise RuntimeError(
+            "accel cannot see how much memory is free on Windows. Say how much a model may take, such as "
+            'max_memory={"cpu": "16GiB"}.'
+        )
     if not _PROC.exists():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(0, min([_number(_PROC.read_text(), "MemAvailable:") * 1024, *_left_in_groups()]))

@@ -1,0 +1,26 @@
+"""What starting workers needs of the operating system."""
+
+from __future__ import annotations
+
+import sys
+
+from accel_launch.errors import LaunchError
+
+__all__ = ["require_posix"]
+
+
+def require_posix(what: str, instead: str) -> None:
+    """Raise an error on Windows.
+
+    Args:
+        what: What cannot work there.
+        instead: What can be done, in sentences.
+
+    Raises:
+        LaunchError: On Windows.
+    """
+    if sys.platform == "win32":
+        raise LaunchError(
+            f"{what} does not work on Windows: it needs fork, process groups and signals of POSIX. {instead} "
+            "Under WSL, the Windows Subsystem for Linux, it works."
+        )
