@@ -1,6 +1,6 @@
 """Which models fit on which devices over which mesh: the table of scale.md."""
 
-from accel.estimate.mesh import MeshSizes, language_model, mesh_bytes
+from accel.estimate.mesh import MeshSizes, mesh_bytes
 
 # The published sizes of Llama 2 7B, Llama 3.1 70B and Llama 3.1 405B.
 MODELS = {
@@ -15,6 +15,39 @@ MESHES = {
     "405B": [(1, 8, 1, 8), (1, 64, 1, 8), (1, 64, 2, 8), (1, 1024, 1, 1), (8, 64, 2, 8)],
 }
 DEVICES = (24, 40, 80, 141, 192)  # GB of 10^9 bytes
+
+
+def language_model(
+    *, layers: int, width: int, inner: int, heads: int, groups: int, words: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """The parameters of a Llama, and how its tensor-parallel plan splits them.
+
+    Args:
+        layers: Number of layers.
+        width: Features of a token.
+        inner: Features inside the feed-forward layers.
+        heads: Heads of queries.
+        groups: Heads of keys and of values.
+        words: Size of the vocabulary; the output has weights of its own.
+
+    Returns:
+        Shapes and split dimensions by name, for `mesh_bytes`.
+    """
+    narrow = width // heads * groups  # grouped-query attention
+    rows = {"q_proj": (width, width), "k_proj": (narrow, width), "v_proj": (narrow, width)}
+    parts = {f"self_attn.{name}.weight": (shape, 0) for name, shape in rows.items()}
+    parts["self_attn.o_proj.weight"] = (width, width), 1
+    parts |= {f"mlp.{name}_proj.weight": ((inner, width), 0) for name in ("gate", "up")}
+    parts["mlp.down_proj.weight"] = (width, inner), 1
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
+    split = {"model.embed_tokens.weight": 0, "lm_head.weight": 0}
+    for layer in range(layers):
+        for name, (shape, dim) in parts.items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+            split[f"model.layers.{layer}.{name}"] = dim
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{norm}.weight"] = (width,)
+    return {**shapes, "model.norm.weight": (width,), "lm_head.weight": (words, width)}, split
 
 
 def rows():

@@ -1,5 +1,8 @@
 """`__all__` of every public module is what it exports, and every exported name says what it is.
 
+A module of re-exports alone, each written `from x import y as y`, has no `__all__`: it would be a second list
+of the same names.
+
 The style checker sees what is written; this check imports the modules and sees what is there: lazy names,
 re-exports, and names that a module promises and does not have.
 """
@@ -41,11 +44,12 @@ def check_names(modules: Iterable[Module]) -> list[str]:
 def check_module(module: Module, loaded: ModuleType) -> Iterator[str]:
     """Yield what is wrong with the names of one imported module."""
     exported = getattr(loaded, "__all__", None)
-    public = _defined(loaded) | _reexported(module.tree)
+    defined = _defined(loaded)
     if exported is None:
-        if public:
-            yield f"has no __all__, but defines {', '.join(sorted(public))}"
+        if defined:
+            yield f"has no __all__, but defines {', '.join(sorted(defined))}"
         return
+    public = defined | _reexported(module.tree)
     if len(set(exported)) != len(exported):
         yield f"__all__ repeats {', '.join(sorted({name for name in exported if exported.count(name) > 1}))}"
     if not _written_out(module.tree) and list(exported) != sorted(

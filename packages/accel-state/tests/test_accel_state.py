@@ -37,6 +37,7 @@ INTERNAL = {
     "lazy",
     "logging",
     "logging.tracebacks",
+    "logging.suggestion",
     "parallelism",
     "parallelism.handlers",
     "process",

@@ -8,7 +8,7 @@ from accel_data.loader.shard import DataLoaderShard as DataLoaderShard
 from accel_data.loader.shard import SkipDataLoader as SkipDataLoader
 from accel_data.order.global_order import SeedableRandomSampler as SeedableRandomSampler
 from accel_data.order.samplers import BatchSamplerShard as BatchSamplerShard
-from accel_data.order.samplers import SkipBatchSampler as SkipBatchSampler
+from accel_data.order.skipping import SkipBatchSampler as SkipBatchSampler
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
 from accel_data.seeds import sample_generator as sample_generator
 from accel_data.seeds import sample_rng as sample_rng

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_data.checks import check_skip
 from accel_data.loader.base import DataLoaderAdapter, settings
 from accel_data.loader.shard import SkipDataLoader
-from accel_data.order.samplers import SkipBatchSampler
+from accel_data.order.skipping import SkipBatchSampler
 from accel_data.torchdata.stateful import is_stateful, loader_class
 from accel_state.logging.warning import warn
 

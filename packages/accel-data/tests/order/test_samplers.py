@@ -9,7 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.order.global_order import SeedableRandomSampler
 from accel_data.order.presplit import PresplitBatchSampler
-from accel_data.order.samplers import AllShards, BatchSamplerShard, SkipBatchSampler
+from accel_data.order.samplers import AllShards, BatchSamplerShard
 
 
 class Declared(BatchSampler):
@@ -301,24 +301,13 @@ def test_the_padding_of_a_distributed_sampler_is_known(length, size, processes, 
         assert sorted(kept) == list(range(length))
 
 
-@given(st.integers(0, 30), st.integers(1, 4), st.integers(0, 12))
-def test_skipping_leaves_out_the_first_batches(length, size, skip):
-    batches = BatchSampler(SequentialSampler(range(length)), size, False)
-    skipped = SkipBatchSampler(batches, skip)
-
-    assert list(skipped) == list(batches)[skip:]
-    assert len(skipped) == len(list(skipped))
-    assert skipped.total_length == len(batches)
-    assert (skipped.batch_size, skipped.drop_last, skipped.sampler) == (size, False, batches.sampler)
-
-
 def test_the_epoch_reaches_the_sampler():
     sampler = SeedableRandomSampler(range(20), data_seed=0)
     shard = BatchSamplerShard(BatchSampler(sampler, 4, False), 2, 0)
     first = list(shard)
     shard.set_epoch(1)
     second = list(shard)
-    SkipBatchSampler(shard, 1).set_epoch(0)
+    shard.set_epoch(0)
 
     assert first != second
     assert list(shard) == first
@@ -358,9 +347,3 @@ def test_a_batch_size_must_be_positive(size):
 
     with pytest.raises(ValueError, match=rf"Odd.batch_size is {size!r}"):
         BatchSamplerShard(Odd([]), 1, 0)
-
-
-@pytest.mark.parametrize(("skip", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_a_number_of_batches_to_skip_is_a_number(skip, error):
-    with pytest.raises(error, match=str(skip)):
-        SkipBatchSampler([[0]], skip)

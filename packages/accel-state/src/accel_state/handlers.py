@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import env
 from accel_state.enums import DynamoBackend
+from accel_state.logging.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +54,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
-
-
-def _nearest(value: object, allowed: Iterable[str]) -> str:
-    # Here and not above: only an error needs it.
-    from difflib import get_close_matches
-
-    near = get_close_matches(str(value), list(allowed), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @dataclasses.dataclass
@@ -141,7 +134,7 @@ class ProfileKwargs(KwargsHandler):
             if activity not in _ACTIVITIES:
                 raise ValueError(
                     f"{activity!r} is not an activity of the profiler; allowed: {', '.join(_ACTIVITIES)}."
-                    f"{_nearest(activity, _ACTIVITIES)}"
+                    f"{did_you_mean(activity, _ACTIVITIES)}"
                 )
         if self.schedule_option is not None:
             _check_schedule(self.schedule_option)
@@ -191,7 +184,7 @@ def _check_schedule(schedule: dict[str, int]) -> None:
         if key not in _SCHEDULE_KEYS:
             raise ValueError(
                 f"{key!r} is not a key of schedule_option; allowed: {', '.join(_SCHEDULE_KEYS)}."
-                f"{_nearest(key, _SCHEDULE_KEYS)}"
+                f"{did_you_mean(key, _SCHEDULE_KEYS)}"
             )
         if not isinstance(value, int) or value < (1 if key == "active" else 0):
             least = "1 or more" if key == "active" else "0 or more"
@@ -276,7 +269,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.mode not in modes:
             raise ValueError(
                 f"{self.mode!r} is not a mode of torch.compile; allowed: {', '.join(modes)}."
-                f"{_nearest(self.mode, modes)}"
+                f"{did_you_mean(self.mode, modes)}"
             )
         self.fullgraph = _or_environment(self.fullgraph, "USE_FULLGRAPH")
         self.dynamic = _or_environment(self.dynamic, "USE_DYNAMIC")

@@ -22,6 +22,7 @@ from accel.training import arguments
 from accel.training.agreement import Agreement
 from accel.training.arguments import UNSET
 from accel.training.attributes import RunAttributes
+from accel.training.collectives import CollectiveControl
 from accel.training.coordinates import MeshCoordinates
 from accel.training.gradients import GradientControl, drop_gradients, has_gradients
 from accel.training.misuse import Watch
@@ -35,7 +36,6 @@ from accel.training.prepare import (
 from accel.training.run import Run
 from accel.training.uneven import join_uneven_inputs
 from accel_data.config import DataLoaderConfiguration
-from accel_ops.collectives import operations, padding
 from accel_ops.memory import release_memory
 from accel_optim.precision import autocast
 from accel_optim.window import Window
@@ -59,7 +59,13 @@ __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin
 
 
 class Accelerator(
-    RunAttributes, GradientControl, CheckpointControl, MeshCoordinates, TrackerControl, ProcessControl
+    RunAttributes,
+    GradientControl,
+    CollectiveControl,
+    CheckpointControl,
+    MeshCoordinates,
+    TrackerControl,
+    ProcessControl,
 ):
     """Runs an ordinary PyTorch training loop on any number of processes and in any precision.
 
@@ -173,7 +179,7 @@ class Accelerator(
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
         self.trackers = []
         self.failed_trackers = set()
-        self.flag_tensor: torch.Tensor | None = None  # documented, and read by clients
+        self.flag_tensor = None
         self._triggers = Agreement(self.process)
         start_observers(self.run, self.handlers.observers)
 
@@ -320,7 +326,7 @@ class Accelerator(
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Profile the code inside, with the options of `profile_handler` or else of `kwargs_handlers`."""
-        from accel.training.profiling import profile
+        from accel.observe.profiling.recording import profile
 
         return profile(self.process, profile_handler or self.handlers.profile or ProfileKwargs())
 
@@ -338,65 +344,6 @@ class Accelerator(
         if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
             raise ValueError("There is no sequence parallelism: pass ParallelismConfig(sp_size=...).")
         return self.engine.loaders.share_loader(dl)
-
-    # Collectives
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all processes along their first dimension, leaf by leaf."""
-        return operations.gather(tensor, process=self.process)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and drop the rows that only padded the last batch: every sample counts once."""
-        from accel.training import metrics
-
-        return metrics.gather_for_metrics(
-            input_data,
-            loader=self.gradient_state.active_dataloader,
-            process=self.process,
-            shard=self.engine.loaders.data_shard,
-            use_gather_object=use_gather_object,
-            shares_sequences=self.parallelism_config is not None and self.parallelism_config.cp_enabled,
-        )
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce the tensors of all processes ("sum", "mean", "max", "none"); all get the result."""
-        return operations.reduce(tensor, reduction, scale, process=self.process)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Pad tensors along `dim` to the largest size over the processes."""
-        return padding.pad_across_processes(tensor, dim, pad_index, pad_first, process=self.process)
-
-    def set_trigger(self) -> None:
-        """Raise this process's flag; `check_trigger` sees it on every process."""
-        self.flag_tensor = torch.ones((), device=self.device)
-
-    def check_trigger(self) -> bool:
-        """Whether any process raised its flag since the last check, which all of them make together."""
-        # Taken down by each process at the check, which all of them make.
-        raised, self.flag_tensor = self.flag_tensor is not None, None
-        return self._triggers.ask("check_trigger", raised)
-
-    def verify_sync(self, *models: torch.nn.Module, buffers: bool = True, rng: bool = True) -> list[str]:
-        """Make sure that models and random generators are the same on all processes, to the last bit.
-
-        Args:
-            *models: The models; by default all that are prepared.
-            buffers: Whether to compare buffers too (running statistics of batch norm differ lawfully).
-            rng: Whether to compare random generators (they differ after `set_seed(device_specific=True)`).
-
-        Returns:
-            The names of what was not compared: tensors of which each process has a part of its own, and
-            sparse or quantized ones.
-
-        Raises:
-            DistributedOperationException: On every process, if something differs: which parameter, buffer or
-                generator is the first, on which processes, and how far they are apart.
-        """
-        from accel.observe import sync
-
-        return sync.verify_sync(self.run, models, buffers=buffers, rng=rng)
 
     # The end
 

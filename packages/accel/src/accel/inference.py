@@ -1,19 +1,7 @@
 """Inference over several processes, under its documented path: re-exports."""
 
-from __future__ import annotations
-
-from accel.big_models.pipeline.cut import generate_device_map
-from accel.big_models.pipeline.prepare import (
-    build_pipeline,
-    find_pippy_batch_size,
-    pippy_forward,
-    prepare_pippy,
-)
-
-__all__ = [
-    "build_pipeline",
-    "find_pippy_batch_size",
-    "generate_device_map",
-    "pippy_forward",
-    "prepare_pippy",
-]
+from accel.big_models.pipeline.cut import generate_device_map as generate_device_map
+from accel.big_models.pipeline.prepare import build_pipeline as build_pipeline
+from accel.big_models.pipeline.prepare import find_pippy_batch_size as find_pippy_batch_size
+from accel.big_models.pipeline.prepare import pippy_forward as pippy_forward
+from accel.big_models.pipeline.prepare import prepare_pippy as prepare_pippy

@@ -1,12 +1,5 @@
 """Launch functions, under their documented path: re-exports of accel-launch."""
 
-from __future__ import annotations
-
-from accel_launch.commands.embedding import test_launch
-from accel_launch.notebook import debug_launcher, notebook_launcher
-
-__all__ = [
-    "debug_launcher",
-    "notebook_launcher",
-    "test_launch",
-]
+from accel_launch.commands.embedding import test_launch as test_launch
+from accel_launch.notebook import debug_launcher as debug_launcher
+from accel_launch.notebook import notebook_launcher as notebook_launcher

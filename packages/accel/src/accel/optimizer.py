@@ -1,11 +1,5 @@
 """The wrapped optimizer, under its documented path: re-exports of accel-optim."""
 
-from __future__ import annotations
-
-from accel_optim.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
-
-__all__ = [
-    "AcceleratedOptimizer",
-    "move_to_device",
-    "patch_optimizer_step",
-]
+from accel_optim.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accel_optim.optimizer import move_to_device as move_to_device
+from accel_optim.optimizer import patch_optimizer_step as patch_optimizer_step

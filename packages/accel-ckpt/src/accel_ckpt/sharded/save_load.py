@@ -179,6 +179,7 @@ def load_sharded_state(
     """
     parts = Parts.of(models, optimizers, owners)
     process = current_process() if process is None else process
+    # Before anything of the objects changes: a damaged checkpoint leaves them as they are.
     reading = open_checkpoint(Path(input_dir), process, None, {}, verify)
     compared = compare_parts(reading.folder, reading.names, parts, process)
     if compared.differences:

@@ -26,6 +26,7 @@ import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files.digests import regular_file, regular_size
+from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.paths import check_inside, listed_file
 from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
 from accel_ckpt.weights.readers import check_not_in_use, note_reader
@@ -95,6 +96,7 @@ def offload_weight(
             'cannot be written to the disk. Keep it in memory: on "cpu" in a device map, or with cpu_offload.'
         )
     value = weight.detach().cpu()
+    # As bytes, since numpy has no bfloat16 and no float8.
     content = as_bytes(value) if value.numel() else torch.zeros(1, dtype=torch.uint8)
     _write(Path(offload_folder) / f"{weight_name}.dat", content.numpy())
     if index is not None:
@@ -145,9 +147,8 @@ def save_offload_index(index: Index, offload_folder: Folder) -> None:
     entries = read_offload_index(offload_folder) if path.exists() else {}
     entries.update(index)
     # A crash leaves either the earlier index or the new one.
-    draft = path.with_name(f".{INDEX}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(entries, indent=2), encoding="utf-8")
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
 
 def read_offload_index(offload_folder: Folder) -> Index:
@@ -243,6 +244,7 @@ class PrefixedDataset(Mapping[str, Any]):
         return f"{self.prefix}{key}" in self.dataset
 
     def __iter__(self) -> Iterator[str]:
+        # Full names, as documented, although look-ups go without the prefix.
         return (name for name in self.dataset if name.startswith(self.prefix))
 
     def __len__(self) -> int:

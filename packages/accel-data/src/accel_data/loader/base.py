@@ -15,8 +15,9 @@ from accel_data.loader.workers import handed_on, opened
 from accel_data.order.global_order import SeedableRandomSampler
 from accel_data.order.mixing import mix_seed
 from accel_data.order.presplit import PresplitBatchSampler
-from accel_data.order.samplers import BatchSamplerShard, SkipBatchSampler
+from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.shares import Fill
+from accel_data.order.skipping import SkipBatchSampler
 from accel_data.resume.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.resume.stream_position import Trail
 from accel_data.seeds import keyed, pass_key

@@ -1,4 +1,4 @@
-"""Batch samplers that give one process its share, and one that starts later."""
+"""Batch samplers that give one process its share."""
 
 from __future__ import annotations
 
@@ -10,55 +10,15 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from accel_data.checks import check_divides, check_place, check_skip
-from accel_data.order.global_order import (
-    Order,
-    SeedableRandomSampler,
-    draw,
-    order_of,
-    seeks,
-    walk,
-)
+from accel_data.checks import check_divides, check_place
+from accel_data.order.global_order import Order, SeedableRandomSampler, draw, order_of
 from accel_data.order.shares import Fill, Layout, Share, cut, spread_out
+from accel_data.order.wrapper import BatchSamplerWrapper
 
-__all__ = ["AllShards", "BatchSamplerShard", "SkipBatchSampler"]
-
-
-class _Wrapper(BatchSampler):
-    """A batch sampler that wraps another one of any class.
-
-    Args:
-        batch_sampler: The batch sampler; any iterable of lists of indices.
-    """
-
-    # Not BatchSampler.__init__, which takes a sampler and checks its class.
-    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]]) -> None:
-        self.batch_sampler = batch_sampler
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler inside of the batch sampler; None if it has none."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches of the wrapped batch sampler."""
-        return len(self.batch_sampler)  # type: ignore[arg-type]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, also for the samplers inside.
-
-        Args:
-            epoch: Its number, from 0.
-        """
-        for inner in (self.batch_sampler, self.sampler):
-            if hasattr(inner, "set_epoch"):
-                inner.set_epoch(epoch)
+__all__ = ["AllShards", "BatchSamplerShard"]
 
 
-class BatchSamplerShard(_Wrapper):
+class BatchSamplerShard(BatchSamplerWrapper):
     """Gives one process its part of the batches of a batch sampler.
 
     On two processes, batches [0, 1, 2, 3], [4, 5, 6, 7] give
@@ -363,43 +323,3 @@ class AllShards(BatchSamplerShard):
     @property
     def _rank(self) -> int | None:
         return None
-
-
-class SkipBatchSampler(_Wrapper):
-    """A batch sampler without its first batches.
-
-    Args:
-        batch_sampler: The batch sampler.
-        skip_batches: Number of batches to leave out.
-    """
-
-    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
-        super().__init__(batch_sampler)
-        self.skip_batches = check_skip(skip_batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        inner: Any = self.batch_sampler
-        is_flat = type(inner).__iter__ is BatchSampler.__iter__
-        if not self.skip_batches or not seeks(inner.sampler if is_flat else inner):
-            return islice(iter(inner), self.skip_batches, None)
-        return self._sought_batches() if is_flat else self._sought(inner)
-
-    def _sought_batches(self) -> Iterator[list[int]]:
-        """Begin with the first batch that is not left out, rather than walk up to it."""
-        whole = BatchSamplerShard(self.batch_sampler)
-        whole.set_start(self.skip_batches * whole.step_size)
-        yield from whole
-        _end_epoch(self.sampler)
-
-    def _sought(self, sampler: Any) -> Iterator[int]:
-        yield from walk(order_of(sampler, None, 0), self.skip_batches)
-        _end_epoch(sampler)
-
-    def __len__(self) -> int:
-        return max(self.total_length - self.skip_batches, 0)
-
-
-def _end_epoch(sampler: Any) -> None:
-    """Do what a complete walk over a sampler does at its end."""
-    if isinstance(sampler, SeedableRandomSampler):
-        sampler.set_epoch(sampler.epoch + 1)

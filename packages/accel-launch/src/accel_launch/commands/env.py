@@ -62,6 +62,7 @@ def environment_report(config_file: str | None = None) -> dict[str, Any]:
         ),
     }
     path = config_file or (config_path() if config_path().is_file() else None)
+    # Said as well as shown: which file counts is often the question.
     report["Config file"] = str(path) if path is not None else "none"
     if path is not None:
         report["Config"] = _config(path)
@@ -125,10 +126,11 @@ def _lines(report: dict[str, Any], indent: str = "") -> list[str]:
 
 def env_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel env`."""
-    parser = command_parser("env", description="Print versions, hardware and config for a bug report.")
+    parser = command_parser(
+        "env", description="Print versions, hardware and config for a bug report.", func=_print_report
+    )
     parser.add_argument("--config_file", "--config-file", help="The config file to show.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.set_defaults(func=_print_report)
     return parser
 
 

@@ -13,7 +13,7 @@ from accel_launch.local.system import require_posix
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import Plan, Prepared
 from accel_launch.plan.starters import STARTERS, become
-from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
+from accel_launch.settings.parser import launch_flags_parser
 from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
 from accel_state.enums import ComputeEnvironment
@@ -75,19 +75,14 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         The parser. Its namespace has an attribute per setting, None where no flag was given, and
         `training_script` and `training_script_args`.
     """
-    parser = command_parser(
+    return launch_flags_parser(
         "launch",
         subparsers,
-        LaunchParser,
         usage="accel launch [flags] SCRIPT [arguments of the script]",
         description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
         "--cpu=false, where the environment or the config file turns it on.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
+        func=launch_command,
     )
-    add_settings(parser)
-    parser.set_defaults(func=launch_command)
-    return parser
 
 
 def _launch_job(config: LaunchConfig, args: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -100,14 +100,16 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         The parser. Its namespace is for `to_fsdp2_command`, which it has as `func`.
     """
     parser = command_parser(
-        "to-fsdp2", subparsers, description="Rewrite a config file of FSDP version 1 for version 2."
+        "to-fsdp2",
+        subparsers,
+        func=to_fsdp2_command,
+        description="Rewrite a config file of FSDP version 1 for version 2.",
     )
     parser.add_argument(
         "--config_file", "--config-file", help="the file; the default config file if left out"
     )
     parser.add_argument("--output_file", "--output-file", help="the new file")
     parser.add_argument("--overwrite", action="store_true", help="write over the file that is there")
-    parser.set_defaults(func=to_fsdp2_command)
     return parser
 
 

@@ -32,6 +32,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = command_parser(
         "tpu-config",
         subparsers,
+        func=tpu_command_launcher,
         description="Run commands on every machine of a TPU pod, to prepare it for `accel launch`.",
     )
     where = parser.add_argument_group("which pod; by default that of the config file")
@@ -52,7 +53,6 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         action="store_true",
         help="Print the gcloud command; run nothing.",
     )
-    parser.set_defaults(func=tpu_command_launcher)
     return parser
 
 

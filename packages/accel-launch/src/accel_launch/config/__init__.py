@@ -1,15 +1,7 @@
 """Config files of the launcher: where they are, what they hold, reading and writing them."""
 
-from __future__ import annotations
-
-from accel_launch.config.file import LaunchConfig, load_config_from_file
-from accel_launch.config.paths import config_path, default_config_file
-from accel_launch.config.write import write_basic_config
-
-__all__ = [
-    "LaunchConfig",
-    "config_path",
-    "default_config_file",
-    "load_config_from_file",
-    "write_basic_config",
-]
+from accel_launch.config.file import LaunchConfig as LaunchConfig
+from accel_launch.config.file import load_config_from_file as load_config_from_file
+from accel_launch.config.paths import config_path as config_path
+from accel_launch.config.paths import default_config_file as default_config_file
+from accel_launch.config.write import write_basic_config as write_basic_config

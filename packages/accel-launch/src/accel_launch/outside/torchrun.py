@@ -194,6 +194,7 @@ def torchrun_command(plan: Plan, port: int, listens: bool) -> list[str]:
 def _place_in_network(plan: Plan, listens: bool) -> dict[str, str | None]:
     """Return what torchrun would otherwise guess from the machine's host name."""
     address, conf = plan.settings.value("main_process_ip"), plan.settings.value("rdzv_conf")
+    # Named, as a host name may lead to 127.0.1.1, where no other machine arrives.
     options = {"--local_addr": address if is_local(address) else local_address(address)}
     # Several agents on one machine settle by themselves who of them is the host.
     if plan.settings.value("rdzv_backend") == "c10d" and "is_host" not in conf and not is_loopback(address):

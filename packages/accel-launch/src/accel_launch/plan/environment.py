@@ -73,6 +73,7 @@ def common_environment(
         for setting in SETTINGS.values()
         if setting.section == "deepspeed_config" and settings[setting.name].source == Source.CONFIG
     ]
+    # Empty means that there is nothing to compare with DeepSpeed's file.
     if fields and settings.value("use_deepspeed"):
         env.put(environ, "ACCELERATE_CONFIG_DS_FIELDS", fields)
     if gpus is not None:

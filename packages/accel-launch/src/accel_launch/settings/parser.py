@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from accel_launch.settings.schema import GROUPS, SETTINGS, Setting, nearest
 
-__all__ = ["HelpFormatter", "LaunchParser", "add_settings", "command_parser"]
+__all__ = ["LaunchParser", "command_parser", "launch_flags_parser"]
 
 _RENAMED = {
     "--fp16": "--mixed_precision=fp16",
@@ -112,12 +112,7 @@ def _reader(setting: Setting) -> Callable[[str], Any]:
     return read
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting's flag to a parser, by group; a flag that is not given leaves None.
-
-    Args:
-        parser: The parser to extend.
-    """
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     for key, group in GROUPS.items():
         target = parser.add_argument_group(group.title)
         for setting in SETTINGS.values():
@@ -147,7 +142,7 @@ def _add(target: Any, setting: Setting) -> None:
     target.add_argument(*names, **keywords)
 
 
-class HelpFormatter(argparse.HelpFormatter):
+class _HelpFormatter(argparse.HelpFormatter):
     """Shows a switch without a value, which it need not have."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -160,6 +155,8 @@ def command_parser(
     name: str,
     subparsers: Any = None,
     kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+    *,
+    func: Callable[[argparse.Namespace], int | None] | None = None,
     **keywords: Any,
 ) -> argparse.ArgumentParser:
     """Return the parser of a command, without arguments yet.
@@ -169,13 +166,38 @@ def command_parser(
         subparsers: What `ArgumentParser.add_subparsers()` returned, to add the command there; a parser of its
             own by default.
         kind: The parser's class.
+        func: Runs the command; the namespace has it as `func`.
         **keywords: As for the class.
 
     Returns:
         The parser.
     """
+    parser: argparse.ArgumentParser
     if subparsers is None:
-        return kind(f"accel {name}", **keywords)
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, **keywords)
-    parser.__class__ = kind  # add_parser has no argument for the class
+        parser = kind(f"accel {name}", **keywords)
+    else:
+        parser = subparsers.add_parser(name, **keywords)
+        parser.__class__ = kind  # add_parser has no argument for the class
+    parser.set_defaults(func=func)
+    return parser
+
+
+def launch_flags_parser(
+    name: str, subparsers: Any = None, kind: type[LaunchParser] = LaunchParser, **keywords: Any
+) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes the flags of `accel launch`; one that is not given is None.
+
+    Args:
+        name: As for `command_parser`; likewise `subparsers` and `keywords`.
+        subparsers: See there.
+        kind: The parser's class.
+        **keywords: See there.
+
+    Returns:
+        The parser, with every setting's flag.
+    """
+    parser = command_parser(
+        name, subparsers, kind, allow_abbrev=False, formatter_class=_HelpFormatter, **keywords
+    )
+    _add_settings(parser)
     return parser

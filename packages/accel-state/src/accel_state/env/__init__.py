@@ -172,6 +172,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
     Returns:
         The text.
     """
+    # str(), as callers may give an enumeration.
     return os.environ.get(key, str(default))
 
 
@@ -291,6 +292,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     Yields:
         Nothing.
     """
+    # Upper case, as keyword arguments are usually written in lower case.
     patch = {name.upper(): str(value) for name, value in kwargs.items()}
     # None for a variable that was not set, which is then removed again.
     before = {name: os.environ.get(name) for name in patch}

@@ -153,6 +153,7 @@ class ProcessControl:
             TypeError: If the inputs are of another type.
             ValueError: If the values of a dictionary differ in length.
         """
+        # A context, as documented, although nothing has to be undone.
         yield split(inputs, self.process_index, self.num_processes, apply_padding)
 
     @overload

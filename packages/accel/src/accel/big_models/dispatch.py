@@ -89,6 +89,7 @@ def dispatch_model(
     """
     check_placement(model, device_map, main_device)
     check_not_sharded(model)
+    # Weights as well as modules: a map may place one weight by itself.
     names = {name for name, _ in model.named_modules(remove_duplicate=False)} | named_tensors(model).keys()
     known_map = {name: device for name, device in device_map.items() if name in names}
     # As devices: 0, "cuda:0" and torch.device("cuda", 0) are one.
@@ -326,6 +327,7 @@ def _attach(
     }
     offload = {name: str(device) in offloaded for name, device in device_map.items()}
     _raise_weights_to_modules(model, execution, offload, main)
+    # The model itself, whose inputs are brought to its first device.
     execution.setdefault("", main)
     ties = tied_params(model)
     _place_tied(model, ties, execution, offload)

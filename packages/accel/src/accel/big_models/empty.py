@@ -62,6 +62,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """
     if include_buffers is None:
         include_buffers = env.get("ACCELERATE_INIT_INCLUDE_BUFFERS")
+    # Of a tensor there: "cuda" has an index then, as the devices have that it is compared with.
     hook = _moving_to(torch.empty(0, device=device).device)
     outer, _here.hook = _here.hook, hook
     with ExitStack() as ending:
@@ -106,5 +107,6 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.nn.Parameter):
         return data
     parameter: torch.Tensor = torch.Tensor._make_subclass(kind, data, tensor.requires_grad)
+    # What libraries have noted on the parameter.
     parameter.__dict__.update(tensor.__dict__)
     return parameter

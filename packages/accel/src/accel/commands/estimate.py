@@ -37,6 +37,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = command_parser(
         "estimate-memory",
         subparsers,
+        func=estimate_command,
         description="Estimate the memory of a model on each device, without activations, for inference and "
         "for training. No weights are read or downloaded.",
     )
@@ -60,7 +61,6 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZER_STATES), default="adam")
     parser.add_argument("--trust_remote_code", "--trust-remote-code", action="store_true")
     parser.add_argument("--json", action="store_true", help="Print bytes as JSON instead of a table.")
-    parser.set_defaults(func=estimate_command)
     return parser
 
 
@@ -87,6 +87,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: If there is no such model, or a library that it needs is not installed.
     """
+    # Imported when the command runs: `--help` need not wait for them.
     from accel.commands.estimate_sources import find_tensors
     from accel_launch.errors import LaunchError
 

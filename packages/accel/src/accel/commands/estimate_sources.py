@@ -87,6 +87,7 @@ def find_tensors(
         return _tensors_of_folder(path, trust_remote_code, builds)
     if ":" in model:
         return _tensors_of(_call(model))
+    # OWNER/NAME or NAME, as names on the hub are; all else was meant as a path.
     if path.suffix in _FILES or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise LaunchError(
             f"There is no folder {model!r}. Name a folder, module:callable, or a name on the hub."
@@ -99,6 +100,7 @@ def _tensors_of_folder(path: Path, trust_remote_code: bool, builds: bool) -> Ten
     has_files = any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
     if has_files and not (builds and has_config):
         shapes: dict[str, tuple[int, ...]] = {}
+        # Headers of safetensors have the shapes; other formats would have to be read as a whole.
         for file in find_weight_files(path):
             if file.suffix == ".safetensors":
                 entries, _, _ = read_header(file)
@@ -125,6 +127,7 @@ def _call(name: str) -> Any:
         for part in attribute.split("."):
             target = getattr(target, part)
         with torch.device("meta"):
+            # On the meta device, as the model may be larger than this machine.
             module = target()
     except (ImportError, AttributeError, TypeError) as error:
         raise LaunchError(f"{name!r} cannot be called: {error}. Give package.module:callable.") from error
@@ -157,6 +160,7 @@ def _from_hub(name: str, library: str | None, trust_remote_code: bool) -> Any:
                 return require("timm", "estimate").create_model(name, pretrained=False)
         return _from_config(name, trust_remote_code)
     except (OSError, ValueError, RuntimeError, json.JSONDecodeError) as error:
+        # The first line: libraries add paragraphs of advice behind it.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LaunchError(
             f"The model {name!r} was not found on the hub, or the hub cannot be reached: {first} Name a "

@@ -35,14 +35,13 @@ def replay_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Returns:
         The parser. Its namespace is for `replay_command`, which it has as `func`.
     """
-    parser = command_parser("replay", subparsers, description=_DESCRIPTION)
+    parser = command_parser("replay", subparsers, description=_DESCRIPTION, func=replay_command)
     parser.add_argument("bundle", help="the bundle's folder")
     parser.add_argument("--rank", type=int, help="whose window; default: the first that was wrong")
     parser.add_argument("script", nargs="?", help="the script; default: the one that wrote the bundle")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="its arguments; default, without a script: those it had"
     )
-    parser.set_defaults(func=replay_command)
     return parser
 
 
@@ -80,6 +79,7 @@ def replay_command(args: argparse.Namespace) -> int:
             f"{folder} was written by {script or 'a program without a file'}, which is not here. Name the "
             "script: accel replay BUNDLE SCRIPT [arguments]."
         )
+    # What the launcher's flags and its config file were in that run.
     for name, text in facts["environment"].items():
         env.put_here(name, VARIABLES[name].parse(text))
     env.put_here("ACCELERATE_REPLAY", str(folder / window_file(rank)))

@@ -25,6 +25,7 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = command_parser(
         "report",
         subparsers,
+        func=report_command,
         description="Draw what a run has logged so far, and where its time went, as one HTML page that needs "
         "no network. It reads the files of the tracker 'jsonl', and what statistics wrote beside them.",
     )
@@ -39,7 +40,6 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         type=Path,
         help="The page; default: report.html in the folder of the run.",
     )
-    parser.set_defaults(func=report_command)
     return parser
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accel_launch.errors import LaunchError
-from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
+from accel_launch.settings.parser import launch_flags_parser
 
 __all__ = ["register", "test_command", "test_command_parser"]
 
@@ -26,17 +26,8 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
     Returns:
         The parser. Its namespace is for `test_command`, which it has as `func`.
     """
-    parser = command_parser(
-        "test",
-        subparsers,
-        LaunchParser,
-        usage="accel test [flags of accel launch]",
-        description=_DESCRIPTION,
-        formatter_class=HelpFormatter,
-    )
-    add_settings(parser)
-    parser.set_defaults(func=test_command)
-    return parser
+    usage = "accel test [flags of accel launch]"
+    return launch_flags_parser("test", subparsers, usage=usage, description=_DESCRIPTION, func=test_command)
 
 
 register = test_command_parser  # what the entry point of `accel test` names

@@ -16,7 +16,7 @@ from typing import Any
 from accel.observe.verify.same_training import Verdict, compare
 from accel.trackers.jsonl import valid_json
 from accel_launch.errors import LaunchError
-from accel_launch.settings.parser import HelpFormatter, LaunchParser, add_settings, command_parser
+from accel_launch.settings.parser import LaunchParser, launch_flags_parser
 from accel_state import env
 
 __all__ = ["register", "verify_command", "verify_command_parser"]
@@ -28,6 +28,7 @@ _DESCRIPTION = (
     "folder. Exit codes: 0 the same, 1 different, 2 not verified."
 )
 _OWN_FLAGS = ("--steps", "--json", "--without_dropout")
+# Flags that make no sense for one process.
 _OF_MANY = ("--multi_gpu", "--use_parallelism_config", "--parallelism_config_")
 _WIDTH = 100  # characters of a line
 _FAILED_LINES = 40  # of a script's output
@@ -56,13 +57,13 @@ def verify_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Returns:
         The parser. Its namespace is for `verify_command`, which it has as `func`.
     """
-    parser = command_parser(
+    parser = launch_flags_parser(
         "verify",
         subparsers,
         _VerifyParser,
         usage="accel verify [--num_processes N] [--steps K] [flags of accel launch] SCRIPT [arguments]",
         description=_DESCRIPTION,
-        formatter_class=HelpFormatter,
+        func=verify_command,
     )
     parser.add_argument("--steps", type=int, default=5, metavar="K", help="Optimizer steps. Default: 5.")
     parser.add_argument("--json", metavar="FILE", help="Write the result there too.")
@@ -71,8 +72,6 @@ def verify_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         action="store_true",
         help="Switch dropout off in both runs, so that all the rest can be compared.",
     )
-    add_settings(parser)
-    parser.set_defaults(func=verify_command)
     return parser
 
 
@@ -138,9 +137,11 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     flags = [item for item in args.launch_flags if size > 1 or not item.startswith(_OF_MANY)]
     command = [*flags, f"--num_processes={size}", args.training_script, *args.training_script_args]
     ran = subprocess.run(
+        # Not `accel` on the PATH, which may be that of another environment.
         [sys.executable, "-m", "accel_launch", "launch", *command],
         env=environ,
         stdout=subprocess.PIPE,
+        # Together, so that lines of both streams stay in their order.
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",

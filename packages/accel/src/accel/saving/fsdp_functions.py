@@ -212,6 +212,7 @@ def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> d
 
 
 def _whole_file(index: int) -> str:
+    # The first one has no number: a documented name.
     return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
 
 
@@ -222,6 +223,7 @@ def _parts_at(run: Run, folder: Folder, name: str) -> Path:
         if not (place / METADATA).exists():
             raise FileNotFoundError(f"{place} has no {METADATA}: nothing was saved there in parts.")
 
+    # On all processes, as one that raises alone would leave the others in their next collective.
     together(find, run.process, f"looking for {name}")
     return place
 

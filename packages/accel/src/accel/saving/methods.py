@@ -37,6 +37,7 @@ class CheckpointControl:
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per job (or once per machine, with save_on_each_node)."""
+        # Imported here, as in the other methods: a run that never saves need not wait for it.
         from accel_ckpt.files import tensors
 
         each_node = self.run.project_configuration.save_on_each_node

@@ -63,8 +63,7 @@ def register(run: Run, objects: Sequence[Any]) -> None:
     if unfit:
         raise ValueError(
             "register_for_checkpointing takes objects with state_dict() and load_state_dict(); these lack "
-            "one: "
-            f"{', '.join(unfit)}."
+            f"one: {', '.join(unfit)}."
         )
     # Only after all have been checked, so that an error registers none.
     run.registered.extend(objects)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accel.trackers.values import table_rows
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
@@ -86,11 +87,23 @@ class GeneralTracker:
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table; a tracker that does not override this leaves it out, with a warning."""
-        self._warn_absent("tables")
+        """Log a table, given as columns and rows or as a DataFrame of pandas; see the tracker for `kwargs`.
+
+        A tracker that has no tables leaves it out, with a warning.
+
+        Raises:
+            ValueError: If neither rows nor a DataFrame are given, or a row has not one value per column.
+        """
+        names, rows = table_rows(columns, data, dataframe)
+        self._log_rows(table_name, names, rows, step, **kwargs)
 
     def finish(self) -> None:
         """End the run, and flush what is not written yet."""
+
+    def _log_rows(
+        self, table_name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
+    ) -> None:
+        self._warn_absent("tables")
 
     def _warn_absent(self, things: str) -> None:
         name = getattr(self, "name", None)

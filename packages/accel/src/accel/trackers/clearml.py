@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.values import images, numbers, plain, table_rows, warn_left_out
+from accel.trackers.values import named_images, numbers, plain, warn_left_out
 from accel_state import env
 from accel_state.imports.packages import require
 
@@ -84,24 +84,16 @@ class ClearMLTracker(GeneralTracker):
         """Log images, titled as scalars are; `kwargs` go to the logger's `report_image`."""
         for key, value in values.items():
             title, series = _title_and_series(key)
-            for index, image in enumerate(images(value)):
-                name = series if index == 0 else f"{series}/{index}"
+            for name, image in named_images({series: value}):
                 self.task.get_logger().report_image(
                     title=title, series=name, iteration=step, image=image, **kwargs
                 )
 
     @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_rows(
+        self, table_name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
     ) -> None:
         """Log a table, titled as scalars are; `kwargs` go to the logger's `report_table`."""
-        columns, rows = table_rows(columns, data, dataframe)
         title, series = _title_and_series(table_name)
         self.task.get_logger().report_table(
             title=title, series=series, iteration=step, table_plot=[columns, *rows], **kwargs

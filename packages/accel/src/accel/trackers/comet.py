@@ -6,7 +6,7 @@ from typing import Any
 
 from accel.trackers.base import on_main_process
 from accel.trackers.run import RunTracker
-from accel.trackers.values import images, numbers, plain, table_rows
+from accel.trackers.values import named_images, numbers, plain
 from accel_state.imports.packages import require
 
 __all__ = ["CometMLTracker"]
@@ -54,25 +54,16 @@ class CometMLTracker(RunTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; `kwargs` go to the experiment's `log_image`."""
-        for key, value in values.items():
-            for index, image in enumerate(images(value)):
-                name = key if index == 0 else f"{key}/{index}"
-                # Otherwise Comet stretches each image from its own darkest to its brightest value.
-                options = {"image_minmax": (0, 255), **kwargs}
-                self.run.log_image(image, name=name, step=step, **options)
+        # Otherwise Comet stretches each image from its own darkest to its brightest value.
+        options = {"image_minmax": (0, 255), **kwargs}
+        for name, image in named_images(values):
+            self.run.log_image(image, name=name, step=step, **options)
 
     @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_rows(
+        self, table_name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
     ) -> None:
         """Log a table as the file `table_name.csv`, or `table_name_STEP.csv`; `kwargs` go to `log_table`."""
-        columns, rows = table_rows(columns, data, dataframe)
         name = table_name if step is None else f"{table_name}_{step}"
         if step is not None:
             self.run.set_step(step)  # log_table takes none

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.values import images, numbers, plain, warn_left_out
+from accel.trackers.values import named_images, numbers, plain, warn_left_out
 from accel_state.imports.packages import require
 
 __all__ = ["DVCLiveTracker"]
@@ -66,10 +66,8 @@ class DVCLiveTracker(GeneralTracker):
         """Write images as `NAME.png` and `NAME_INDEX.png`, in DVCLive's folder of the step."""
         if step is not None:
             self.live.step = step
-        for key, value in values.items():
-            for index, image in enumerate(images(value)):
-                name = key if index == 0 else f"{key}_{index}"
-                self.live.log_image(f"{name}.png", image, **kwargs)
+        for name, image in named_images(values, separator="_"):
+            self.live.log_image(f"{name}.png", image, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.values import images, plain, table_rows
+from accel.trackers.values import images, plain
 
 __all__ = ["JSONLTracker", "valid_json"]
 
@@ -90,18 +90,11 @@ class JSONLTracker(GeneralTracker):
         self._write({"time": _now(), "step": step, "images": paths, **kwargs})
 
     @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_rows(
+        self, table_name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
     ) -> None:
         """Write a table as `{"time", "step", "table", "columns", "data"}`."""
-        columns, data = table_rows(columns, data, dataframe)
-        line = {"time": _now(), "step": step, "table": table_name, "columns": columns, "data": data}
+        line = {"time": _now(), "step": step, "table": table_name, "columns": columns, "data": rows}
         self._write({**line, **kwargs})
 
     @on_main_process

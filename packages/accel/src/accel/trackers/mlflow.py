@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.trackers.base import GeneralTracker, on_main_process
-from accel.trackers.values import flatten, images, numbers, plain, table_rows, warn_left_out
+from accel.trackers.values import flatten, named_images, numbers, plain, warn_left_out
 from accel_state import env
 from accel_state.imports.packages import require
 
@@ -95,24 +95,15 @@ class MLflowTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, each under a name of its own; `kwargs` go to `mlflow.log_image`."""
-        for key, value in values.items():
-            for index, image in enumerate(images(value)):
-                name = _valid_name(key if index == 0 else f"{key}/{index}")
-                # To the active run: this function of MLflow takes no run_id.
-                self._mlflow.log_image(image, key=name, step=step or 0, **kwargs)
+        for name, image in named_images(values):
+            # To the active run: this function of MLflow takes no run_id.
+            self._mlflow.log_image(image, key=_valid_name(name), step=step or 0, **kwargs)
 
     @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_rows(
+        self, table_name: str, columns: list[str], rows: list[list[Any]], step: int | None, **kwargs: Any
     ) -> None:
         """Append rows to the artifact `table_name.json`, with a column `step` if there is a step."""
-        columns, rows = table_rows(columns, data, dataframe)
         table = {name: [row[index] for row in rows] for index, name in enumerate(columns)}
         if step is not None:
             table.setdefault("step", [step] * len(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from importlib import import_module
 from accel.trackers.base import GeneralTracker
 from accel_state.enums import LoggerType
 from accel_state.imports.packages import install_hint, is_package_available
+from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
 
 __all__ = [
@@ -73,6 +73,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"register_tracker_class got {tracker_class.__name__}, whose `name` is {name!r}: give the class "
             "a `name`, by which log_with finds it."
         )
+    # The same class twice is no mistake: its module may be run again.
     if is_known(name) and _REGISTERED.get(name) is not tracker_class:
         warn(f"There is a tracker {name!r} already: {tracker_class.__name__} takes its place in log_with.")
     _REGISTERED[name] = tracker_class
@@ -83,6 +84,7 @@ def get_available_trackers() -> list[str]:
     installed = [
         name for name, row in TRACKERS.items() if row.library is None or is_package_available(row.library)
     ]
+    # Each once, as a registered class may take the place of a built-in one.
     return list(dict.fromkeys([*installed, *_REGISTERED]))
 
 
@@ -103,6 +105,7 @@ def filter_trackers(
     if log_with is None:
         return []
     wanted = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    # `value`: a LoggerType stands for a name.
     if any(str(getattr(item, "value", item)) == "all" for item in wanted):
         objects = [item for item in wanted if isinstance(item, GeneralTracker)]  # "all" covers names alone
         wanted = [*objects, *_all_that_can_start(logging_dir)]
@@ -155,8 +158,7 @@ def _check_known(name: str) -> None:
     if is_known(name):
         return
     known = [*TRACKERS, *(own for own in _REGISTERED if own not in TRACKERS)]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, known)
     raise ValueError(f"log_with got {name!r}; it takes all, {', '.join(known)}, or a GeneralTracker.{hint}")
 
 

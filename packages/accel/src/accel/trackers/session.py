@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.trackers.base import GeneralTracker
 from accel.trackers.registry import TRACKERS, is_known, tracker_class
 from accel_state import env
+from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class TrackerControl:
         """Finish each tracker once, also where another one fails."""
         errors = []
         while self.trackers:
+            # Taken out before it is finished, so that one that raises is not finished again.
             tracker = self.trackers.pop(0)
             try:
                 self._attempt(tracker.name, "finish", tracker.finish)
@@ -191,6 +192,5 @@ class TrackerControl:
         for name in init_kwargs:
             # Scripts hold options for several trackers, and ask for one of them.
             if name not in asked and not is_known(name):
-                near = difflib.get_close_matches(name, [*TRACKERS, *asked], n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, [*TRACKERS, *asked])
                 warn(f"init_kwargs has {name!r}, and there is no tracker of that name.{hint}")

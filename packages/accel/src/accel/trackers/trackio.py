@@ -6,7 +6,7 @@ from typing import Any
 
 from accel.trackers.base import on_main_process
 from accel.trackers.run import RunTracker
-from accel.trackers.values import images, plain, table_rows, unchanged
+from accel.trackers.values import named_images, plain, table_rows, unchanged
 
 __all__ = ["TrackioTracker"]
 
@@ -29,11 +29,7 @@ class TrackioTracker(RunTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, each under a name of its own; `kwargs` go to `trackio.Image`."""
-        found = {
-            key if index == 0 else f"{key}/{index}": self._library.Image(image, **kwargs)
-            for key, value in values.items()
-            for index, image in enumerate(images(value))
-        }
+        found = {name: self._library.Image(image, **kwargs) for name, image in named_images(values)}
         self.run.log(found, step=step)
 
     @on_main_process

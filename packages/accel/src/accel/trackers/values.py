@@ -5,14 +5,24 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from accel_state.logging.warning import warn
 
-__all__ = ["flatten", "images", "is_number", "numbers", "plain", "table_rows", "unchanged", "warn_left_out"]
+__all__ = [
+    "flatten",
+    "images",
+    "is_number",
+    "named_images",
+    "numbers",
+    "plain",
+    "table_rows",
+    "unchanged",
+    "warn_left_out",
+]
 
 
 def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
@@ -122,6 +132,13 @@ def images(value: Any) -> list[Any]:
     if tensor.ndim == 4:
         return [_image(item, channels_first) for item in tensor]
     return [_image(tensor, channels_first)]
+
+
+def named_images(values: Mapping[str, Any], separator: str = "/") -> Iterator[tuple[str, Any]]:
+    """Give each image a name of its own: that of its value, and for the second of them on its place too."""
+    for name, value in values.items():
+        for index, image in enumerate(images(value)):
+            yield name if index == 0 else f"{name}{separator}{index}", image
 
 
 def _image(tensor: torch.Tensor, channels_first: bool) -> Any:

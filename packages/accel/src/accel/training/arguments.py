@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from accel_state.handlers import (
     TorchDynamoPlugin,
 )
 from accel_state.logging.loggers import get_logger
+from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
@@ -190,8 +190,7 @@ def resolve_accumulation(
         if steps != 1:
             raise ValueError(
                 f"Accelerator got gradient_accumulation_steps={steps} and a gradient_accumulation_plugin: "
-                f"pass one "
-                "of them (the plugin's num_steps is the same setting)."
+                f"pass one of them (the plugin's num_steps is the same setting)."
             )
         if plugin.num_steps is not None:
             return plugin
@@ -287,9 +286,7 @@ def resolve_old_spellings(
             _warn_old(name, f"project_config=ProjectConfiguration(logging_dir={value!r})")
             project = replace(project or ProjectConfiguration(), logging_dir=value)
         else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
+            raise TypeError(f"Accelerator() has no argument {name!r}.{did_you_mean(name, known)}")
     return mixed_precision, loaders, project
 
 

@@ -1,23 +1,10 @@
 """What stands between accel and DeepSpeed, under its documented path: re-exports."""
 
-from __future__ import annotations
-
-from accel.engines.deepspeed.config import HfDeepSpeedConfig
-from accel.engines.deepspeed.runtime import GatheredParameters, deepspeed_required
-from accel.engines.deepspeed.stand_ins import DummyOptim, DummyScheduler
-from accel.engines.deepspeed.wrappers import (
-    DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-)
-
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "GatheredParameters",
-    "HfDeepSpeedConfig",
-    "deepspeed_required",
-]
+from accel.engines.deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accel.engines.deepspeed.runtime import GatheredParameters as GatheredParameters
+from accel.engines.deepspeed.runtime import deepspeed_required as deepspeed_required
+from accel.engines.deepspeed.stand_ins import DummyOptim as DummyOptim
+from accel.engines.deepspeed.stand_ins import DummyScheduler as DummyScheduler
+from accel.engines.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accel.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accel.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper

@@ -1,41 +1,19 @@
 """FSDP under its documented path: re-exports."""
 
-from __future__ import annotations
-
-from accel.engines.sharded.initial_weights import ensure_weights_retied
+from accel.engines.sharded.initial_weights import ensure_weights_retied as ensure_weights_retied
 from accel.engines.sharded.steps import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-    fsdp2_apply_ac,
-    fsdp2_canonicalize_names,
-    fsdp2_load_full_state_dict,
-    fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters,
-    get_parameters_from_modules,
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
-from accel.saving.fsdp_functions import (
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    save_fsdp_model,
-    save_fsdp_optimizer,
-)
-from accel_ckpt.sharded.merge import merge_fsdp_weights
-from accel_optim.scaler import get_fsdp2_grad_scaler
-
-__all__ = [
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
-    "get_parameters_from_modules",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "merge_fsdp_weights",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-]
+from accel.engines.sharded.steps import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from accel.engines.sharded.steps import fsdp2_apply_ac as fsdp2_apply_ac
+from accel.engines.sharded.steps import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accel.engines.sharded.steps import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accel.engines.sharded.steps import fsdp2_prepare_model as fsdp2_prepare_model
+from accel.engines.sharded.steps import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from accel.engines.sharded.steps import get_parameters_from_modules as get_parameters_from_modules
+from accel.saving.fsdp_functions import load_fsdp_model as load_fsdp_model
+from accel.saving.fsdp_functions import load_fsdp_optimizer as load_fsdp_optimizer
+from accel.saving.fsdp_functions import save_fsdp_model as save_fsdp_model
+from accel.saving.fsdp_functions import save_fsdp_optimizer as save_fsdp_optimizer
+from accel_ckpt.sharded.merge import merge_fsdp_weights as merge_fsdp_weights
+from accel_optim.scaler import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler

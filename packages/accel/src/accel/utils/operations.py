@@ -1,71 +1,35 @@
 """Operations on nested data, under their documented path: re-exports of the packages below."""
 
-from __future__ import annotations
-
-from accel_ops.collectives.objects import broadcast_object_list, gather_object
-from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, gather, reduce
-from accel_ops.collectives.padding import (
-    CannotPadNestedTensorWarning,
-    pad_across_processes,
-    pad_input_tensors,
-)
-from accel_ops.debug.contract import DistributedOperationException
-from accel_ops.modules import (
-    extract_model_from_parallel,
-    get_module_children_bottom_up,
-    has_compiled_regions,
-    is_compiled_module,
-    model_has_dtensor,
-    recursive_getattr,
-)
-from accel_ops.trees.convert import convert_outputs_to_fp32, convert_to_fp32
-from accel_ops.trees.send import send_to_device
-from accel_ops.trees.tensors import (
-    TensorInformation,
-    concatenate,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_tensor_information,
-    listify,
-    slice_tensors,
-)
-from accel_ops.trees.walk import honor_type, is_namedtuple, is_torch_tensor, recursively_apply
-
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "TensorInformation",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "extract_model_from_parallel",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "get_data_structure",
-    "get_module_children_bottom_up",
-    "has_compiled_regions",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_compiled_module",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "model_has_dtensor",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursive_getattr",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-]
+from accel_ops.collectives.objects import broadcast_object_list as broadcast_object_list
+from accel_ops.collectives.objects import gather_object as gather_object
+from accel_ops.collectives.operations import broadcast as broadcast
+from accel_ops.collectives.operations import copy_tensor_to_devices as copy_tensor_to_devices
+from accel_ops.collectives.operations import gather as gather
+from accel_ops.collectives.operations import reduce as reduce
+from accel_ops.collectives.padding import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_ops.collectives.padding import pad_across_processes as pad_across_processes
+from accel_ops.collectives.padding import pad_input_tensors as pad_input_tensors
+from accel_ops.debug.contract import DistributedOperationException as DistributedOperationException
+from accel_ops.modules import extract_model_from_parallel as extract_model_from_parallel
+from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_ops.modules import has_compiled_regions as has_compiled_regions
+from accel_ops.modules import is_compiled_module as is_compiled_module
+from accel_ops.modules import model_has_dtensor as model_has_dtensor
+from accel_ops.modules import recursive_getattr as recursive_getattr
+from accel_ops.trees.convert import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accel_ops.trees.convert import convert_to_fp32 as convert_to_fp32
+from accel_ops.trees.send import send_to_device as send_to_device
+from accel_ops.trees.tensors import TensorInformation as TensorInformation
+from accel_ops.trees.tensors import concatenate as concatenate
+from accel_ops.trees.tensors import find_batch_size as find_batch_size
+from accel_ops.trees.tensors import find_device as find_device
+from accel_ops.trees.tensors import get_data_structure as get_data_structure
+from accel_ops.trees.tensors import ignorant_find_batch_size as ignorant_find_batch_size
+from accel_ops.trees.tensors import initialize_tensors as initialize_tensors
+from accel_ops.trees.tensors import is_tensor_information as is_tensor_information
+from accel_ops.trees.tensors import listify as listify
+from accel_ops.trees.tensors import slice_tensors as slice_tensors
+from accel_ops.trees.walk import honor_type as honor_type
+from accel_ops.trees.walk import is_namedtuple as is_namedtuple
+from accel_ops.trees.walk import is_torch_tensor as is_torch_tensor
+from accel_ops.trees.walk import recursively_apply as recursively_apply

@@ -1,10 +1,4 @@
 """Versions, under their documented path: re-exports of the packages below."""
 
-from __future__ import annotations
-
-from accel_state.imports.packages import compare_versions, is_torch_version
-
-__all__ = [
-    "compare_versions",
-    "is_torch_version",
-]
+from accel_state.imports.packages import compare_versions as compare_versions
+from accel_state.imports.packages import is_torch_version as is_torch_version

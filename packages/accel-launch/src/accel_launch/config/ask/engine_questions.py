@@ -61,6 +61,7 @@ def engine_questions() -> list[Question]:
         "How is the model spread?",
         _ENGINES,
         lambda answers: "ddp",
+        # One process has nothing to spread it over.
         when=lambda answers: answers["processes"] > 1,
     )
     details = {"fsdp": _fsdp(), "mesh": _mesh(), "deepspeed": _deepspeed(), "megatron": _megatron()}

@@ -58,6 +58,7 @@ def _place() -> list[Question]:
         ask("num_machines", "How many machines?", 2, check=_check_machines),
         ask("machine_rank", "Which of them is this one, from 0?", check=_check_rank),
         ask("main_process_ip", "Host name or address of machine 0?", "", check=address),
+        # torch's own default.
         ask("main_process_port", "Port on machine 0?", 29500),
         ask(
             "rdzv_backend",
@@ -86,6 +87,7 @@ def _place() -> list[Question]:
 
 def _device(place: str, gpus: int, tpu: bool) -> Question:
     choices = [("all", "the GPU" if gpus == 1 else f"all {gpus} GPUs")] if gpus else []
+    # One GPU is all of them.
     choices += [("some", "some of the GPUs")] if gpus > 1 else []
     choices += [("tpu", "the TPU")] if tpu else []
     choices += [("cpu", "the CPU")]
@@ -207,6 +209,7 @@ def _training() -> list[Question]:
         ask(
             "downcast_bf16",
             "Compute double as float, and float as bfloat16?",
+            # A setting of torch_xla's.
             when=lambda answers: is_tpu(answers) and answers["mixed_precision"] == "bf16",
         ),
         *_compilation(),

@@ -76,6 +76,7 @@ def config_setting(key: str, section: str = "") -> Setting | None:
     Returns:
         The setting, or None if there is no such key.
     """
+    # With the prefix of its flags, and as old files have it, without.
     return _BY_KEY.get((section, key)) or _BY_KEY.get((section, _PREFIXES.get(section, "") + key))
 
 

@@ -36,6 +36,7 @@ def machine_range(text: str) -> int | str:
     Raises:
         ValueError: If it is neither, below 1, or MIN is above MAX.
     """
+    # int() raises ValueError for what is no number, as this function has to.
     parts = [int(part) for part in text.split(":")]
     if len(parts) > 2 or min(parts) < 1 or parts != sorted(parts):
         raise ValueError(text)
@@ -60,6 +61,7 @@ _COUNT = _limited(int, 1, inf, "an integer, at least 1")
 _THREADS = _limited(lambda text: int(text.partition(",")[0]), 1, inf, "an integer, at least 1")
 _INDEX = _limited(int, 0, inf, "an integer, at least 0")
 _PORT = _limited(int, 0, 65535, "an integer from 0 (any free port) to 65535")
+# Both ends shut out what no timer takes: 0 and infinity.
 _SECONDS_ABOVE_0 = _limited(float, float_info.min, float_info.max, "seconds, above 0")
 _SECONDS = _limited(float, 0, inf, "seconds, at least 0")
 

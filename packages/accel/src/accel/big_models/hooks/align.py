@@ -115,7 +115,7 @@ class AlignDevicesHook(ModelHook):
             ValueError: If a weight is on the meta device and nothing has its values, or torch's old
                 `weight_norm` or the like computes it; the module is unchanged.
         """
-        found = list(list_tensors(module, self.place_submodules))
+        found = list(list_tensors(module.named_modules() if self.place_submodules else [("", module)]))
         kept = [entry for entry in found if not self._offloads(entry)]
         offloaded = [entry for entry in found if self._offloads(entry)]
         self._check(module, kept, offloaded)

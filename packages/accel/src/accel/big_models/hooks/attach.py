@@ -45,6 +45,7 @@ class _Options:
     ) -> AlignDevicesHook:
         weights = self.weights_map if offload else None
         if weights is not None and name:
+            # A hook knows names inside of its module, and the map has those of the whole model.
             weights = PrefixedDataset(weights, f"{name}.")
         return AlignDevicesHook(
             device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,18 +63,17 @@ class Slot:
         return not isinstance(self.placeholder, nn.Parameter)
 
 
-def list_tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[dict[str, Any], str, str, str]]:
-    """List a module's tensors, without those that are None.
+def list_tensors(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[dict[str, Any], str, str, str]]:
+    """List the tensors of modules, without those that are None.
 
     Args:
-        module: The module.
-        recurse: List those of modules inside of it too.
+        modules: The modules, each behind its name.
 
     Yields:
         The table that has the tensor, the key there, its name and its kind: "parameter", "buffer" or "own
         buffer" for one that is not in the state dict.
     """
-    for path, part in module.named_modules() if recurse else [("", module)]:
+    for path, part in modules:
         prefix = f"{path}." if path else ""
         for leaf, parameter in part._parameters.items():
             if parameter is not None:

@@ -47,6 +47,7 @@ def cpu_offload(
     """
     check_not_sharded(model)
     device = _execution_device(model, execution_device)
+    # Before hooks are attached, so that an error leaves the model as it was.
     wanted = collect(model, lambda name: "cpu", offload_buffers, dict(state_dict or {}))
     _attach(model, device, wanted.in_memory, offload_buffers, preload_module_classes)
     return model
@@ -82,6 +83,7 @@ def disk_offload(
     wanted = collect(model, lambda name: "disk", offload_buffers, {}, offload_dir)
     weights = OffloadedWeightsLoader(wanted.in_memory, offload_dir, wanted.write())
     _attach(model, device, weights, offload_buffers, preload_module_classes)
+    # After attaching, as it gives itself to the hooks that are there.
     use_prefetcher(model, wanted.on_disk)
     return model
 
@@ -200,4 +202,5 @@ def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
     if device is not None:
         return as_device(device)
     first = next(model.parameters(), None)
+    # The meta device is where nothing can run.
     return current_process().device if first is None or first.is_meta else first.device

@@ -16,7 +16,7 @@ from torch import nn
 from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.base import ModelHook, SequentialHook, add_hook_to_module
 from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher
-from accel.big_models.hooks.slots import TiedParameters, tied_key
+from accel.big_models.hooks.slots import TiedParameters, list_tensors, tied_key
 from accel.big_models.parameters import move
 from accel_ckpt.weights.offload import (
     make_offload_folder,
@@ -154,8 +154,10 @@ def collect(
         given = next((state_dict[name] for name in names if name in state_dict), None)
         value = tensor if given is None else given
         # A tied weight that one module keeps in memory is there for all.
+        # Tied names may have places of their own in a map.
         on_disk = all(places[name] == "disk" for name in names)
         listed = index or {}
+        # The folder's index is read once, and only where a weight has no values elsewhere.
         if value.is_meta and known is None and index is None and root is not None:
             known = read_offload_index(root) if (root / "index.json").exists() else {}
         entry_name = next((name for name in names if name in listed), None)
@@ -256,17 +258,8 @@ def named_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, str]]:
         (tensor, kind) by name; the kinds are "parameter", "buffer" and "own buffer" for one that is not in
         the state dict.
     """
-    found: dict[str, tuple[torch.Tensor, str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        own = module._non_persistent_buffers_set
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found[prefix + name] = parameter, "parameter"
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                found[prefix + name] = buffer, "own buffer" if name in own else "buffer"
-    return found
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: (table[leaf], kind) for table, leaf, name, kind in list_tensors(modules)}
 
 
 def tied_params(model: nn.Module) -> TiedParameters:

@@ -114,6 +114,7 @@ def _inside(unit: _Unit, sizes: dict[str, int]) -> list[_Unit]:
     assert unit.module is not None
     prefix = f"{unit.name}." if unit.name else ""
     held = [*unit.module._parameters, *unit.module._buffers]
+    # 0 for a tied weight, which has been counted where it comes first.
     weights = [_Unit(prefix + name, None, sizes.get(prefix + name, 0)) for name in held]
     return [*weights, *(_unit(prefix + name, child, sizes) for name, child in unit.module.named_children())]
 

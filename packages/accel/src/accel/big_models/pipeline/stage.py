@@ -112,6 +112,7 @@ class Stage(nn.Module):
         super().__init__()
         self.part = part
         self.takes, self.gives = takes, gives
+        # Names instead of nodes, which would keep the whole graph of the model alive.
         self._arguments: Any = fx.node.map_arg(call.args, lambda node: _Name(node.name))
         self._call = call.name
         self._items: list[Any] = [(node.name, node.all_input_nodes[0].name, node.args[1]) for node in after]
@@ -180,6 +181,7 @@ def trace_stages(
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)", FutureWarning)
             pipe = pipeline(_Flat(model, inputs), tuple(tensors), split_spec=spec)
     except Exception as error:
+        # The first line: errors of torch's exporter go on with code and advice.
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise RuntimeError(
             f"{type(model).__name__} cannot be cut into the stages of a pipeline: torch.export cannot trace "
@@ -250,6 +252,7 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if inside is None:
         yield path, tree
         return
+    # Sorted, as two calls may give the same keywords in different orders.
     for key, child in sorted(zip(map(str, keys(tree)), inside, strict=True), key=lambda pair: pair[0]):
         yield from _walk(child, f"{path}.{key}" if path else key)
 

@@ -86,6 +86,7 @@ def _warn_of_unused(layout: Layout, targets: list[Target], plan: Plan, fallback:
     """Warn of accelerators without layers where layers are offloaded."""
     used = {targets[index].key for index in plan.targets}
     unused = [t for t in targets if t.kind == "accelerator" and t.key not in used and t.capacity > 0]
+    # A model that fits on fewer devices than there are leaves the others empty, and rightly so.
     if not unused or not used & {"cpu", "disk"}:
         return
     largest = max(layout.layers, key=lambda layer: layer.size)

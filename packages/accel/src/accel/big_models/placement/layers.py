@@ -74,6 +74,7 @@ class _Found:
             self.levels.append([])
         if not any(child is not None for child in module._modules.values()):
             self.add((name,), [(name, module)])
+        # By name, as the classes that models list (`_no_split_modules`) are names.
         elif type(module).__name__ in self.kept:
             self.add((name,), module.named_modules(prefix=name))
         else:
@@ -102,6 +103,7 @@ class _Found:
 
     def bytes_in(self, index: int, path: str, key: str, tensor: torch.Tensor) -> float:
         """Note that a layer has a tensor; return the bytes that this adds to the layer."""
+        # By identity: tensors compare by value, and those of the meta device have none.
         number = id(tensor)
         known = self.tensors.get(number)
         if known is None:

@@ -155,6 +155,7 @@ def _smallest(layout: Layout, limited: Callable[[float], Sequence[Target]]) -> f
     total = sum(layer.size for layer in layout.layers)
     # With room for the whole model on each device it fits: without limits it did.
     low, high = 0, math.ceil(total)
+    # A thousandth: ten plans at most, where an exact answer would take one for each bit.
     while high - low > max(1, total / 1000):
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(layout, limited(middle)) else (middle, high)

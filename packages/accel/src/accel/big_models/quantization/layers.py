@@ -106,6 +106,7 @@ class QuantizedLayers:
                     compress_statistics=config.bnb_4bit_use_double_quant,
                     quant_type=config.bnb_4bit_quant_type,
                 )
+        # Integers have no gradients.
         layer.weight.requires_grad_(False)
         layer.train(linear.training)
         if bias:
@@ -187,6 +188,7 @@ def check_weights(
 
 
 def _check_parts(path: str, leaves: set[str], config: BnbQuantizationConfig) -> None:
+    # What bitsandbytes saves beside a 4-bit weight; beside one of 8 bits it is "SCB".
     four = any(".quant_state." in leaf for leaf in leaves)
     needed = {"weight"} if four else {"weight", "SCB"}
     if four == config.load_in_8bit or not needed <= leaves:
@@ -202,6 +204,7 @@ def _split(name: str, layers: Collection[str]) -> tuple[str, str]:
     parts = name.split(".")
     for length in range(1, len(parts)):
         path, leaf = ".".join(parts[:length]), ".".join(parts[length:])
+        # Biases stay in their dtype, and are placed as weights of any other layer.
         if path in layers and leaf != "bias":
             return path, leaf
     return "", name

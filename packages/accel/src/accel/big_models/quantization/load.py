@@ -128,12 +128,14 @@ def _output_layers(model: nn.Module) -> list[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     shared = [path for paths in owners.values() if len(paths) > 1 for path in paths]
+    # Every output has the rounding of the last layer; a shared weight would be quantized for both.
     leaves = [path for path, module in model.named_modules() if path and not any(module.children())]
     return [*shared, *leaves[-1:]]
 
 
 def _is_in(name: str, path: str) -> bool:
     """Return whether a name, or the end of a dotted path, leads to a module or to one around it."""
+    # With dots at both ends, so that "fc1" is not found in "fc10".
     return f".{name}." in f".{path}."
 
 

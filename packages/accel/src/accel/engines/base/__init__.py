@@ -1,8 +1,7 @@
 """The interface between training and engines: four classes, of which an engine overrides what it changes."""
 
-from accel.engines.base.engine import Engine
-from accel.engines.base.gradients import Gradients
-from accel.engines.base.loaders import Joining, Loaders
-from accel.engines.base.states import States
-
-__all__ = ["Engine", "Gradients", "Joining", "Loaders", "States"]
+from accel.engines.base.engine import Engine as Engine
+from accel.engines.base.gradients import Gradients as Gradients
+from accel.engines.base.loaders import Joining as Joining
+from accel.engines.base.loaders import Loaders as Loaders
+from accel.engines.base.states import States as States

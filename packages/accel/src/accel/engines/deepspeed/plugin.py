@@ -159,6 +159,7 @@ class DeepSpeedPlugin:
         """Let the fields say what the configuration says."""
         get = self.hf_ds_config.get_value
         for name, key in _KEYS.items():
+            # "auto" is no value yet: `prepare` fills it in.
             value = get(key)
             setattr(self, name, None if value == AUTO else value)
         # A configuration without the section is DeepSpeed's stage 0, whatever the environment's default is.

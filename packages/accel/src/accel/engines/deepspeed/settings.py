@@ -69,6 +69,7 @@ def check_precision(context: EngineContext, stage: int | None, has_fp16: bool) -
     Raises:
         ValueError: If it does not.
     """
+    # The quoted words are those of DeepSpeed itself.
     if context.precision.name == "fp16" and not has_fp16:
         raise ValueError(
             f"mixed_precision='fp16' under DeepSpeed on {context.process.device}: \"Type fp16 is not "

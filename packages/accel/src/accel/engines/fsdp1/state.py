@@ -124,6 +124,7 @@ class WholeFlatModel:
             strict: Whether names that are missing or too many are an error.
         """
         options = StateDictOptions(full_state_dict=True, strict=strict)
+        # dict(): torch's function takes entries out of the state that it is given.
         return set_model_state_dict(self.root, dict(state), options=options)
 
 
@@ -170,6 +171,7 @@ class WholeFlatOptimizer:
             {**group, "params": [numbers[name] for name in names]}
             for group, names in zip(self.state["param_groups"], self.names, strict=True)
         ]
+        # Sorted, as one process saves it.
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

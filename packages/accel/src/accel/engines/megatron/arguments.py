@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+
+from accel_state.logging.suggestion import did_you_mean
 
 __all__ = [
     "check_names",
@@ -50,11 +51,9 @@ def check_names(given: Mapping[str, Any], *known: Collection[str]) -> None:
     every = {name for names in known for name in names}
     for name in given:
         if name not in every:
-            near = difflib.get_close_matches(name, every, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"other_megatron_args has {name!r}, which is no field of megatron-core's TransformerConfig, "
-                f"OptimizerConfig or DistributedDataParallelConfig.{hint}"
+                f"OptimizerConfig or DistributedDataParallelConfig.{did_you_mean(name, every)}"
             )
 
 
@@ -91,7 +90,9 @@ def transformer_arguments(args: Mapping[str, Any], known: Collection[str]) -> di
     if args.get("decoder_last_pipeline_num_layers") is not None:
         found["num_layers_in_last_pipeline_stage"] = args["decoder_last_pipeline_num_layers"]
     if args.get("swiglu"):
+        # Megatron-LM's flag sets two fields: this and gated_linear_unit, which parsers say.
         found["activation_func"] = torch.nn.functional.silu
+    # The caller turns the name into megatron-core's enumeration.
     found.pop("attention_backend", None)
     return found
 

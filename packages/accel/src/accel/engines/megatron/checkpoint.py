@@ -54,8 +54,7 @@ def check(names: Collection[str]) -> None:
     if not any(name.startswith(f"{FOLDER}/") for name in names):
         raise CheckpointError(
             "The checkpoint was not written under Megatron-LM, whose weights have other names and "
-            "shapes. Load it "
-            "under the engine that wrote it."
+            "shapes. Load it under the engine that wrote it."
         )
 
 

@@ -170,6 +170,7 @@ class IndexedLoader:
         Args:
             num_batches: Number of batches to leave out.
         """
+        # A copy: the loader that was given stays where it is.
         other = copy.copy(self)
         other.consumed += num_batches * self.size
         return other
@@ -195,6 +196,7 @@ def _flags(kind: Any, plugin: MegatronLMPlugin) -> dict[str, Any]:
         "reset_position_ids": False,
         "reset_attention_mask": False,
         "eod_mask_loss": bool(plugin.eod_mask_loss),
+        # This and the next one as in BERT's paper.
         "masking_probability": 0.15,
         "short_sequence_probability": 0.1,
         "masking_max_ngram": 3,

@@ -141,8 +141,7 @@ class MegatronLMStates(States):
         """
         raise ValueError(
             "get_state_dict and save_model under Megatron-LM: the weights are in parts, in shapes of "
-            "Megatron's. "
-            "save_state writes them, and megatron-core's tools convert them."
+            "Megatron's. save_state writes them, and megatron-core's tools convert them."
         )
 
     def has_all_names(self, model: torch.nn.Module) -> bool:
@@ -248,6 +247,7 @@ class MegatronLMEngine(Engine):
             return objects
         plugin = self.plugin
         if sizes := _sizes(objects):
+            # Megatron-LM knows one size, and loaders of training and evaluation may have two.
             size = min(sizes) if plugin.is_train_batch_min else max(sizes)
             plugin.set_training_args(size, self.loaders.data_shard[1])
         if plugin.custom_model_provider_function is None:
@@ -285,8 +285,7 @@ class MegatronLMEngine(Engine):
         if kind not in _STEPS:
             raise ValueError(
                 f"What a batch is, is not known for model_type_name={kind!r} (known: "
-                f"{', '.join(_STEPS)}). Give "
-                "MegatronLMPlugin(custom_train_step_class=...)."
+                f"{', '.join(_STEPS)}). Give MegatronLMPlugin(custom_train_step_class=...)."
             )
         plugin = self.plugin
         if plugin.return_logits and kind != "gpt":
@@ -342,8 +341,7 @@ class MegatronLMEngine(Engine):
         if self._model is None or loss is not self._model.last_loss:
             raise ValueError(
                 "Megatron-LM runs backward inside model(**batch), of the loss that its train step "
-                "computes, and "
-                "backward takes the `loss` of that call's output alone. For another loss, give "
+                "computes, and backward takes the `loss` of that call's output alone. For another loss, give "
                 "MegatronLMPlugin(custom_loss_function=...)."
             )
 

@@ -185,6 +185,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         return None if args.get(iters) is None else args[iters] * batch
 
     train = samples("train_iters", "train_samples")
+    # As in Megatron-LM: without a length of its own the schedule lasts as long as training.
     decay = samples("lr_decay_iters", "lr_decay_samples") or train
     if decay is None:
         raise ValueError(
@@ -203,6 +204,7 @@ def schedule_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "wsd_decay_steps": ending,
         "lr_wsd_decay_style": args.get("lr_wsd_decay_style", "exponential"),
+        # Where warmup begins.
         "init_lr": 0.0,
         "max_lr": args["lr"],
         "min_lr": args["min_lr"],

@@ -105,6 +105,7 @@ def warn_of_unused(plugin: Any) -> None:
         reasons |= dict.fromkeys(_OF_DATASETS, "of Megatron's datasets, and megatron_dataset_flag=False")
     defaults = {field.name: field.default for field in dataclasses.fields(plugin)}
     given = {name: getattr(plugin, name) for name, reason in reasons.items() if reason}
+    # False asks for nothing, whatever the default is.
     unread = [name for name, value in given.items() if value is not False and value != defaults[name]]
     warn_of_ignored(plugin, {name: reasons[name] for name in unread})
 

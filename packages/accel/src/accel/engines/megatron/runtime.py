@@ -63,8 +63,7 @@ def check_device(device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise ValueError(
-            "Megatron-LM trains on CUDA devices, where megatron-core allocates its tensors, and this "
-            "process "
+            "Megatron-LM trains on CUDA devices, where megatron-core allocates its tensors, and this process "
             f"runs on {device}. Train with ParallelismConfig(tp_size=...) and FSDP2 instead, which run here."
         )
 

@@ -78,8 +78,7 @@ class MegatronEngine(torch.nn.Module):
         if self.training and self.optimizer is None:
             raise ValueError(
                 "The model was prepared without an optimizer, so that Megatron-LM cannot train it. Pass "
-                "both to "
-                "one call of prepare(), or call model.eval()."
+                "both to one call of prepare(), or call model.eval()."
             )
         samples = find_batch_size(batch)
         if samples is None or samples % self.num_micro_batches:

@@ -169,6 +169,7 @@ def upcast(model: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[str
     changed = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in ignored and parameter.dtype.itemsize < 4:
+            # Through .data: optimizers may hold this very parameter.
             parameter.data = parameter.data.float()
             changed.append(name)
     return changed
@@ -200,6 +201,7 @@ def shard(
     # torch 2.6 lacks the option, so that it is passed only where it is needed.
     if keep:
         options["ignored_params"] = keep
+    # Memory can be pinned only where there is an accelerator.
     if how.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.filling.device.type != "cpu")
     meshes = SharedMeshes()

@@ -76,6 +76,7 @@ def ignored_parameters(
     if ignored is None:
         return set()
     if isinstance(ignored, str):
+        # The whole name: "blocks.1" as a beginning would mean blocks.10 too.
         modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
     else:
         own = set(model.modules())
@@ -101,6 +102,7 @@ def modules_to_shard(
         policy: `policy(module=, recurse=, nonwrapped_numel=)`, as those of `torch.distributed.fsdp.wrap`.
         ignored: Parameters that do not count.
     """
+    # No policy: the model is one group.
     if policy is None:
         return []
     # Torch's own walk (`_recursive_wrap`) is private, wraps as it goes, and knows nothing of tied weights.

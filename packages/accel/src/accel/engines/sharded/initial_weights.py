@@ -164,6 +164,7 @@ def _fill_parameter(
 def _filled(value: torch.Tensor, how: Filling) -> torch.Tensor:
     """The tensor on the device, as the first process has it."""
     if value.is_meta:
+        # There is nothing to copy from the meta device; the broadcast below fills the memory.
         value = torch.empty_like(value, device=how.device)
     value = value.to(how.device)
     groups = how.groups

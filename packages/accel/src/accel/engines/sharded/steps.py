@@ -34,6 +34,7 @@ def enable_fsdp_ram_efficient_loading() -> None:
     It sets ACCELERATE_USE_FSDP (where it has no value) and FSDP_CPU_RAM_EFFICIENT_LOADING in this process's
     environment, which `from_pretrained` and FullyShardedDataParallelPlugin read.
     """
+    # transformers asks for both variables.
     if not env.is_set("ACCELERATE_USE_FSDP"):
         env.put_here("ACCELERATE_USE_FSDP", True)
     env.put_here("FSDP_CPU_RAM_EFFICIENT_LOADING", True)

@@ -26,9 +26,11 @@ def encode(tree: Any) -> dict[str, Any]:
     if isinstance(tree, torch.Tensor):
         # Cloned: a view would be saved with all that it is a view of.
         return {"tensor": tree.detach().cpu().clone(), "device": tree.device.type}
+    # Exact types: an enumeration, for one, is an int and would come back as a plain one.
     if tree is None or type(tree) in (bool, int, float, str, bytes):
         return {"value": tree}
     numpy = sys.modules.get("numpy")
+    # numpy's letters for booleans, integers with and without a sign, and floats.
     if numpy is not None and isinstance(tree, numpy.ndarray) and tree.dtype.kind in "biuf":
         return {"array": torch.from_numpy(tree.copy())}
     inside = children(tree)

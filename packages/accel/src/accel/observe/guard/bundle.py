@@ -76,11 +76,13 @@ def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: Rec
     """
     process, config = run.process, run.project_configuration
     target = from_main(lambda: _free(Path(folder), about.step), process, "naming the bundle")
+    # Otherwise save_state would choose a folder by itself, and count it among the checkpoints.
     named, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
     try:
         with staged(target, process=process) as staging:
             # The folder that is open is written into, and not committed by it.
             save_state(run, str(staging.path), safe_serialization=True)
+            # A window may be large, and those of processes whose losses were right are of no use.
             if process.rank in about.ranks:
                 staging.write(recorder.to_state(), window_file(process.rank))
             if process.is_main:
@@ -147,6 +149,7 @@ def _facts(run: Run, about: Bundle) -> dict[str, Any]:
         "num_steps": run.gradient_state.num_steps,
         # As `python -m` has it.
         "module": None if spec is None else spec.name,
+        # Absolute, as `accel replay` may be called from another folder.
         "script": None if script is None else os.path.abspath(script),
         "arguments": sys.argv[1:],
         "folder": os.getcwd(),
@@ -156,6 +159,7 @@ def _facts(run: Run, about: Bundle) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
+    # Variables of the table alone: others may hold secrets.
     own = {f"ACCELERATE_{name}" for name in _OWN}
     chosen = [name for name in VARIABLES if name.startswith(_PREFIXES) and name not in own]
     return {name: text for name in chosen if (text := env.raw(name))}

@@ -63,9 +63,11 @@ class _Replay(Observer):
         self._is_restored = False
         self._is_same = True
         self._found: dict[str, str] = {}
+        # As long as the recorded window, or losses would be divided by another number.
         run.gradient_state.plugin_kwargs["num_steps"] = self._facts["num_steps"]
         # Sums depend on how many threads share them.
         torch.set_num_threads(window["num_threads"])
+        # What is attached stays until the end: the process ends with the replay.
         put(run.engine, "backward", partial(self._backward, run.engine.backward))
         put(run.window, "weigh", partial(self._weigh, run.window.weigh))
         here, there = str(run.state.mixed_precision), self._facts["mixed_precision"]
@@ -165,9 +167,7 @@ class _Replay(Observer):
             f"Micro-batch {index + 1} of {len(self._micro_batches)}: batch {handed['number']} of epoch "
             f"{handed['epoch']} of loader {number}{samples}"
         )
-        found = find_path(
-            batch, lambda leaf: isinstance(leaf, torch.Tensor) and not _is_finite([leaf]), "batch"
-        )
+        found = find_path(batch, _is_broken, "batch")
         if found is not None:
             self._found.setdefault("tensor of a batch that is not finite", found[0])
 

@@ -39,6 +39,7 @@ def draw(name: str, curves: Sequence[tuple[int, Points]]) -> str:
     def place(step: float, value: float) -> tuple[float, float]:
         across = (step - left) / (right - left) * (WIDTH - LEFT - RIGHT)
         up = (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        # SVG counts down from the top.
         return LEFT + across, HEIGHT - BOTTOM - up
 
     parts = [
@@ -99,6 +100,7 @@ def without_most_points(points: Points, buckets: int = BUCKETS) -> Points:
     Returns:
         The first, lowest, highest and last point of each group, and one that is not finite if it has any.
     """
+    # Each group keeps four points or five: nothing would be left out.
     if len(points) <= 4 * buckets:
         return points
     kept: Points = []
@@ -117,6 +119,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about `count` round numbers, the first at or below `low`, and the last at or above `high`."""
     step = (high - low) / count or 1.0
     magnitude = 10.0 ** math.floor(math.log10(step))
+    # Steps that are easy to read; 1e-9 forgives what rounding has added.
     step = next(size * magnitude for size in (1, 2, 2.5, 5, 10) if size * magnitude >= step * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]

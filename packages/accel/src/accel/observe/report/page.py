@@ -31,6 +31,7 @@ _COLORS = 8
 
 def render(runs: Sequence[LoggedRun]) -> str:
     """Return the page of some runs: curves of one name are drawn together."""
+    # Escaped wherever it is shown: what a run has logged may be anybody's text.
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = "".join(
         [
@@ -43,6 +44,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
             *(_config(run, _of(run, runs)) for run in runs),
         ]
     )
+    # All in one file, which is opened from a disk or a mail, without a network.
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -146,16 +148,19 @@ def _table(
 
 
 def _cell(value: Any) -> str:
+    # bool is an int to isinstance.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if isinstance(value, str) else json.dumps(value)
     return number(value)
 
 
 def _images(runs: Sequence[LoggedRun]) -> Iterator[str]:
+    # Base64 makes them a third larger, and browsers keep the whole page in memory.
     left = IMAGES_BYTES
     for run in runs:
         shown: list[str] = []
         out = 0
+        # The newest first, so that the limit leaves out the oldest.
         for image in reversed(run.images):
             data = _bytes(image, min(left, IMAGE_BYTES))
             if data is None:

@@ -119,6 +119,7 @@ def _summary(file: Path) -> dict[str, Any] | None:
 
 def _add_lines(run: LoggedRun, file: Path) -> None:
     try:
+        # A line that a kill has cut within a character must not hide the others.
         text = file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
@@ -144,6 +145,7 @@ def _add(run: LoggedRun, entry: Mapping[str, Any], folder: Path) -> None:
         if number is None:
             run.texts[name] = str(value)
             continue
+        # Values without steps are counted.
         points = run.curves.setdefault(name, [])
         points.append((float(len(points) if step is None else step), number))
     for name, paths in entry.get("images", {}).items():
@@ -166,6 +168,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    # Booleans are numbers here, drawn as 0 and 1.
     if not isinstance(value, int | float):
         return None
     # Beyond, the range of a curve overflows.

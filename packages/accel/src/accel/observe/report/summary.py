@@ -72,11 +72,13 @@ def _part(part: str) -> str:
 def _shown(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ranks = summary["ranks"]
     if len(ranks) > RANKS:
+        # A slow process waits least, as the others wait for it.
         ranks = sorted(ranks, key=lambda own: own["seconds"]["collectives"])[:RANKS]
     return sorted(ranks, key=lambda own: int(own["rank"]))
 
 
 def _bars(summary: Mapping[str, Any]) -> str:
+    # 1.0 where nothing was timed, so that nothing is divided by zero.
     longest = max(sum(own["seconds"].values()) for own in summary["ranks"]) or 1.0
     parts = list(summary["ranks"][0]["seconds"])
     keys = "".join(

@@ -47,6 +47,7 @@ class Clock:
             The part that had it; None where nothing was changed: on another thread, inside of `only`, or
             before the training began.
         """
+        # Threads of autograd and of loaders run beside this one, whose time is divided here.
         if part is None or self._is_held or get_ident() != self._thread:
             return None
         if self._synchronize is not None:

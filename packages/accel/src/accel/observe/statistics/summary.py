@@ -38,6 +38,7 @@ def peak_memory(process: Process) -> dict[str, int]:
 def next_number(process: Process) -> int:
     """Return the number of an exchange; the same on all processes that have called this as often."""
     store = default_store() if process.world_size > 1 else None
+    # Under a key of its own, so that no process waits for another one here.
     return 0 if store is None else int(store.add(f"accel/statistics/starts/{process.rank}", 1))
 
 
@@ -86,6 +87,7 @@ def summarize(
         every: Steps between two gathers.
     """
     whole = max(sum(own["seconds"].values()) for own in ranks)
+    # Processes of one tensor-parallel group read the same samples.
     samples = round(share * sum(own["samples"] for own in ranks))
     return {
         "version": 1,

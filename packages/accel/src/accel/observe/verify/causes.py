@@ -53,6 +53,7 @@ def _causes_of_samples(runs: RecordedRuns, step: int, unprepared: list[str]) -> 
         return
     steps = runs.one["steps"]
     place = step - 1
+    # Fewer samples than in other steps: the end of an epoch.
     if place < len(steps) and len(steps[place]["samples"]) < max(len(item["samples"]) for item in steps):
         yield (
             "The step is the last of an epoch and is not full: it is completed with samples from the "
@@ -89,11 +90,13 @@ def _causes_of_losses(runs: RecordedRuns, kind: str, step: int) -> Iterator[str]
         )
     one, many = mean_loss([runs.one["steps"][place]]), runs.loss(place)
     of_each = [mean_loss([record["steps"][place]]) for record in runs.shards]
+    # The sum over a batch is N times the mean of the sums over its N parts.
     if not found and kind == "loss" and many and is_close(one / many, len(of_each), 1e-3):
         yield (
             "The loss is a sum over the batch, and gradients are averaged over the processes. Pass a "
             "mean, or accelerator.backward(loss, weight=n) with the number of items that the sum is over."
         )
+    # A mean over all lies between the means of the parts, whatever their weights.
     elif not found and kind == "loss" and min(of_each) <= one <= max(of_each):
         yield (
             "The loss is a mean over items of which processes have unequal numbers (tokens, say), and a "

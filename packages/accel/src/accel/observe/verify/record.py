@@ -158,6 +158,7 @@ class Recorder(Observer):
             self._wrap(kind, "__iter__", self._iterate)
         self._wrap(run.engine, "backward", self._backward)
         self._wrap(run.window, "weigh", self._weigh)
+        # A warning, unless the script asks for an error: some operations have no deterministic kernel.
         strict = torch.are_deterministic_algorithms_enabled()
         lenient = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True, warn_only=not strict or lenient)
@@ -379,6 +380,7 @@ class Recorder(Observer):
         return found
 
     def _write(self) -> None:
+        # After each step, as the script may be ended by something else.
         self._file.write_text(json.dumps(self.record))
 
     def _end(self) -> None:

@@ -91,6 +91,7 @@ def build(plugin: MegatronLMPlugin) -> list[Any]:
     stages = config.virtual_pipeline_model_parallel_size
     state.set_virtual_pipeline_model_parallel_world_size(stages)  # the model says how many
     for stage in range(stages or 1):
+        # megatron-core ignores virtual stages where it is not asked to count them.
         place = {"ignore_virtual": False, "vp_stage": stage if stages else None}
         ends = state.is_pipeline_first_stage(**place), state.is_pipeline_last_stage(**place)
         if plugin.custom_model_provider_function is not None:
@@ -138,6 +139,7 @@ def optimizer_config(args: Mapping[str, Any]) -> Any:
         args: Settings by Megatron-LM's names.
     """
     kind = core("optimizer").OptimizerConfig
+    # By the fields that this version of megatron-core has: they differ between releases.
     return kind(**optimizer_arguments(args, fields_of(kind)))
 
 

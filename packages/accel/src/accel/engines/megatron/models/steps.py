@@ -144,6 +144,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
         One tensor with the averages, without gradients.
     """
     group = parallel_state().get_data_parallel_group()
+    # Copies, as they are divided in place below.
     averaged = torch.stack([loss.detach().reshape(()).clone() for loss in losses])
     dist.all_reduce(averaged, group=group)
     # gloo has no averaging.

@@ -103,6 +103,7 @@ class T5TrainStep(AbstractTrainStep):
 
         def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
             inputs, targets, loss_mask, labels, *masks = self.get_batch(data_iterator)
+            # One dimension more: the same mask for all heads.
             output = model(inputs, targets, *(mask[:, None] for mask in masks), lm_labels=labels)
             return output, functools.partial(self.loss_func, loss_mask)
 
@@ -130,5 +131,6 @@ class T5TrainStep(AbstractTrainStep):
 def _of_megatron(data_iterator: Any) -> tuple[torch.Tensor, ...]:
     batch = next_batch(data_iterator)
     ids = (batch["text_enc"].long(), batch["text_dec"].long())
+    # Megatron's datasets mark with 1 what is seen, and its models take True for what is hidden.
     masks = (batch[name] < 0.5 for name in ("enc_mask", "dec_mask", "enc_dec_mask"))
     return *ids, batch["loss_mask"].float(), batch["labels"].long(), *masks

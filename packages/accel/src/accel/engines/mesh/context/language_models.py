@@ -19,6 +19,7 @@ from accel.engines.mesh.context.sequence_part import Part
 __all__ = ["check_language_models", "complete_inputs_for", "text_config"]
 
 _IGNORED = -100  # as torch's cross_entropy has it by default
+# transformers' names for layers that attend, and keep no state along the sequence.
 _WHOLE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -50,6 +51,7 @@ def check_language_models(model: torch.nn.Module) -> None:
         )
     for module in configured:
         kind, config = type(module).__name__, text_config(module)
+        # Private in transformers, which has no public way to read what a model was loaded with.
         if config._attn_implementation != "sdpa":
             raise ValueError(
                 f"{kind} has attn_implementation={config._attn_implementation!r}, and cp_size splits what "
@@ -157,6 +159,7 @@ def _shifted(module: torch.nn.Module, given: dict[str, Any], part: Part) -> dict
     if given.get("shift_labels") is not None:
         return {}
     whole = part.whole(given["labels"])
+    # transformers' name for the loss that compares each token with the next one.
     if whole is None or getattr(module, "loss_type", None) != "ForCausalLM":
         raise ValueError(
             f"{type(module).__name__} got labels inside maybe_context_parallel that are none of the buffers, "

@@ -56,8 +56,7 @@ class TorchTensorParallelPlugin:
         if found.tp_size != self.tp_size:
             raise ValueError(
                 f"torch_tp_plugin has tp_size={self.tp_size}, and parallelism_config "
-                f"tp_size={found.tp_size}. Leave "
-                "torch_tp_plugin out."
+                f"tp_size={found.tp_size}. Leave torch_tp_plugin out."
             )
         if self.torch_device_mesh is not None:
             found.use_device_mesh(self.torch_device_mesh)

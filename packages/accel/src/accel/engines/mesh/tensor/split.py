@@ -88,8 +88,7 @@ def _check_features(name: str, module: torch.nn.Module, style: Any, size: int) -
     if count is not None and count % size:
         raise ValueError(
             f"the tp plan splits {name} {style}, and its {features}={count} does not divide by "
-            f"tp_size={size}. "
-            "Change tp_size, or take it (and what follows it) out of the plan."
+            f"tp_size={size}. Change tp_size, or take it (and what follows it) out of the plan."
         )
 
 

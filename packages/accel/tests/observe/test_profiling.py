@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.training import profile_summary
+from accel.observe.profiling import summary as profile_summary
 from accel_state.handlers import ProfileKwargs
 
 pytestmark = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.training.profile_summary import OperatorTotals, print_summary
+from accel.observe.profiling.summary import OperatorTotals, print_summary
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:

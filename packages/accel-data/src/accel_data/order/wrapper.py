@@ -1,0 +1,44 @@
+"""Batch samplers inside of others: what the outer one has of the inner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+__all__ = ["BatchSamplerWrapper"]
+
+
+class BatchSamplerWrapper(BatchSampler):
+    """A batch sampler that wraps another one of any class.
+
+    Args:
+        batch_sampler: The batch sampler; any iterable of lists of indices.
+    """
+
+    # Not BatchSampler.__init__, which takes a sampler and checks its class.
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]]) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside of the batch sampler; None if it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the wrapped batch sampler."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, also for the samplers inside.
+
+        Args:
+            epoch: Its number, from 0.
+        """
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)

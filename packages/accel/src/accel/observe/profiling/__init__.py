@@ -1,0 +1,1 @@
+"""Profiling a block of training with torch's profiler."""
