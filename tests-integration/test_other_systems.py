@@ -172,10 +172,13 @@ def raised(function, *args, **kwargs) -> str:
 def train(folder: str) -> list[str]:
     """Train on one process with what accel has for it, and return what does not fit."""
     import torch
+    from safetensors.torch import load_file
     from torch.utils.data import DataLoader
 
     from accel import Accelerator
     from accel.observe.statistics.summary import peak_memory
+    from accel_ckpt.sharded.merge import merge_fsdp_weights
+    from accel_ckpt.sharded.save_load import save_sharded_state
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder, gradient_accumulation_steps=2)
@@ -197,9 +200,12 @@ def train(folder: str) -> list[str]:
     accelerator.wait_for_save()
     torch.nn.init.zeros_(model.weight)
     accelerator.load_state(f"{folder}/state")
-    accelerator.save_model(model, f"{folder}/model")
+    save_sharded_state(f"{folder}/parts", [model])
+    merged = load_file(merge_fsdp_weights(f"{folder}/parts", f"{folder}/merged"))
     accelerator.end_training()
     wrong = [] if torch.equal(before, model.weight) else ["load_state did not bring the weights back"]
+    if not torch.equal(before, merged["weight"]):
+        wrong.append("the merged weights are not those that were saved")
     if peak_memory(accelerator.run.process)["device"] < 0:
         wrong.append("peak_memory")
     return wrong

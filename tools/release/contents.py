@@ -31,14 +31,14 @@ class _Entry:
     executable: bool
 
 
-def check_wheel(wheel: Path, package: Package) -> list[str]:
+def check_wheel(file: Path, package: Package) -> list[str]:
     """Return what is wrong with a wheel: files, typing marker, licence, description, bytes of other sources.
 
     Args:
-        wheel: The file.
+        file: The wheel.
         package: The package that it was built from.
     """
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(file) as archive:
         entries = {
             info.filename: _Entry(archive.read(info), bool(info.external_attr >> 16 & 0o100))
             for info in archive.infolist()
@@ -51,19 +51,19 @@ def check_wheel(wheel: Path, package: Package) -> list[str]:
         problems.append("py.typed is missing, without which type checkers see no types")
     if f"{info}/METADATA" in entries:
         problems += _check_metadata(entries[f"{info}/METADATA"].data, package)
-    return [f"{wheel.name}: {problem}" for problem in problems]
+    return [f"{file.name}: {problem}" for problem in problems]
 
 
-def check_sdist(sdist: Path, package: Package) -> list[str]:
+def check_sdist(file: Path, package: Package) -> list[str]:
     """Return what is wrong with a source archive: files that are missing, stray or of other sources.
 
     Args:
-        sdist: The file.
+        file: The archive.
         package: The package that it was built from.
     """
     root = f"{package.name}-{package.version}"
     entries = {}
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(file) as archive:
         for member in archive:
             content = archive.extractfile(member)
             if content is not None:
@@ -73,7 +73,7 @@ def check_sdist(sdist: Path, package: Package) -> list[str]:
     copies |= _sources(package, f"{root}/src/")
     # hatchling adds the repository's .gitignore, which is what it leaves out by.
     problems = _compare(entries, copies, {f"{root}/PKG-INFO"}, {f"{root}/PKG-INFO", f"{root}/.gitignore"})
-    return [f"{sdist.name}: {problem}" for problem in problems]
+    return [f"{file.name}: {problem}" for problem in problems]
 
 
 def _sources(package: Package, prefix: str) -> dict[str, Path]:

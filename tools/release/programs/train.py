@@ -31,7 +31,8 @@ def main() -> None:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         accelerator.save_state(folder)
-        torch.nn.init.zeros_(accelerator.unwrap_model(model).weight)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
         accelerator.load_state(folder)
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -165,5 +166,9 @@ def _put(handle: int, base: int, value: torch.Tensor, begin: tuple[int, ...], sh
 def _write_all(handle: int, data: memoryview, at: int) -> None:
     while data:
         # It may write less than it is given: Linux takes at most 2 GiB less a page at once.
-        count = os.pwrite(handle, data, at)
+        if sys.platform == "win32":  # it has no pwrite
+            os.lseek(handle, at, os.SEEK_SET)
+            count = os.write(handle, data)
+        else:
+            count = os.pwrite(handle, data, at)
         data, at = data[count:], at + count
