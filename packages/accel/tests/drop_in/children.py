@@ -1,4 +1,7 @@
-"""A program with the switch on whose children find accel as well, however they are started."""
+"""A program with the switch on whose children find accel as well, however they are started.
+
+`children.py activate` turns the switch on by itself; further arguments are the checks to run, by default all.
+"""
 
 import importlib.metadata
 import multiprocessing
@@ -9,6 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import checks
+
+# Not in the children of multiprocessing, which import this file too and must find the switch by themselves.
+if __name__ == "__main__" and "activate" in sys.argv:
+    import accel.drop_in
+
+    accel.drop_in.activate()
 
 
 def who() -> tuple[str, str]:
@@ -77,5 +86,15 @@ def check_the_commands():
         assert "usage: accel" in started(f"accelerate-{name}", "--help"), name
 
 
+def check_a_program_that_the_command_launches():
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        # One write: two processes share the pipe.
+        script.write_text("import os, accelerate\nos.write(1, (accelerate.__name__ + chr(10)).encode())")
+        assert started("accelerate", "launch", "--cpu", str(script)) == "accel\n"
+        assert started("accelerate-launch", "--cpu", "--num_processes", "2", str(script)) == "accel\n" * 2
+
+
 if __name__ == "__main__":
-    checks.run(globals())
+    chosen = [f"check_{name}" for name in sys.argv[2:]]
+    checks.run({name: value for name, value in globals().items() if not chosen or name in chosen})

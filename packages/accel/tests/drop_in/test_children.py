@@ -14,7 +14,15 @@ def test_children_of_a_program(python):
     run = python("-W", "error", "-m", "accel.drop_in", Path(__file__).parent / "children.py")
 
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == "6 of 6 passed\n"
+    assert run.stdout == "7 of 7 passed\n"
+
+
+def test_children_of_a_program_that_activates(python):
+    chosen = ["this_process", "processes_of_multiprocessing", "workers_of_loaders"]
+    run = python("-W", "error", Path(__file__).parent / "children.py", "activate", *chosen)
+
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == "3 of 3 passed\n"
 
 
 def test_workers_of_the_launcher(launched, other):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from accel.training.run import Run
+    from accel_state.process.facts import Process
 
 __all__ = ["verify_before_save", "verify_sync"]
 
@@ -45,13 +46,13 @@ def verify_sync(
     return [*(type(model).__name__ for model in left_out), *names]
 
 
-def verify_before_save(run: Run) -> None:
-    """In debug mode, make sure that what a checkpoint has of parameters is what all processes have.
+def verify_before_save(run: Run, process: Process) -> None:
+    """In debug mode, make sure that what a checkpoint has of parameters is what all that save have.
 
     Buffers and random generators may differ in lawful training: running statistics of batch norm, and seeds
     that are the process's own.
     """
-    if not run.process.debug or run.process.world_size == 1 or not run.models:
+    if not process.debug or process.world_size == 1 or not run.models:
         return
     # Replicas of LocalSGD are apart between its averages.
     if not getattr(run.engine.owner, "may_differ", False):

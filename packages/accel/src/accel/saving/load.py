@@ -118,7 +118,7 @@ def load_state(
         number = file_names.iteration_of(folder.name)
         # What is saved next comes after what was loaded, and after all that is there.
         above = 0 if number is None else number + 1
-        config.iteration = max(config.iteration, above, free_number(run))
+        config.iteration = max(config.iteration, above, free_number(run, run.process))
     return True
 
 

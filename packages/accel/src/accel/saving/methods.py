@@ -54,7 +54,12 @@ class CheckpointControl:
         """
         with observed(self.run, "saving"):
             from accel.saving import save
+            from accel.saving.savers import savers
 
+            process = savers(self.run, "save_state")
+            if process is None:
+                return save.folder_saved(self.run, output_dir)
+            save_model_func_kwargs["process"] = process
             return save.save_state(self.run, output_dir, safe_serialization, **save_model_func_kwargs)
 
     def wait_for_save(self) -> None:
@@ -151,10 +156,12 @@ class CheckpointControl:
     ) -> None:
         """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
         from accel.saving import save
+        from accel.saving.savers import savers
 
-        save.save_model(
-            self.run, self.get_state_dict(model), save_directory, max_shard_size, safe_serialization
-        )
+        process = savers(self.run, "save_model")
+        if process is not None:
+            state = self.get_state_dict(model)
+            save.save_model(self.run, state, save_directory, max_shard_size, safe_serialization, process)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects (with state_dict and load_state_dict) along with the state."""

@@ -25,8 +25,9 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_ckpt.config import ProjectConfiguration
+    from accel_state.process.facts import Process
 
-__all__ = ["free_number", "parts_of", "register", "save_model", "save_state"]
+__all__ = ["folder_saved", "free_number", "parts_of", "register", "save_model", "save_state"]
 
 
 def save_model(
@@ -35,9 +36,9 @@ def save_model(
     folder: str | os.PathLike[str],
     max_shard_size: int | str,
     safe_serialization: bool,
+    process: Process,
 ) -> None:
-    """Write a model's full state into a folder, once per job or once per machine; every process calls it."""
-    process = run.process
+    """Write a model's full state into a folder, once per job or once per machine; all that save call it."""
     each_node = run.project_configuration.save_on_each_node
 
     def write() -> None:
@@ -74,6 +75,7 @@ def save_state(
     output_dir: str | None,
     safe_serialization: bool,
     blocking: bool = True,
+    process: Process | None = None,
     **options: Any,
 ) -> str:
     """Write a checkpoint, which appears as a whole or not at all; every process calls it.
@@ -86,6 +88,7 @@ def save_state(
         output_dir: The folder; not needed with automatic naming.
         safe_serialization: Whether weights are safetensors.
         blocking: False to copy the state, and write and commit it in the background.
+        process: This process, as `savers` returns it; by default the run's.
         **options: Engine-specific options for saving (DeepSpeed's `save_checkpoint`); others take none.
 
     Returns:
@@ -101,11 +104,11 @@ def save_state(
     _check_window(run)
     run.engine.states.check_save(run.optimizers)
     run.watch.before_save(run)
-    verify_before_save(run)
+    process = run.process if process is None else process
+    verify_before_save(run, process)
     end_round(run.scaler)  # or what the last steps found would not count in the scale that is saved
     config = run.project_configuration
-    folder = _new_folder(run, output_dir)
-    process = run.process
+    folder = _new_folder(run, output_dir, process)
     each_node = config.save_on_each_node
     incremental = config.incremental_saves
     with staged(
@@ -219,7 +222,15 @@ def _check_window(run: Run) -> None:
         )
 
 
-def _new_folder(run: Run, output_dir: str | None) -> Path:
+def folder_saved(run: Run, output_dir: str | None) -> str:
+    """Return the folder that the main process has saved into, without this one."""
+    config = run.project_configuration
+    if not config.automatic_checkpoint_naming:
+        return os.path.realpath(str(output_dir))
+    return str(rotation.checkpoints(Path(str(config.project_dir)) / file_names.CHECKPOINTS_DIR)[-1])
+
+
+def _new_folder(run: Run, output_dir: str | None, process: Process) -> Path:
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
         if output_dir is None:
@@ -230,7 +241,7 @@ def _new_folder(run: Run, output_dir: str | None) -> Path:
         return Path(output_dir)
     if config.project_dir is None:
         raise ValueError("automatic_checkpoint_naming needs a project_dir to name checkpoints in.")
-    number = free_number(run)
+    number = free_number(run, process)
     if number > config.iteration:
         _warn_of_other_run(config, number)
     config.iteration = max(config.iteration, number)
@@ -244,13 +255,12 @@ def _new_folder(run: Run, output_dir: str | None) -> Path:
     return folder
 
 
-def free_number(run: Run) -> int:
-    """The lowest number above all automatically named checkpoints of the project; every process calls it.
+def free_number(run: Run, process: Process) -> int:
+    """The lowest number above all automatically named checkpoints of the project; all that save call it.
 
     Machines with disks of their own may have different ones.
     """
     root = Path(str(run.project_configuration.project_dir)) / file_names.CHECKPOINTS_DIR
-    process = run.process
     free = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
     # All processes must write into one folder: the largest number is free on every disk.
     number: int = max(collect(free, process))
