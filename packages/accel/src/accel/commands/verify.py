@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.observe.verify.same_training import Verdict, compare
-from accel.trackers.jsonl import valid_json
+from accel.trackers.systems.jsonl import valid_json
 from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import LaunchParser, launch_flags_parser
 from accel_state import env

@@ -1,1 +1,1 @@
-"""Trackers: one file each, found by name and imported on first use."""
+"""Trackers: what they have in common, which there are, and which are started."""

@@ -38,16 +38,16 @@ class TrackerRow:
 
 
 TRACKERS: dict[str, TrackerRow] = {
-    "aim": TrackerRow("accel.trackers.aim:AimTracker", "aim"),
-    "clearml": TrackerRow("accel.trackers.clearml:ClearMLTracker", "clearml"),
-    "comet_ml": TrackerRow("accel.trackers.comet:CometMLTracker", "comet_ml"),
-    "dvclive": TrackerRow("accel.trackers.dvclive:DVCLiveTracker", "dvclive"),
-    "jsonl": TrackerRow("accel.trackers.jsonl:JSONLTracker", None),
-    "mlflow": TrackerRow("accel.trackers.mlflow:MLflowTracker", "mlflow"),
-    "swanlab": TrackerRow("accel.trackers.swanlab:SwanLabTracker", "swanlab"),
-    "tensorboard": TrackerRow("accel.trackers.tensorboard:TensorBoardTracker", "tensorboard"),
-    "trackio": TrackerRow("accel.trackers.trackio:TrackioTracker", "trackio"),
-    "wandb": TrackerRow("accel.trackers.wandb:WandBTracker", "wandb"),
+    "aim": TrackerRow("accel.trackers.systems.aim:AimTracker", "aim"),
+    "clearml": TrackerRow("accel.trackers.systems.clearml:ClearMLTracker", "clearml"),
+    "comet_ml": TrackerRow("accel.trackers.systems.comet:CometMLTracker", "comet_ml"),
+    "dvclive": TrackerRow("accel.trackers.systems.dvclive:DVCLiveTracker", "dvclive"),
+    "jsonl": TrackerRow("accel.trackers.systems.jsonl:JSONLTracker", None),
+    "mlflow": TrackerRow("accel.trackers.systems.mlflow:MLflowTracker", "mlflow"),
+    "swanlab": TrackerRow("accel.trackers.systems.swanlab:SwanLabTracker", "swanlab"),
+    "tensorboard": TrackerRow("accel.trackers.systems.tensorboard:TensorBoardTracker", "tensorboard"),
+    "trackio": TrackerRow("accel.trackers.systems.trackio:TrackioTracker", "trackio"),
+    "wandb": TrackerRow("accel.trackers.systems.wandb:WandBTracker", "wandb"),
 }
 _REGISTERED: dict[str, type[GeneralTracker]] = {}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accel.accelerator import Accelerator
-from accel.trackers.jsonl import JSONLTracker
+from accel.trackers.systems.jsonl import JSONLTracker
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -89,7 +89,7 @@ def test_images_are_png_files(tmp_path):
 
 KILLED = """
 import os, signal, sys, time
-from accel.trackers.jsonl import JSONLTracker
+from accel.trackers.systems.jsonl import JSONLTracker
 tracker = JSONLTracker("run", sys.argv[1])
 tracker.start()
 tracker.store_init_configuration({"lr": 0.1})
