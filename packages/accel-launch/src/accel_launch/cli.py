@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
+    # `accel help COMMAND` is `accel COMMAND --help`.
     if tokens[:1] == ["help"]:
         tokens = [*tokens[1:], "--help"]
     if not tokens or tokens[0] in ("-h", "--help"):

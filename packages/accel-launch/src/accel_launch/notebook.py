@@ -169,6 +169,7 @@ def notebook_launcher(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: If a worker fails; its text is the
             summary of `accel launch`: the first failing rank's traceback, and a line for each other rank.
     """
+    # Found without torch, which must not touch an accelerator before the fork.
     gpus = len(Machine.detect().visible_gpus(env.raw("CUDA_VISIBLE_DEVICES")))
     size = max(gpus, 1) if num_processes is None else num_processes
     _check_numbers(size, gpus, node_rank, num_nodes)

@@ -74,6 +74,7 @@ def setup_command(args: argparse.Namespace) -> list[str]:
     config: Any = {} if found is None else found.values
     commands = _commands(args, config)
     name, zone = args.tpu_name or config.get("tpu_name"), args.tpu_zone or config.get("tpu_zone")
+    # One line, as gcloud takes one command.
     return pod_command(name, zone, "; ".join(commands))
 
 

@@ -24,9 +24,8 @@ _CAST = (
 )
 
 Place = tuple[nn.Module, str]  # a module and the name of a weight directly in it
-Swap = tuple[
-    Place, torch.Tensor, torch.Tensor, int
-]  # stored, cast, and the cast one's version before forward
+# The stored tensor, the cast one, and the cast one's version before forward.
+Swap = tuple[Place, torch.Tensor, torch.Tensor, int]
 
 
 class LayerwiseCastingHook(ModelHook):

@@ -126,6 +126,7 @@ def mesh_bytes(
     Returns:
         Bytes, without activations.
     """
+    # One empty entry, for models without a stack of layers.
     local, rest, layers = 0, 0, {"": 0}
     for name, shape in shapes.items():
         # A parameter without dimensions has one element.

@@ -20,6 +20,7 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
         name: The method's name.
         function: What is called in its place.
     """
+    # The instance's own: another observer may have put a function there.
     before = vars(owner).get(name)
     setattr(owner, name, function)
     # Weakly, so that nothing here keeps what `free_memory` is to free. The owner has the function, and that

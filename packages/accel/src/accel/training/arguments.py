@@ -70,6 +70,7 @@ class Handlers:
 @cache
 def _fields() -> dict[type, str]:
     """The field of `Handlers` of each kind of handlers."""
+    # Imported with the first handler, which most programs do not have.
     from accel.models.fp8.recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
     return {

@@ -128,6 +128,7 @@ def asked_if(when: Test, questions: Iterable[Question]) -> list[Question]:
     def both(own: Test, answers: Answers) -> bool:
         return when(answers) and own(answers)
 
+    # partial, as a closure would have the test of the last question alone.
     return [replace(question, when=partial(both, question.when)) for question in questions]
 
 

@@ -75,6 +75,7 @@ def _script(settings: Settings, args: argparse.Namespace) -> Path:
         )
     if script is None:
         raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
+    # Absolute, as its folder is what the estimator uploads.
     path = Path(script).resolve()
     if path.suffix != ".py" or not path.is_file():
         raise LaunchError(

@@ -104,6 +104,7 @@ def _deepspeed(name: str, variable: str) -> Setting:
 
 
 def _deepspeed_launch(name: str, help: str, choices: tuple[str, ...] = ()) -> Setting:
+    # Not in the environment's table: no worker reads it.
     spec = Variable(name, "str", None, help, choices)
     return Setting(spec, name, "deepspeed", section="deepspeed_config", key=name)
 

@@ -193,6 +193,7 @@ class _Blocks:
 def _attach_where_weights_are(
     module: nn.Module, device: Device | None, offload: bool, options: _Options, name: str, seen: set[int]
 ) -> None:
+    # One hook for a module that has two names.
     if id(module) in seen:
         return
     seen.add(id(module))

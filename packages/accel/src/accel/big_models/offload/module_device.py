@@ -41,6 +41,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     hook = _offloading(module)
     if hook is not None:
         usual = hook.execution_device
+        # For this block alone: the hook brings weights to its own device.
         hook.execution_device = usual if device is None else device
         try:
             hook.load(module)

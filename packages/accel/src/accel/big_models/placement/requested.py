@@ -49,6 +49,7 @@ def make_device_map(
             f"device_map must be a dict of devices by name of a module, or one of {', '.join(STRATEGIES)}, "
             f"not {strategy!r}."
         )
+    # Which fills each device as far as it goes, and needs no limits.
     if strategy != "sequential":
         max_memory = get_balanced_memory(
             model,

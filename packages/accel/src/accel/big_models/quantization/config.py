@@ -66,6 +66,7 @@ class BnbQuantizationConfig:
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
         self.torch_dtype = _dtype("torch_dtype", default if self.torch_dtype is None else self.torch_dtype)
+        # torch has no dtype of 4 bits.
         self.target_dtype = torch.int8 if self.load_in_8bit else CustomDtype.INT4
 
 

@@ -153,6 +153,7 @@ def _batch_size(plugin: DeepSpeedPlugin, facts: Facts) -> int:
     if not facts.batch_sizes:
         return facts.known_batch_size or 1
     present = plugin.get_value(_BATCH)
+    # Of loaders with different batches, the one that the configuration means.
     if present in facts.batch_sizes:
         return int(present)
     return (min if plugin.is_train_batch_min else max)(facts.batch_sizes)
@@ -191,6 +192,7 @@ def _scheduler_values(facts: Facts) -> dict[str, Any]:
     rates = [group["lr"] for group in getattr(facts.optimizer, "param_groups", ()) if "lr" in group]
     named = {
         "warmup_min_lr": 0,
+        # DeepSpeed takes one rate, or one for each group.
         **({"warmup_max_lr": rates if len(set(rates)) > 1 else rates[0]} if rates else {}),
         # DeepSpeed moves its schedule once per step.
         "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / facts.moves)),

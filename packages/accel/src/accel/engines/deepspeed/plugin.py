@@ -166,6 +166,7 @@ class DeepSpeedPlugin:
         self.zero_stage = get(_KEYS["zero_stage"], 0)
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={self.zero_stage!r}; DeepSpeed has the stages 0, 1, 2 and 3.")
+        # The stages from which on processes have parts of each.
         for what, least in (("optimizer", 1), ("param", 3)):
             self._check_offload(what, least)
         self.zero3_save_16bit_model = bool(self.zero3_save_16bit_model)

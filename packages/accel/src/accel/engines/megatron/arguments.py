@@ -84,9 +84,8 @@ def transformer_arguments(args: Mapping[str, Any], known: Collection[str]) -> di
     if args["pipeline_model_parallel_size"] > 1:
         # Sequences are as long as those of the batch, which may change between batches.
         found |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
-        found.setdefault(
-            "moe_token_dispatcher_type", "alltoall"
-        )  # megatron-core checks it without experts too
+        # megatron-core checks it without experts too.
+        found.setdefault("moe_token_dispatcher_type", "alltoall")
     if args.get("decoder_last_pipeline_num_layers") is not None:
         found["num_layers_in_last_pipeline_stage"] = args["decoder_last_pipeline_num_layers"]
     if args.get("swiglu"):

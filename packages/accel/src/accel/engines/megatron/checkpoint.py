@@ -35,9 +35,8 @@ def save(model: MegatronEngine, folder: Path, plugin: MegatronLMPlugin) -> None:
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    require(
-        "psutil", "megatron"
-    )  # where it is missing, a writer of megatron-core dies, and this waits for ever
+    # Where it is missing, a writer of megatron-core dies, and this waits for ever.
+    require("psutil", "megatron")
     state = _sharded(model, with_optimizer=not plugin.no_save_optim)
     core("dist_checkpointing").save(state | {"arrangement": _arrangement()}, str(target))
 
@@ -109,6 +108,7 @@ def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = Fal
         core("tensor_parallel").get_cuda_rng_tracker().get_states(),
         _arrangement(),
         (places.get_pipeline_model_parallel_rank(), places.get_tensor_model_parallel_rank()),
+        # Data-parallel copies are equal, of which megatron-core writes the first.
         replica_id=places.get_data_parallel_rank(with_context_parallel=True),
     )
     return state

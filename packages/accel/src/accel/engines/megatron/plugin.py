@@ -198,6 +198,7 @@ class MegatronLMPlugin:
                 setattr(self, name, env.get(f"MEGATRON_LM_{name.upper()}"))
         for name in _COUNTS:
             value = getattr(self, name)
+            # bool is an int to isinstance.
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it takes an integer of at least 1.")
         # A flag of the launcher, and a name in scripts; `in (True, False)` would take 1 and 0 too.
@@ -207,6 +208,7 @@ class MegatronLMPlugin:
             self.recompute_granularity = "selective"
         check_conflicts(self)
         warn_of_unused(self)
+        # Of the training, validation and test sets.
         self.consumed_samples = self.consumed_samples or [0, 0, 0]
         # What a schedule has filled in, to be forgotten with it.
         self._of_schedule: set[str] = set()
@@ -301,6 +303,7 @@ class MegatronLMPlugin:
                 args["train_iters"] = steps
                 self._of_schedule.add("train_iters")
         unset = all(args[f"lr_warmup_{unit}"] is None for unit in ("iters", "samples", "fraction"))
+        # Divided, as schedules count the steps of one process, several of which are one of all.
         if unset and scheduler.warmup_num_steps:
             args["lr_warmup_iters"] = scheduler.warmup_num_steps // self.schedule_moves
             self._of_schedule.add("lr_warmup_iters")

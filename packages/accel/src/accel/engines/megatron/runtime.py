@@ -41,6 +41,7 @@ def core(module: str) -> Any:
     Raises:
         ImportError: If it is not installed; the message names the command that installs it.
     """
+    # The package by itself first, whose absence is another error than that of a module in it.
     require("megatron.core", "megatron")
     return require(f"megatron.core.{module}", "megatron")
 
@@ -84,6 +85,7 @@ def start(args: Mapping[str, Any], process: Process) -> None:
     model = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         model *= sizes.get(name, 1)
+    # The rest of the product is data parallelism.
     if process.world_size % model:
         raise ValueError(
             f"tp_degree({sizes['tensor_model_parallel_size']}) * "

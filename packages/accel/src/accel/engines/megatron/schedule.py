@@ -94,6 +94,7 @@ class MegatronEngine(torch.nn.Module):
             assert self.optimizer is not None, "rejected above"
             self.optimizer.has_gradients = True
         loss = self._shared_loss(reported)
+        # What `backward` takes is the loss of the last call that trained.
         self.last_loss = loss if self.training else self.last_loss
         logits = [report["logits"] for report in reported if report.get("logits") is not None]
         return StepOutput(loss, torch.cat(logits) if logits else None)

@@ -47,6 +47,7 @@ class Fp8:
             ImportError: If the library is not installed.
         """
         if self.backend == "AO":
+            # One of the two libraries: the other one need not be installed.
             from accel.models.fp8 import ao
 
             ao.apply(model, self.recipe, gathers)
@@ -96,6 +97,7 @@ def _backend_of(recipe: Any) -> str | None:
 
 def _installed() -> str:
     """Transformer Engine where it and its hardware are; else torchao."""
+    # Its kernels are for NVIDIA GPUs alone.
     return "TE" if is_cuda_available() and is_transformer_engine_available() else "AO"
 
 

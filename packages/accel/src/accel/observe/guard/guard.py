@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,12 +26,22 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from accel.observe.guard.settings import GuardKwargs
     from accel.training.run import Run
 
 __all__ = ["Guard"]
 
 _ROW = 10  # warnings of steps in a row that are wrong; from there on every hundredth warns
+
+
+class _Settings(Protocol):
+    """Those of GuardKwargs, which makes the guard."""
+
+    action: str | None
+    bundle: str | os.PathLike[str] | None
+    max_bundles: int
+    spike: float | None
+    spike_window: int
+    check_gradients: bool
 
 
 class _StepSkipped(Exception):  # no error: leaves the step of an optimizer that has called a closure
@@ -45,7 +56,7 @@ class Guard(Observer):
         settings: What to look for, and what to do.
     """
 
-    def __init__(self, run: Run, settings: GuardKwargs) -> None:
+    def __init__(self, run: Run, settings: _Settings) -> None:
         self._run, self._settings = run, settings
         self._losses: list[torch.Tensor] = []
         self._judged: set[int] = set()  # the ids of optimizers that have stepped since the last backward pass

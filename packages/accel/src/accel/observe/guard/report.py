@@ -106,6 +106,7 @@ def describe(step: int, findings: Sequence[Finding], spikes: Spikes | None, scal
     if places:
         total = max(finding.num_gradients for finding in findings)
         at = "" if scale is None else f" at a loss scale of {scale:g}"
+        # What backward reaches later is computed from it, and broken by it.
         earliest = min(places, key=lambda name: places[name])
         said.append(
             f"the gradients of {len(places)} of {max(total, len(places))} parameters are not finite{at}, "

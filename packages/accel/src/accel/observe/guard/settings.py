@@ -70,6 +70,7 @@ class GuardKwargs(ObserverKwargs):
         is_factor = isinstance(self.spike, (int, float)) and not isinstance(self.spike, bool)
         if self.spike is not None and not (is_factor and self.spike > 1):
             raise ValueError(f"GuardKwargs got spike={self.spike!r}; it takes a factor above 1, or None.")
+        # 10: as many losses as make a median.
         for name, least in (("max_bundles", 1), ("spike_window", 10)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -173,6 +173,7 @@ class Statistics(Observer):
         self._before = (self.steps, self.samples, now)
         values = [now[part] - seconds[part] for part in PARTS]
         own = torch.tensor([self.steps - steps, self.samples - samples, *values], dtype=torch.float64)
+        # Without gloo the numbers come together at the end alone.
         if self._group is None:
             if self.process.world_size == 1:
                 self._take(own[None], self.steps)

@@ -62,6 +62,7 @@ def find_stragglers(
         hides_waits: Whether processes may wait for each other within forward and backward, as models do that
             are shared out. These are long on the fast processes then, so that data is compared by itself too.
     """
+    # One process has none to be compared with, and one without steps has no time per step.
     if len(seconds) < 2 or min(steps) < 1:
         return []
     parts = [

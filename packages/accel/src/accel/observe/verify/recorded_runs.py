@@ -66,6 +66,7 @@ def mean_loss(steps: Sequence[dict[str, Any]]) -> float:
 def is_close(one: float, other: float, tolerance: float) -> bool:
     """Whether two numbers are the same up to a relative tolerance, or both are not a number."""
     both_nan = math.isnan(one) and math.isnan(other)
+    # 1e-9, as no relative difference from 0 is small.
     return both_nan or math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-9)
 
 

@@ -63,6 +63,7 @@ class ContextParallel:
         rank, size = self.ring.mesh.get_local_rank(), self.ring.mesh.size()
         whole, length = _check(buffers or [], dims or [], no_restore or set(), size)
         device = next(iter(whole.values()))[0].device
+        # What an earlier step left without a backward pass is over.
         self._left = None
         self.part = part = Part(balanced_part(length, rank, size, device), length, whole, size)
         # Replaced in torch's module, where models look it up by name; other names for it are noticed by

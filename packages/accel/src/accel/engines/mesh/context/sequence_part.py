@@ -89,6 +89,7 @@ class Part:
                 f"attention has dropout_p={dropout} inside maybe_context_parallel: in backward the processes "
                 "could not repeat what they dropped. Set the dropout of attention to 0."
             )
+        # The exact type: subclasses such as nested tensors lay sequences out otherwise.
         if query.dim() != 4 or type(query) is not torch.Tensor:
             raise ValueError(
                 f"attention got a {type(query).__name__} {tuple(query.shape)} inside maybe_context_parallel; "
