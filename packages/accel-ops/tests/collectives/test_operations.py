@@ -77,7 +77,7 @@ def arrange(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 def build(trees: list[Any], exact: bool) -> list[Any]:
     rank = dist.get_rank()
-    return recursively_apply(make, trees, rank, exact, test_type=lambda node: isinstance(node, Leaf))
+    return recursively_apply(make, trees, rank, exact, test_type=is_leaf)
 
 
 def own(leaf: torch.Tensor) -> torch.Tensor:
@@ -131,6 +131,29 @@ def check_gather(trees: list[Any]) -> None:
         assert_same(result, recursively_apply(naive_gather, tree))
         assert_same(tree, before)
         assert not any(leaf.requires_grad or leaf.is_conj() or leaf.is_neg() for leaf in flatten(result)[0])
+
+
+def check_gather_again(tree: Any, times: int) -> None:
+    """Gather trees of one structure with other values: no result may share memory with another one."""
+    trees = [recursively_apply(other_values, tree, n, test_type=is_leaf) for n in range(times)]
+    trees = build(trees, exact=False)
+    results = [gather(tree) for tree in trees]
+    for one, result in zip(trees, results, strict=True):
+        assert_same(result, recursively_apply(naive_gather, one))
+    used = [memory(tree) for tree in trees + results]
+    assert len(set().union(*used)) == sum(map(len, used))
+
+
+def other_values(leaf: Leaf, number: int) -> Leaf:
+    return leaf._replace(seed=leaf.seed + 1000 * number)
+
+
+def is_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+def memory(tree: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in flatten(tree)[0] if leaf.numel()}
 
 
 def check_reduce(trees: list[Any], reduction: str, scale: float) -> None:
@@ -333,6 +356,22 @@ def test_gather_equals_gathering_leaf_by_leaf(world: Any, trees: list[Any], size
     world.run(check_gather, trees, size=size)
 
 
+def flat_trees() -> st.SearchStrategy[list[Leaf]]:
+    """Lists of leaves that are all of one kind, as most trees are."""
+    kind = st.tuples(st.sampled_from(ALL), st.lists(st.integers(0, 4), max_size=3).map(tuple))
+    return st.builds(
+        lambda kind, n: [Leaf(*kind, "plain", seed) for seed in range(n)], kind, st.integers(1, 20)
+    )
+
+
+@quick
+@given(tree=forests(ALL) | flat_trees(), times=st.integers(2, 4), size=st.sampled_from([2, 3]))
+def test_each_gather_of_a_repeated_structure_has_results_of_its_own(
+    world: Any, tree: Any, times: int, size: int
+) -> None:
+    world.run(check_gather_again, tree, times, size=size)
+
+
 @quick
 @given(
     given=st.one_of(
@@ -357,7 +396,7 @@ def test_broadcast_equals_broadcasting_leaf_by_leaf(
     trees = recursively_apply(
         lambda leaf: leaf._replace(layout="plain") if leaf.layout in ("expanded", "grad") else leaf,
         trees,
-        test_type=lambda node: isinstance(node, Leaf),
+        test_type=is_leaf,
     )
     world.run(check_broadcast, trees, data.draw(st.integers(0, size - 1)), size=size)
 

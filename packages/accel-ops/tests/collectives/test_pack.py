@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -102,6 +104,21 @@ def test_plans_are_remembered_by_shape_dtype_and_device() -> None:
     assert plan([torch.zeros(2)]) is not plan([torch.zeros(1, 2)])
     assert plan([torch.zeros(2)]) is not plan([torch.zeros(2, device="meta")])
     assert plan([torch.zeros(2)]) is not plan([torch.zeros(2)], copies=2)
+
+
+def test_few_plans_and_buffers_are_remembered() -> None:
+    (first,) = plan([torch.zeros(2), torch.zeros(3)]).packs
+    buffers = first.buffers()
+    memory = weakref.ref(buffers.sent)
+    first.keep(buffers)
+    del first, buffers
+    assert memory() is not None
+
+    for n in range(100):
+        round_trip([torch.zeros(n), torch.zeros(5)], 2)
+
+    assert pack._plan.cache_info().currsize <= 32
+    assert memory() is None
 
 
 def test_small_results_share_memory_and_others_do_not() -> None:

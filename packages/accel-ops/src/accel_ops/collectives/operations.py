@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from accel_ops.collectives.checks import require_devices, require_group, require_plain, require_rank
 from accel_ops.collectives.pack import Plan, plan
-from accel_ops.collectives.pack_parts import SHARED_BYTES, as_bytes, put_together, stack_if_alike
+from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.stack import stack_if_alike
 from accel_ops.debug import contract
 from accel_ops.trees.walk import find_path, flatten
 from accel_state.process.facts import Process
@@ -67,14 +68,11 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
     world = process.world_size
     require_group("gather", process)
     # The usual case, as the metrics of a step are: one stack, and one collective.
-    alike = stack_if_alike(leaves, SHARED_BYTES // world)
-    if alike is not None:
-        require_devices("gather", data, [alike.device], process)
-        stacks = alike.new_empty((world * len(leaves), *alike.shape[1:]))
-        # An empty tensor has nothing to send, and every process sees that by itself.
-        if alike.numel():
-            _all_gather(stacks.view(torch.uint8), alike.view(torch.uint8))
-        return put_together(stacks, world)
+    stack = stack_if_alike(leaves, world)
+    if stack is not None:
+        require_devices("gather", data, [stack.kind.device], process)
+        _all_gather(stack.buffers.received, stack.buffers.sent)
+        return stack.take_apart()
     found = _plan("gather", data, leaves, process, copies=world)
     gathered: list[Any] = [None] * len(leaves)
     works = []

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
 
-__all__ = ["SHARED_BYTES", "Part", "as_bytes", "put_together", "stack_if_alike"]
+__all__ = ["SHARED_BYTES", "WORDS", "Part", "as_bytes"]
 
 SHARED_BYTES = 32 * 1024
 """Results that are together no larger than this (bytes) stay in one block of memory; others get their own.
@@ -23,10 +22,10 @@ SHARED_BYTES = 32 * 1024
 Own memory costs an allocation and a copy for each tensor; shared memory stays as long as one of them does.
 """
 
-# Not every dtype can be indexed (float8 cannot), so elements move as words of their size.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""As what elements of a size (bytes) move: not every dtype can be indexed (float8 cannot)."""
+
 _split_with_sizes_copy: Any = torch.split_with_sizes_copy  # torch's annotation says it returns nothing
-_dtype = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class Part:
         # The only copy: each tensor's pieces go into memory of its own.
         if copies.nbytes > SHARED_BYTES:
             return self._in_shape(_split_with_sizes_copy(copies.flatten(1), self.sizes, 1))
-        words = copies.view(_WORDS[self.dtype.itemsize])  # of any dtype, also of those that cannot be indexed
+        words = copies.view(WORDS[self.dtype.itemsize])  # of any dtype, also of those that cannot be indexed
         words = words.reshape(self.laid_out_shape)
         words = words.clone() if self.copies == 1 else words.index_select(0, self.order)
         return self.take_apart(words.view(self.dtype))
@@ -189,45 +188,6 @@ class Part:
         # In place, because a view would cost three times as much and be a view for autograd.
         shaped = zip(pieces, self.result_shapes, strict=True)
         return [piece.resize_(*shape) if shape else piece.resize_(()) for piece, shape in shaped]
-
-
-def stack_if_alike(tensors: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor | None:
-    """Stack the tensors if they are all of one kind: the common case, in the fewest calls.
-
-    Args:
-        tensors: The tensors.
-        nbytes: What they may have together, in bytes.
-
-    Returns:
-        The stack, contiguous; None if they are larger or differ in dtype, shape or device.
-    """
-    if not tensors or tensors[0].nbytes * len(tensors) > nbytes or len(set(map(_dtype, tensors))) > 1:
-        return None
-    # As logits and labels differ: an exception of torch costs as much as all of this.
-    if tensors[0].shape != tensors[-1].shape:
-        return None
-    try:
-        stack = torch.stack(tensors)  # type: ignore[arg-type]
-    except RuntimeError:  # of another shape, or on another device
-        return None
-    return None if stack.is_quantized or stack.layout is not torch.strided else stack.contiguous()
-
-
-def put_together(stacks: torch.Tensor, copies: int) -> Sequence[torch.Tensor]:
-    """Concatenate the tensors of several stacks, each with the ones at its place in the others.
-
-    Args:
-        stacks: What `stack_if_alike` returned, several times: of shape (copies * number of tensors, *shape).
-        copies: How many times.
-
-    Returns:
-        As many tensors as a stack has, in memory of which no other part of the program knows.
-    """
-    total, *shape = stacks.shape
-    # From (copies, number, ...) to (number, copies, ...): the pieces of each tensor come to lie side by side.
-    number, length = total // copies, copies * (shape[0] if shape else 1)
-    laid_out = stacks.view(copies, number, *shape).transpose(0, 1).reshape(number * length, *shape[1:])
-    return torch.unsafe_split_with_sizes(laid_out, [length] * number)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,149 @@
+"""Gathering tensors of one kind, as the metrics of a step are: one stack, in the fewest calls.
+
+After a collective the processor's caches hold other things, and each further function costs many times what
+it costs in a loop. So the memory of a stack is kept, with all views of it that a gather needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from accel_ops.collectives.pack_parts import SHARED_BYTES, WORDS
+
+__all__ = ["Buffers", "Kind", "Stack", "stack_if_alike"]
+
+_dtype = attrgetter("dtype")
+
+
+class Buffers(NamedTuple):
+    """Memory in which stacks travel.
+
+    Args:
+        stack: The stack of this process, of shape (number of tensors, *shape).
+        sent: Its bytes: a uint8 tensor of shape (nbytes,).
+        received: The bytes of all stacks, one after the other: of shape (copies * nbytes,).
+        rows: The rows of all stacks (elements of 0-dimensional tensors), as words of their size.
+    """
+
+    stack: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of what kind the tensors of a stack are.
+
+    Args:
+        number: How many there are.
+        shape: The shape of each.
+        dtype: Their dtype.
+        device: Where they are.
+        copies: How many stacks come back.
+    """
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    copies: int
+    _kept: list[Buffers] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """How many rows each tensor has that comes back."""
+        return [self.copies * (self.shape[0] if self.shape else 1)] * self.number
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """Where in all stacks the rows of each tensor are, one tensor after the other."""
+        place = torch.arange(sum(self.lengths), device=self.device)
+        return place.view(self.copies, self.number, -1).transpose(0, 1).flatten()
+
+    def buffers(self) -> Buffers:
+        """Return buffers that nobody else uses: those that `keep` got, or new ones."""
+        try:
+            return self._kept.pop()  # one call, so that two threads never get the same ones
+        except IndexError:
+            with torch.inference_mode(False):  # buffers made inside of it could not be written outside
+                return self._make_buffers()
+
+    def keep(self, buffers: Buffers) -> None:
+        """Keep buffers for the next time. Nothing reads or writes them any more."""
+        if self.device.type == "cpu":  # on other devices a stream may still use them
+            self._kept[:] = [buffers]
+
+    def _make_buffers(self) -> Buffers:
+        stack = torch.empty((self.number, *self.shape), dtype=self.dtype, device=self.device)
+        received = torch.empty(self.copies * stack.nbytes, dtype=torch.uint8, device=self.device)
+        words = received.view(WORDS[self.dtype.itemsize])
+        rows = words.view(sum(self.lengths), *self.shape[1:])
+        return Buffers(stack, stack.view(-1).view(torch.uint8), received, rows)
+
+
+class Stack(NamedTuple):
+    """Tensors of one kind, stacked.
+
+    Args:
+        kind: Their kind.
+        buffers: Memory that holds them, which goes back to the kind with `take_apart`.
+    """
+
+    kind: Kind
+    buffers: Buffers
+
+    def take_apart(self) -> Sequence[torch.Tensor]:
+        """Make the tensors that come back: each with its copies, put together along the first dimension.
+
+        Returns:
+            As many tensors as the stack has, in memory of which no other part of the program knows.
+        """
+        kind, buffers = self
+        rows = buffers.rows.index_select(0, kind.order)
+        kind.keep(buffers)
+        if rows.dtype is not kind.dtype:
+            rows = rows.view(kind.dtype)
+        # Unsafe means: pieces that autograd takes for independent, which they are, as nobody has the whole.
+        return torch.unsafe_split_with_sizes(rows, kind.lengths)
+
+
+def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None:
+    """Stack the tensors if they are small and all of one kind: the common case.
+
+    Args:
+        tensors: The tensors.
+        copies: How many stacks come back.
+
+    Returns:
+        The stack; None if what comes back has more than SHARED_BYTES or no bytes at all, or if the tensors
+        differ in dtype, shape or device.
+    """
+    if not tensors:
+        return None
+    first = tensors[0]
+    nbytes = first.nbytes * len(tensors) * copies
+    if not 0 < nbytes <= SHARED_BYTES or first.is_quantized or len(set(map(_dtype, tensors))) > 1:
+        return None
+    # As logits and labels differ: an exception of torch costs as much as all of this.
+    if first.shape != tensors[-1].shape:
+        return None
+    kind = _kind(len(tensors), first.shape, first.dtype, first.device, copies)
+    buffers = kind.buffers()
+    try:
+        torch.stack(tensors, out=buffers.stack)  # type: ignore[arg-type]
+    except RuntimeError:  # of another shape, or on another device
+        return None
+    return Stack(kind, buffers)
+
+
+# A loop gathers the same few trees again and again.
+@lru_cache(maxsize=32)
+def _kind(number: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, copies: int) -> Kind:
+    return Kind(number, shape, dtype, device, copies)
