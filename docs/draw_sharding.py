@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mkdocs.structure.files import File, Files
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import prepare_data_loader
 
-__all__ = ["PICTURES", "Cell", "Picture", "draw", "on_files", "shares"]
+__all__ = ["PICTURES", "Cell", "Picture", "draw", "on_files", "one_order", "shares"]
 
 CELL, GAP, LABEL, LINE = 26, 12, 96, 34  # pixels
 COLORS = ("#9ecae9", "#ffbf79", "#a1d99b", "#d4a6c8")
@@ -164,8 +165,29 @@ def _text(left: float, base: float, text: str, anchor: str) -> str:
     return f'<text x="{left}" y="{base}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
+def one_order() -> str:
+    """Return the picture of the README: one order on one process, on two, and its rest on three."""
+    parts, height = [], 0
+    for name in ("shuffled-one", "shuffled", "resumed"):
+        drawn = draw(PICTURES[name])
+        parts.append(
+            f'<g transform="translate(8 {height + 28})">{drawn[drawn.index("</title>") + 8 : -7]}</g>'
+        )
+        parts.append(_text(8, height + 18, PICTURES[name].title, "start"))
+        height += 28 + 24 + PICTURES[name].processes * LINE + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="440" height="{height}" role="img" '
+        'font-family="sans-serif" font-size="12"><title>One order on any number of processes</title>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pictures to the files of the site."""
+    if (Path(__file__).parent / "img/one-order.svg").read_text() != one_order():
+        raise ValueError(
+            "docs/img/one-order.svg, which the README shows, is not what loaders do: see one_order"
+        )
     for name, picture in PICTURES.items():
         files.append(File.generated(config, f"img/sharding-{name}.svg", content=draw(picture)))
     return files

@@ -34,11 +34,12 @@ from .resharded import resharded_row
 from .row import Row
 from .statistics import statistics_row
 from .step import step_row
-from .table import render, setting, write
+from .table import headlines, render, setting, write
 from .tracking import log_row
 from .watchdog import watchdog_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+README = Path(__file__).parents[2] / "README.md"
 
 SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "step": partial(step_row, 1),
@@ -89,7 +90,8 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds: to see that it runs, not to measure"
     )
-    parser.add_argument("--write", action="store_true", help="put the whole table into docs/performance.md")
+    whole = "put the whole table into docs/performance.md, and some of its rows into README.md"
+    parser.add_argument("--write", action="store_true", help=whole)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a row misses its limit")
     args = parser.parse_args()
     unknown = sorted(set(args.sections) - set(SECTIONS))
@@ -107,6 +109,7 @@ def main() -> int:
     print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", file=sys.stderr)
     if args.write:
         write(PAGE, table, note)
+        write(README, headlines(rows), note)
     failed = bool(failures) or (args.check and not all(row.passed for row in rows))
     return 1 if failed else 0
 

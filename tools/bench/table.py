@@ -10,11 +10,38 @@ from pathlib import Path
 
 from .row import Row
 
-__all__ = ["render", "setting", "write"]
+__all__ = ["HEADLINES", "headlines", "render", "setting", "write"]
 
 BEGIN = "<!-- bench: begin -->"
 END = "<!-- bench: end -->"
 HEADER = ("measured", "accel", "limit", "", "accelerate", "lightning-fabric", "baseline", "noise")
+
+HEADLINES = (
+    "training step of a toy MLP, 1 process: time / plain PyTorch",
+    "training step of a toy MLP, 2 processes: time / plain DDP",
+    "training loop with windows of 4, 1 process: time / plain PyTorch",
+    "iterating a prepared loader, 1 process, 0 workers: time / plain DataLoader",
+    "iterating a prepared stream of cheap samples, 1 process: time / plain DataLoader",
+    "gather of a dict of 64 small tensors, 2 processes: time / one flat all_gather",
+    "dispatch of dicts of 3 tensors, batch 32, 2 processes: time of accelerate / accel",
+    "save_state of 400 MB of weights with AdamW: time / raw files with fsync",
+    "save_state(blocking=False), 400 MB with AdamW: time it holds / blocking save",
+    "load_state of 400 MB of weights with AdamW, from the system's cache: time of accelerate / accel",
+    "load_state of 400 MB of weights with AdamW, from the disk: time of accelerate / accel",
+    "load_checkpoint_and_dispatch of 400 MiB in 400 modules to the CPU: time of accelerate / accel",
+    "`from accel import Accelerator`: CPU time / `import torch`",
+    "`accel launch script.py`, 1 process: wall seconds over `python script.py`",
+    "`accel launch script.py`, 2 processes: wall time / torchrun",
+)
+"""The rows that the README shows, misses of limits among them."""
+
+
+def headlines(rows: Sequence[Row]) -> str:
+    """Return the table of the README: what is measured, accel's value, its limit, and that of accelerate."""
+    found = {row.what: _cells(row) for row in rows}
+    chosen = [found[name] for name in HEADLINES if name in found]
+    lines = [f"| {what} | {value} | {limit} | {peer} |" for what, value, limit, _, peer, *_ in chosen]
+    return "\n".join(["| measured | accel | limit | accelerate |", "|---|---|---|---|", *lines])
 
 
 def render(rows: Sequence[Row], failures: Mapping[str, str] | None = None) -> str:

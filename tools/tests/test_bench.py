@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from bench import __main__ as command
 from bench.launch import _outlives_s
 from bench.row import Row
-from bench.table import BEGIN, END, render, write
+from bench.table import BEGIN, END, HEADLINES, render, write
 from bench.timing import BASELINE, differences, interleave, ratios, timed
 from bench.workers import run_workers
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_contestants_take_turns_in_an_order_that_changes_and_repeats():
@@ -79,10 +82,13 @@ def test_a_section_that_fails_is_named_and_the_others_are_measured(monkeypatch, 
         raise RuntimeError("worker died\nand the rest of its log")
 
     page = tmp_path / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n")
+    front = tmp_path / "front.md"
+    for empty in (page, front):
+        empty.write_text(f"{BEGIN}\n{END}\n")
     sections = {"broken": broken, "one": lambda *, quick: Row("a", 1.0, 2.0)}
     monkeypatch.setattr(command, "SECTIONS", {**sections, "two": lambda *, quick: [Row("b", 1.0, 2.0)]})
     monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(command, "README", front)
     monkeypatch.setattr(sys, "argv", ["bench", "--write"])
 
     assert command.main() == 1
@@ -96,6 +102,19 @@ def test_a_section_that_fails_is_named_and_the_others_are_measured(monkeypatch, 
 
     monkeypatch.setattr(sys, "argv", ["bench", "one", "two"])
     assert command.main() == 0
+
+
+def test_the_readme_has_rows_of_the_last_run():
+    readme, page = (
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split(BEGIN)[1].splitlines()]
+        for text in ((ROOT / "README.md").read_text(), (ROOT / "docs/performance.md").read_text())
+    )
+    measured = {cells[0]: cells for cells in page if len(cells) > 4}
+    shown = [cells for cells in readme if len(cells) == 4 and cells[0] in HEADLINES]
+
+    assert [cells[0] for cells in shown] == list(HEADLINES)
+    for what, value, limit, peer in shown:
+        assert [value, limit, peer] == [measured[what][column] for column in (1, 2, 4)]
 
 
 def test_write_replaces_the_last_table_and_nothing_else(tmp_path):
