@@ -176,7 +176,7 @@ def one_order() -> str:
         parts.append(_text(8, height + 18, PICTURES[name].title, "start"))
         height += 28 + 24 + PICTURES[name].processes * LINE + 8
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="440" height="{height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="480" height="{height}" role="img" '
         'font-family="sans-serif" font-size="12"><title>One order on any number of processes</title>'
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
