@@ -24,7 +24,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         `__getattr__`, `__dir__` and `__all__` (sorted), to be assigned in the package.
     """
     module_of, submodules = {}, set()
-    # Cut by hand: ast and pathlib would take most of the time in which a launcher starts.
+    # Split as text: ast and pathlib would take most of the time in which a launcher starts.
     with open(f"{file}i", encoding="utf-8") as stub:
         statements = f"\n{stub.read()}".split("\nfrom ")[1:]
     for statement in statements:

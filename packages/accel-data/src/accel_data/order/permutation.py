@@ -16,7 +16,7 @@ from accel_data.order.mixing import mix_seed
 
 __all__ = ["KeyedPermutation"]
 
-# With six, numbers of one column can be told from random ones; see order/test_permutation_statistics.py.
+# With six, numbers of one column differ from random ones in tests; see order/test_permutation_statistics.py.
 _ROUNDS = 8
 _TABLE = 2**14  # up to here it is a table, as rounds over few rows and columns would show in statistics
 _BLOCK = 8192  # positions at once: 64 KiB for each of the few tensors, which stay in the processor's cache
@@ -108,7 +108,7 @@ class KeyedPermutation:
         row = torch.div(numbers, self._num_columns, rounding_mode="floor")
         column = numbers - row * self._num_columns
         self._rounds(row, column, forward)
-        # No product tells what has left the range: near 2**63 it would overflow.
+        # No product shows what has left the range: near 2**63 it would overflow.
         while (outside := (row == self._num_rows - 1).logical_and_(column >= self._last_columns)).any():
             again = row[outside], column[outside]
             self._rounds(*again, forward)

@@ -79,7 +79,7 @@ def interface_of(address: str) -> str | None:
         address: An IPv4 address of this machine.
 
     Returns:
-        The name; None if no interface has the address as its first, or the system cannot tell.
+        The name; None if no interface has the address as its first, or the system does not say.
     """
     try:
         import fcntl

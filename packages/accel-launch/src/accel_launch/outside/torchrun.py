@@ -217,6 +217,6 @@ def torchrun_environment(plan: Plan) -> dict[str, str]:
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if plan.settings.value("max_restarts") or plan.machines[0] != plan.machines[1]:
-        # One store for all attempts would tell a fast worker where the others were in the attempt before.
+        # One store for all attempts would give a fast worker the others' addresses of the attempt before.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return environ

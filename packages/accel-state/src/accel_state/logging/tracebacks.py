@@ -18,7 +18,7 @@ def set_tracebacks() -> None:
     ACCELERATE_DISABLE_RICH, which older programs set, comes before it. Where rich is not installed, a warning
     says so and tracebacks stay as they are.
     """
-    # Off by default: rich's tracebacks of many processes are hard to tell apart in one log.
+    # Off by default: rich's tracebacks of many processes are hard to distinguish in one log.
     if not env.get("ACCELERATE_ENABLE_RICH"):
         return
     if env.get("ACCELERATE_DISABLE_RICH"):

@@ -105,7 +105,7 @@ def _tensors_of_folder(path: Path, trust_remote_code: bool, builds: bool) -> Ten
             if file.suffix == ".safetensors":
                 entries, _, _ = read_header(file)
                 shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items()}
-        if shapes:  # files of other formats tell no shapes without being read
+        if shapes:  # there are none in files of other formats
             return Tensors(shapes)
     if not has_config:
         raise LaunchError(f"The folder {path} has neither safetensors files nor a config.json.")

@@ -186,13 +186,15 @@ def _text(verdict: Verdict, script: str, size: int) -> str:
     lines = [
         "  ".join(item.rjust(width) for item, width in zip(row, widths, strict=True)) for row in [head, *rows]
     ]
-    told = [f"Note: {note}" for note in verdict.notes]
+    sentences = [f"Note: {note}" for note in verdict.notes]
     difference = verdict.difference
     if difference is None:
-        told.append(f"The same: {script} trains on {size} processes as it does on one.")
+        sentences.append(f"The same: {script} trains on {size} processes as it does on one.")
     else:
         when = f"from step {difference.step} on" if difference.step else "from the start"
-        told.append(f"Different {when}: {difference.text}")
-        told += [f"Likely cause: {cause}" for cause in verdict.causes] or ["The cause is not known."]
-    lines += [textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False) for text in told]
+        sentences.append(f"Different {when}: {difference.text}")
+        sentences += [f"Likely cause: {cause}" for cause in verdict.causes] or ["The cause is not known."]
+    lines += [
+        textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False) for text in sentences
+    ]
     return "\n".join(lines)

@@ -124,7 +124,7 @@ def choose(
         # A plugin reads the rest of its settings from the environment by itself.
         plugins = {name: _class_of(name)() for name, item in _ARGUMENTS.items() if env.get(item.switch)}
         reasons = [_ARGUMENTS[name].switch for name in plugins]
-    # One engine trains; which of two was meant nobody can tell.
+    # One engine trains, and nothing says which of two was meant.
     if len(reasons) > 1:
         raise ValueError(
             f"{' and '.join(reasons)} ask for different engines, and a model is trained by one. Leave all "

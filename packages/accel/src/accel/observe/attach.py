@@ -30,7 +30,7 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
 
     def undo() -> None:
         owner, function = held(), placed()
-        # What was put around it since stays, and goes on to call it.
+        # A wrapper that was put there since stays, and goes on to call it.
         if owner is None or function is None or vars(owner).get(name) is not function:
             return
         if earlier is None:

@@ -28,11 +28,11 @@ class Observer:
         """A loader was prepared."""
 
     def saving(self) -> AbstractContextManager[None]:
-        """A context around `save_state`."""
+        """A context for `save_state`."""
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[None]:
-        """A context around `load_state`."""
+        """A context for `load_state`."""
         return nullcontext()
 
     def stop(self) -> None:

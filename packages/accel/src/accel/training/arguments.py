@@ -160,7 +160,7 @@ def resolve_dataloader_config(
         return config if config is not None else DataLoaderConfiguration()
     if config is None:
         return DataLoaderConfiguration(split_batches=bool(split_batches))
-    # The other contradiction cannot be told from a default:
+    # The other contradiction looks like a default:
     # config.split_batches is False where nobody set it.
     if config.split_batches and not split_batches:
         raise ValueError(

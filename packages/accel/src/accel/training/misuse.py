@@ -260,7 +260,7 @@ def _family(parameters: Collection[torch.Tensor], known: Collection[int]) -> lis
     for module in modules:
         for child in (vars(module).get("_modules") or {}).values():  # missing where __init__ has not run yet
             parents.setdefault(id(child), []).append(module)
-    # One is enough: those around it are found from it.
+    # One is enough: those that it is in are found from it.
     family = [module for module in modules if wanted & set(map(id, _own_parameters(module)))][:1]
     for module in family:  # which grows
         above = (item for item in parents.get(id(module), ()) if not any(item is other for other in family))

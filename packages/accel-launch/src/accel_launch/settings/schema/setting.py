@@ -18,7 +18,7 @@ class Group:
     Args:
         title: Heading in `--help`.
         enabled_by: Name of the setting that makes the group count; empty if it always does.
-        enabled: Tells from that setting's value whether the group counts.
+        enabled: Returns from that setting's value whether the group counts.
         remedy: What a user adds to make the group count.
     """
 

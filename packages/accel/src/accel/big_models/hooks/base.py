@@ -26,7 +26,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ModelHook:
-    """Base class of hooks: methods that are called around a module's forward. By default they change nothing.
+    """Base class of hooks: methods that are called before and after a module's forward.
 
     Unlike the hooks of torch, these see and may change keyword arguments.
 
@@ -130,7 +130,7 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Process the output with each hook; if one fails, those after it are told that the call failed."""
+        """Process the output with each hook; if one fails, `forward_failed` of those after it is called."""
         count = 0
         try:
             for hook in self.hooks:

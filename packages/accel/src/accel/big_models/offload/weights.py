@@ -296,11 +296,11 @@ def use_prefetcher(model: nn.Module, on_disk: set[str]) -> None:
             ):
                 hook.prefetcher = prefetcher
                 reading.append(path)
-    # On all modules around these, as users call a part of a model alone.
-    around = {""} if reading else set[str]()
+    # On all modules that these are in, as users call a part of a model alone.
+    outer = {""} if reading else set[str]()
     for path in reading:
-        around.update(accumulate(path.split(".")[:-1], "{}.{}".format))
-    for path in sorted(around):
+        outer.update(accumulate(path.split(".")[:-1], "{}.{}".format))
+    for path in sorted(outer):
         module = model.get_submodule(path)
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # which have no forward
             add_hook_to_module(module, EndOfForward(prefetcher), append=True)

@@ -134,7 +134,7 @@ def _output_layers(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, path: str) -> bool:
-    """Return whether a name, or the end of a dotted path, leads to a module or to one around it."""
+    """Return whether a name, or the end of a dotted path, leads to a module or to one that it is in."""
     # With dots at both ends, so that "fc1" is not found in "fc10".
     return f".{name}." in f".{path}."
 

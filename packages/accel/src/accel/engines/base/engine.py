@@ -151,7 +151,7 @@ class Engine:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
-        """The schedule that takes this one's place; None for AcceleratedScheduler around it."""
+        """The schedule that takes this one's place; None to wrap it in AcceleratedScheduler."""
         return None
 
     def unwrap_model(

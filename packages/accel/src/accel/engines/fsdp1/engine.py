@@ -289,7 +289,7 @@ class FSDP1Engine(ShardedEngine):
             warn_of_upcast(model, *flat.upcast_groups(model, groups))
         # Before wrapping: afterwards names have prefixes, and tied weights one name.
         record, before = FlatRecord.of(model), aliases(model)
-        # Checkpointing changes the forward that the wrappers go around: parameters are gathered for the
+        # Checkpointing changes the forward that the wrappers call: parameters are gathered for the
         # second computation too.
         apply_activation_checkpointing(
             groups.checkpointed, bool(self.plugin.activation_checkpointing_offload)

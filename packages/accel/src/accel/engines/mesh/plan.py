@@ -90,7 +90,7 @@ def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """Make a model parallel; the order matters."""
     if plan.upcasts:
         warn_of_upcast(model, upcast(model, plan.ignored))
-    # Checkpointing changes the forward that the sharding's hooks go around: parameters are gathered once for
+    # Checkpointing changes the forward that the sharding's hooks wrap: parameters are gathered once for
     # the second computation too.
     apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)
     pending = dict(plan.tensor)

@@ -29,7 +29,7 @@ FSDP_AUTO_WRAP_POLICY = list(env.VARIABLES["FSDP_AUTO_WRAP_POLICY"].choices)
 """Names of the policies that say which modules are sharded by themselves."""
 
 _DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32, "NO": torch.float32}
-_DTYPES["FP8"] = torch.bfloat16  # what is around layers that compute in fp8
+_DTYPES["FP8"] = torch.bfloat16  # of all but the layers that compute in fp8
 _DTYPES |= {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16, "FLOAT32": torch.float32}
 _FLAGS = {
     "forward_prefetch": "FSDP_FORWARD_PREFETCH",
@@ -297,7 +297,7 @@ class FullyShardedDataParallelPlugin:
         other default, and in fp32 in version 2, so that their sum does not depend on the number of processes.
 
         Args:
-            mixed_precision: "bf16", "fp16", "fp8" (bf16 around the layers that compute in fp8) or "no".
+            mixed_precision: "bf16", "fp16", "fp8" (bf16 in all but the layers that compute in fp8) or "no".
             buffer_autocast: Version 1: cast buffers too.
             override: Replace a policy that is set.
 

@@ -1,4 +1,4 @@
-"""Single steps of FSDP, for those who put models together by hand: what the engines do, step by step."""
+"""Single steps of FSDP, as documented functions: what the engines do, step by step."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def convert_model_to_fp8_ao(
     The parameters stay the same objects, unless `config` has FSDP2 gather them in fp8.
 
     Args:
-        model: The model, before anything is wrapped around it.
+        model: The model, before it is wrapped.
         config: torchao's `Float8LinearConfig`; default: tensorwise scaling.
         module_filter_func: Called with each linear layer and its name; True to replace it. By default all
             but the first and the last one, and but those that GPUs cannot multiply in fp8 (sizes that are

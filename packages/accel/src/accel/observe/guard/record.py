@@ -158,7 +158,7 @@ class Recorder:
 
 def called(run: Run, model: torch.nn.Module) -> torch.nn.Module:
     """The part of a prepared model whose buffers are final when it is called."""
-    # Inside of DDP, which sends buffers around before it calls the model; outside of compiled code.
+    # Inside of DDP, which broadcasts buffers before it calls the model; outside of compiled code.
     return model if hasattr(model, "_orig_mod") else run.engine.unwrap_model(model)
 
 

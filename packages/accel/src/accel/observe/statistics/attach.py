@@ -52,7 +52,7 @@ def time_collectives(clock: Clock) -> Undo:
             return
         for owner, name in _PLACES:
             function = getattr(owner, name, None)
-            # What was put around it since stays, and calls what is left in its place here.
+            # A wrapper that was put there since stays, and calls the function that is put back here.
             if function is not None and "_accel_statistics" in vars(function):
                 setattr(owner, name, function._accel_statistics)
 
@@ -76,7 +76,7 @@ def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
 def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     """Time the forward passes of a prepared model; returns what takes that off."""
     if isinstance(model, DistributedDataParallel) and next(model.module.buffers(), None) is not None:
-        # Before it calls the model it waits for the others, to send buffers around.
+        # Before it calls the model it broadcasts buffers, and waits for the others.
         handles = _forward_hooks(clock, model, "collectives") + _forward_hooks(clock, model.module, "forward")
     else:
         handles = _forward_hooks(clock, model, "forward")

@@ -79,7 +79,7 @@ def enlarge_batches(factor: int, loader: Any) -> Any:
     sampler = loader.batch_sampler
     if isinstance(getattr(sampler, "batch_size", None), int):
         sampler.batch_size *= factor  # type: ignore[union-attr]
-    # DataLoader refuses an assignment after it was made, and reads it when it is prepared.
+    # DataLoader rejects an assignment after it was made, and reads it when it is prepared.
     if loader.batch_size is not None:
         vars(loader)["batch_size"] = loader.batch_size * factor
     vars(loader)["_verify_enlarged"] = True

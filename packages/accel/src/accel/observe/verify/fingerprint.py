@@ -32,7 +32,7 @@ def sample_digests(batch: Any) -> list[int]:
         batch: Tensors in lists, tuples and mappings, or a list of other objects.
 
     Returns:
-        The numbers, in the order of the samples; none if the batch has no samples that could be told apart.
+        The numbers, in the order of the samples; none if the batch has no samples that can be distinguished.
     """
     tensors = [item for item in flatten(batch)[0] if item.dim()]
     if not tensors:

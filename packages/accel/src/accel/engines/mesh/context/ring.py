@@ -38,7 +38,7 @@ class Ring:
     Attributes:
         mesh: Their axis.
         rotation: One of `ROTATIONS`.
-        may_go_backward: Asked before backward passes anything around, if given; raises where it may not.
+        may_go_backward: Called before backward communicates, if given; raises where it may not.
     """
 
     mesh: DeviceMesh
