@@ -222,15 +222,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._held_back += 1
             return None
         self._held_back, self._step_was_skipped = 0, False
+        # Local names: __getattr__ makes each look-up on a wrapper slow, also of what it has.
+        optimizer, owner, scaler = self.optimizer, self.owner, self.scaler
         if self._steps_in_backward:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
             return None
-        self.owner.before_step(self.optimizer.param_groups)
-        if self.scaler is not None:
-            return self._step_scaled(self.scaler, closure)
+        if owner.acts:
+            owner.before_step(optimizer.param_groups)
+        if scaler is not None:
+            return self._step_scaled(scaler, closure)
         if closure is None:
-            return self.optimizer.step()
-        return self.optimizer.step(closure)
+            return optimizer.step()
+        return optimizer.step(closure)
 
     def skip_step(self) -> None:
         """Drop the gradients of the window in the place of a step; nothing inside a window.

@@ -18,9 +18,16 @@ class ParameterOwner:
     where it meets either.
     """
 
-    # A class attribute, as most owners never hold anything back.
+    # Class attributes, as most owners never hold anything back, and those of one process have nothing to do.
     holds_back = False
     """Whether gradients are kept outside of `.grad` now."""
+
+    acts = False
+    """Whether `after_backward`, `finish_window` and `before_step` are to be called; they are of subclasses."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.acts = True  # whatever they override
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that is stepped for a parameter that a user may hold."""

@@ -76,19 +76,23 @@ class AcceleratedScheduler:
             *args: Passed to the scheduler's own step (a metric, for ReduceLROnPlateau).
             **kwargs: Likewise.
         """
+        # Local names: __getattr__ makes each look-up on a wrapper slow, also of what it has.
+        scheduler, state = self.scheduler, self.gradient_state
         # A measurement of an evaluation has no step that it could wait for.
-        if not self.step_with_optimizer or (self._measured and not self.gradient_state.in_dataloader):
-            self.scheduler.step(*args, **kwargs)
+        if not self.step_with_optimizer or (self._measured and not state.in_dataloader):
+            scheduler.step(*args, **kwargs)
             return
-        if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+        if not state.sync_gradients:
+            if state.adjust_scheduler and hasattr(scheduler, "_step_count"):
                 # What the scheduler's own step would count, though the rate stays.
-                self.scheduler._step_count += 1
+                scheduler._step_count += 1
             return
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        self._move(*args, **kwargs)
+        scheduler.step(*args, **kwargs)
+        if self._moves > 1 and state.step_scheduler_per_process:
+            self._move_on(*args, **kwargs)
 
     def get_last_lr(self) -> Any:
         """Return the list of learning rates of the parameter groups, as last set."""
@@ -133,10 +137,8 @@ class AcceleratedScheduler:
     def __repr__(self) -> str:
         return f"AcceleratedScheduler({self.scheduler!r})"
 
-    def _move(self, *args: Any, **kwargs: Any) -> None:
-        self.scheduler.step(*args, **kwargs)
-        if self._moves == 1 or not self.gradient_state.step_scheduler_per_process:
-            return
+    def _move_on(self, *args: Any, **kwargs: Any) -> None:
+        """The moves of the other processes, after the first one."""
         for _ in range(self._moves - 1):
             # The number of processes need not divide the schedule's length; torch raises at a step beyond it.
             if _has_ended(self.scheduler):

@@ -250,7 +250,7 @@ class Window:
 
     def _next_micro_batch(self) -> None:
         if self._step == 0:
-            self._forget_losses()
+            self._has_means, self._weight = False, None
         elif self._weight is not None:
             self._weight.next_micro_batch()
 

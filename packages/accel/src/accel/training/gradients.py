@@ -198,7 +198,8 @@ class GradientControl:
         run = self.run
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if run.gradient_state.sync_gradients:
-            run.engine.owner.finish_window()
+            if run.engine.owner.acts:
+                run.engine.owner.finish_window()
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)
             return run.engine.gradients.clip_norm(tensors, max_norm, norm_type)
@@ -212,7 +213,8 @@ class GradientControl:
         """Clip each gradient to [-clip_value, clip_value]; inside an accumulation window, nothing."""
         run = self.run
         if run.gradient_state.sync_gradients:
-            run.engine.owner.finish_window()
+            if run.engine.owner.acts:
+                run.engine.owner.finish_window()
             tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)

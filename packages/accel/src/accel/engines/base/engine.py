@@ -171,4 +171,5 @@ class Engine:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         # After it, as what was left out is known by now alone (a graph that is kept, parameters that were
         # unfrozen).
-        self.owner.after_backward(bool(kwargs.get("retain_graph")))
+        if self.owner.acts:
+            self.owner.after_backward(bool(kwargs.get("retain_graph")))
