@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -228,15 +227,15 @@ def test_every_micro_batch_is_in_one_window(num_steps: int, lengths: list[int], 
 
 def test_state_is_read_where_it_is_published() -> None:
     # The window keeps no copy of the settings: whoever changes the state changes the window.
-    state = SimpleNamespace(
-        num_steps=2, sync_with_dataloader=True, end_of_dataloader=False, sync_each_batch=False
-    )
-    state._set_sync_gradients = lambda sync: setattr(state, "sync_gradients", sync)
-    window = Window(state)  # type: ignore[arg-type]
+    window, state = make(4)
 
     assert not window.advance()
-    state.end_of_dataloader = True
+    state.plugin_kwargs["num_steps"] = 2
+    assert window.loss_divisor() == 2
     assert window.advance()
+    assert not window.advance()
+    for _ in Loader(1, state):
+        assert window.advance()
 
 
 def test_a_number_of_micro_batches_suffices(fresh_state):

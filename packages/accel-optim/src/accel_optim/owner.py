@@ -23,7 +23,7 @@ class ParameterOwner:
     """Whether gradients are kept outside of `.grad` now."""
 
     acts = False
-    """Whether `after_backward`, `finish_window` and `before_step` are to be called; they are of subclasses."""
+    """Whether `after_backward`, `finish_window` and `before_step` are called; those of subclasses are."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

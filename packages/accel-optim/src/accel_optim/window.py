@@ -121,8 +121,10 @@ class Window:
         self._next_micro_batch()
         self._inside = True
         count = self._step + 1
-        # Not equality: num_steps may have been lowered in the middle of a window.
-        closes = count >= state.num_steps or (state.end_of_dataloader and state.sync_with_dataloader)
+        # `num_steps` without its property, which costs as much as all else here. Not equality: it may have
+        # been lowered in the middle of a window.
+        steps = state.plugin_kwargs.get("num_steps") or 1
+        closes = count >= steps or (state.end_of_dataloader and state.sync_with_dataloader)
         # 0 again at the boundary itself, so that `step` counts the micro-batches of an open window alone.
         self._step = 0 if closes else count
         state._set_sync_gradients(closes)
@@ -148,7 +150,7 @@ class Window:
         if self._weight is not None and self._is_open:
             raise ValueError(_MIXED)
         self._has_means = True
-        return self.gradient_state.num_steps
+        return self.gradient_state.plugin_kwargs.get("num_steps") or 1  # no property, see `advance`
 
     def weigh(self, weight: Any, gradients: Gradients) -> Weight:
         """Count the weight of this micro-batch, and return what its sum of losses is multiplied by.

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
+from accel.training import misuse
 from accel_optim.handlers import GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -187,6 +188,61 @@ def test_a_step_of_a_sharded_model_looks_nothing_up(world: Any, fp16: bool) -> N
         found = {name: own[name] for name in ("imports", "searches", "environment", "synchronize")}
         assert not any(found.values()), found
         assert own["collectives"] > 0
+
+
+# A call in Python costs up to a microsecond of a step, as torch's work has emptied the processor's caches.
+CALLS = {
+    "backward": 2,  # the Accelerator's and the engine's
+    "loss_divisor": 1,
+    "clip_grad_norm_": 1,
+    "clip_norm": 1,
+    "step": 2,  # the optimizer's and the scheduler's
+    "step_was_skipped": 1,
+    "zero_grad": 1,
+}
+ACCUMULATING = {
+    "accumulate": 1,
+    "__enter__": 1,
+    "advance": 1,
+    "_next_micro_batch": 1,
+    "_set_sync_gradients": 1,
+    "__exit__": 1,
+}
+
+
+def test_a_step_on_one_process_makes_few_calls_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misuse, "_checked_runs", [])  # without those that other tests have left
+    accelerator = Accelerator()
+    model, optimizer, scheduler, _ = parts()
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    calls: Counter[str] = Counter()
+
+    def step() -> None:
+        accelerator.backward(model(torch.ones(4, 3)).mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            step()
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("accel"):
+            calls[frame.f_code.co_name] += 1
+
+    for run, expected in ((step, CALLS), (micro_batch, CALLS | ACCUMULATING)):
+        run()  # the first steps are checked for misuse
+        run()
+        calls.clear()
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+        assert calls == expected
 
 
 def test_what_is_counted_is_seen() -> None:

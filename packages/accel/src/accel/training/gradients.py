@@ -202,7 +202,8 @@ class GradientControl:
                 run.engine.owner.finish_window()
             if run.scaler is not None or run.lomo is not None:
                 tensors = _unscaled(run, tensors)
-            return run.engine.gradients.clip_norm(tensors, max_norm, norm_type)
+            gradients = run.gradients or run.engine.gradients
+            return gradients.clip_norm(tensors, max_norm, norm_type)
         # The gradients so far, of this process: they are neither whole nor unscaled.
         norm = run.engine.gradients.norm(tensors, norm_type)
         if norm is None or run.scaler is None:

@@ -160,6 +160,7 @@ def prepare_models_and_optimizers(
             observer.model_prepared(model)
         for optimizer in done.optimizers:
             observer.optimizer_prepared(optimizer)
+    run.gradients = run.engine.gradients
     run.lomo = find_lomo(run.optimizers)  # all: one of an earlier call may be it
     if fresh:
         run.watch.resume(run)

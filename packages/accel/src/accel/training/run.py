@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from accel.engines import Engine
+    from accel.engines import Engine, Gradients
     from accel.observe.observer import Observer
     from accel_ckpt.config import ProjectConfiguration
     from accel_data.config import DataLoaderConfiguration
@@ -77,6 +77,7 @@ class Run:
         save_hooks: Called before `save_state` writes.
         load_hooks: Called before `load_state` reads.
         observers: What observes the run; none of a step's code asks for them.
+        gradients: The engine's gradients, asked for once, when models or optimizers are prepared.
         lomo: The prepared optimizer that steps in backward, if there is one.
         is_usual: Whether backward passes are no longer counted, and not those of LOMO.
         preemption: Notes signals to end, after the first `save_on_preemption`.
@@ -103,6 +104,7 @@ class Run:
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     observers: list[Observer] = field(default_factory=list)
+    gradients: Gradients | None = None
     lomo: Any = None
     is_usual: bool = False
     preemption: EndNotice | None = None

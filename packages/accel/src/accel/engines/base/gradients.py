@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
+from torch.nn import utils
 
 from accel_ops.collectives import operations
 from accel_optim.scaler import get_fsdp2_grad_scaler, get_grad_scaler
@@ -102,19 +103,19 @@ class Gradients:
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor | None:
         """The total norm of the gradients as they are now."""
-        return torch.nn.utils.get_total_norm(gradients_of(parameters), norm_type)
+        return utils.get_total_norm(gradients_of(parameters), norm_type)
 
     def clip_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm; returns the norm before clipping."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value]."""
         clipped = [tensor for tensor in parameters if tensor.grad is not None]
         if clipped:  # torch 2.13 fails on none
-            torch.nn.utils.clip_grad_value_(clipped, clip_value)
+            utils.clip_grad_value_(clipped, clip_value)
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -72,7 +72,7 @@ class Guard(Observer):
             put(engine, "backward", partial(self._backward, engine.backward)),
             # Where gradients are whole and reduced, and neither clipped nor unscaled yet.
             put(engine.owner, "finish_window", partial(self._finish_window, engine.owner.finish_window)),
-            partial(setattr, engine.owner, "acts", engine.owner.acts),
+            partial(delattr, engine.owner, "acts"),
         ]
         engine.owner.acts = True  # on one process nobody would ask its owner to finish a window
 

@@ -176,6 +176,7 @@ class Recorder(Observer):
                     loader_to_prepare=lambda loaders, original, loader: original(loaders, enlarge(loader)),
                 )
             )
+        self._detach.callback(setattr, run, "gradients", None)  # the one that `prepare` has asked for
         self._detach.callback(replace_methods(run.engine, "gradients_type", clip_norm=self._clip_norm))
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
