@@ -68,7 +68,8 @@ def measure_resharded(rank: int, size: int, folder: str, layers: int, rounds: in
         CONTROL: by_hand,
         "accel": partial(load_sharded_state, folder, [model], [optimizer]),
     }
-    samples = interleave({name: partial(_timed, load) for name, load in contestants.items()}, rounds=rounds)
+    measures = {name: partial(_timed, optimizer, load) for name, load in contestants.items()}
+    samples = interleave(measures, rounds=rounds)
     end_group()
     return samples
 
@@ -112,9 +113,10 @@ def _load_by_hand(folder: str, model: nn.Module, optimizer: torch.optim.Optimize
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _timed(optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> float:
     import torch.distributed as dist
 
+    optimizer.state.clear()  # as when a run is resumed
     dist.barrier()
     start = time.perf_counter()
     call()
