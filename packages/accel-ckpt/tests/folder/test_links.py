@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,52 @@ def test_on_two_processes_those_that_write_for_all_link(world: Any, tmp_path: Pa
     assert found == [sorted(UNCHANGED)] * 2
     for folder in tmp_path.glob("*/checkpoint_2"):
         checkpoint.verify(folder)
+
+
+class Once:
+    """Lets the n-th of the calls that change the disk fail."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def wrapped(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == -1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be deleted")
+def test_an_error_at_any_point_leaves_the_earlier_checkpoint_and_at_most_a_whole_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = []
+    for at in range(100):
+        root = tmp_path / str(at)
+        save(root / "checkpoint_0", 1.0)
+        before = content(root / "checkpoint_0")
+        once = Once(at)
+        with monkeypatch.context() as patched:
+            for name in ("link", "write", "rename", "replace", "unlink", "mkdir", "fsync"):
+                patched.setattr(os, name, once.wrapped(getattr(os, name)))
+            with suppress(OSError):
+                save(root / "checkpoint_1", 2.0)
+        assert content(root / "checkpoint_0") == before
+        found = rotation.checkpoints(root)
+        for folder in found:
+            checkpoint.verify(folder)
+        there.append(len(found))
+        save(root / "checkpoint_2", 3.0)
+        assert linked(found[-1], root / "checkpoint_2") == UNCHANGED
+        checkpoint.verify(root / "checkpoint_2")
+        if once.left >= 0:
+            break
+    assert len(there) > 15
+    assert set(there) == {1, 2}
+    assert there[-1] == 2
 
 
 # A child saves beside a checkpoint, or over it, and is killed at the n-th of these calls, or exits with 0.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_ckpt import checkpoint
 from accel_ckpt.config import ProjectConfiguration
 
@@ -127,3 +128,32 @@ def test_hooks_that_take_a_model_out_leave_the_others_their_frozen_weights(tmp_p
     assert second.weight.requires_grad
     assert "model.safetensors" in names
     assert FROZEN not in names
+
+
+def sharded(folder: str, kind: str) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, incremental_saves=True)
+    accelerator = Accelerator(cpu=True, project_config=project, fsdp_plugin=plugin)
+    model = Adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    run = accelerator, *accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        train(run, 1)
+        accelerator.save_state()
+    expected = accelerator.get_state_dict(run[1])
+    train(run, 1)
+    accelerator.load_state()
+    found = accelerator.get_state_dict(run[1])
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_of_sharded_models_whole_states_are_linked_and_parts_written(world, tmp_path, kind):
+    world.run(sharded, str(tmp_path), kind)
+    first, second = (tmp_path / "checkpoints" / f"checkpoint_{number}" for number in (0, 1))
+    names = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
+    same = {str(name) for name in names if (first / name).samefile(second / name)}
+    assert same - {"random_states_0.pkl"} == (
+        {FROZEN, "model.safetensors.index.json"} if kind == "FULL_STATE_DICT" else set()
+    )
+    checkpoint.verify(second)
