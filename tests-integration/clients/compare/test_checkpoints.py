@@ -2,36 +2,83 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+
+from accel_world.compared import Compared, assert_close
 
 pytestmark = pytest.mark.timeout(1200)
 
-SINGLE = ("safetensors", "pickled", "named", "half", "stateful", "dispatched", "dropout")
+PLAIN = (
+    *("safetensors", "pickled", "named", "half", "stateful", "dispatched", "dropout"),
+    *("two_models", "seedable"),
+)
 DEEPSPEED = ("zero1", "zero2", "zero3")
 
 
+def save_and_load(
+    compared: Callable[..., Compared], processes: int, *cases: str
+) -> tuple[Compared, Compared]:
+    """Run the cases on both sides, and go on on both sides from the folders of both."""
+    saved = compared("checkpoints", "save", *cases, processes=processes)
+    folders = [str(side.folder) for side in (saved.accel, saved.accelerate)]
+    return saved, compared("checkpoints", "load", *cases, "--", *folders, processes=processes)
+
+
 @pytest.mark.parametrize(
-    "cases",
+    ("processes", "cases"),
     [
-        pytest.param(SINGLE, id="plain"),
-        pytest.param(DEEPSPEED, id="DeepSpeed", marks=pytest.mark.slow),
+        pytest.param(1, PLAIN, id="plain"),
+        pytest.param(1, DEEPSPEED, id="DeepSpeed", marks=pytest.mark.slow),
     ],
 )
-def test_each_goes_on_from_the_checkpoints_of_the_other(compared, cases):
-    saved = compared("checkpoints", "save", *cases)
-    folders = [str(side.folder) for side in (saved.accel, saved.accelerate)]
-    loaded = compared("checkpoints", "load", *cases, "--", *folders)
-
+def test_each_goes_on_from_the_checkpoints_of_the_other(compared, processes, cases):
+    saved, loaded = save_and_load(compared, processes, *cases)
     for number, saver in enumerate((saved.accel, saved.accelerate)):
         for case in cases:
-            # Bit for bit what it would be without the change of sides.
+            # What it would be without the change of sides, bit for bit where all is in one piece.
             with_accel = loaded.accel.results[case][number]
             with_accelerate = loaded.accelerate.results[case][number]
+            straight = saver.results[case]
+            assert with_accel.get("weights") == with_accelerate.get("weights"), case
+            assert with_accel["draws"] == with_accelerate["draws"] == straight["draws"], case
+            tolerance = 1e-5 if case.startswith("fsdp") else 0.0
+            both = [(with_accel, straight), (with_accelerate, straight)]
             if case == "dropout":
                 # accelerate draws a seed for the second half of the epoch, so its dropout differs from that
                 # of a run without a break. accel does so after a checkpoint of accelerate, too.
-                continued = with_accelerate["losses"] if number else saver.results[case]["losses"]
-            else:
-                continued = saver.results[case]["losses"]
-                assert with_accelerate["losses"] == continued, case
-            assert with_accel["losses"] == continued, case
+                both = [(with_accel, with_accelerate if number else straight)]
+            for found, expected in both:
+                assert_close(found["losses"], expected["losses"], rtol=tolerance, atol=tolerance, where=case)
+
+
+def test_names_after_loading(compared):
+    saved, loaded = save_and_load(compared, 1, *PLAIN)
+    for side in (saved.accel, saved.accelerate):
+        # Four were saved, and total_limit is 2.
+        folders = {name.split("/")[2] for name in side.files("named/checkpoints/*")}
+        assert folders == {"checkpoint_2", "checkpoint_3"}
+    for number in range(2):
+        assert loaded.accel.results["named"][number]["names"] == ["checkpoint_3", "checkpoint_4"]
+        assert loaded.accelerate.results["named"][number]["names"] == ["checkpoint_0", "checkpoint_3"]
+
+
+def test_the_files_of_a_checkpoint_and_of_weights(compared):
+    saved, _ = save_and_load(compared, 1, *PLAIN)
+    ours = ["*/accel_manifest.json", "results.json", "*/dl_state_dict.bin", "*/gradients_0.safetensors"]
+    saved.assert_same_files(but=ours)
+    assert saved.accel.files("stateful/*/dl_state_dict.bin") == saved.accelerate.files("*/dl_state_dict.bin")
+    assert {"model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin"} <= {
+        Path(name).name for name in saved.accel.files("two_models/checkpoint/*")
+    }
+    saved.assert_same_tensors("*/model*.safetensors")
+    indices = saved.accel.files("*.index.json")
+    assert indices
+    for name in indices:
+        found, expected = (
+            json.loads((side.folder / name).read_text()) for side in (saved.accel, saved.accelerate)
+        )
+        assert found == expected, name

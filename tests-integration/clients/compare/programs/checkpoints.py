@@ -3,27 +3,40 @@
     checkpoints.py FOLDER save CASE ...
     checkpoints.py FOLDER load CASE ... -- RUN ...
 
-A RUN is the FOLDER of a run that saved. results.json says the losses after the checkpoint.
+A RUN is the FOLDER of a run that saved. results.json says what was drawn from the random generators right
+after the checkpoint, and the losses after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedType,
+    load_checkpoint_in_model,
+    skip_first_batches,
+)
+from accelerate.commands.accelerate_cli import main as run_command
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
     DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
     ProjectConfiguration,
     set_seed,
 )
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 BATCHES, SAVED_AFTER = 8, 4  # of the first epoch, on each process
@@ -36,6 +49,13 @@ CASES: dict[str, dict[str, Any]] = {
     "stateful": {"loader": {"use_stateful_dataloader": True}},
     "dispatched": {"loader": {"dispatch_batches": True}},
     "dropout": {"dropout": 0.2},
+    "two_models": {"models": 2},
+    "seedable": {"loader": {"use_seedable_sampler": True}, "shuffle": True},
+    **{
+        f"fsdp{version}_sharded": {"fsdp": {"fsdp_version": version, "state_dict_type": "SHARDED_STATE_DICT"}}
+        for version in (1, 2)
+    },
+    "fsdp2_full": {"fsdp": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}},
     **{f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)},
 }
 
@@ -52,16 +72,16 @@ class Net(torch.nn.Module):
 
 
 class Progress:
-    """A registered object."""
+    """A registered object, with a number and a tensor."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps, self.average = 0, torch.zeros(1)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "average": self.average}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.average = state["steps"], state["average"]
 
 
 class Training:
@@ -70,7 +90,7 @@ class Training:
     Args:
         case: The name of its case.
         folder: Where it writes.
-        seed: Of everything: a run that goes on must take nothing from it.
+        seed: Of everything. A run that goes on must take nothing from it but accelerate's order of samples.
     """
 
     def __init__(self, case: str, folder: Path, seed: int) -> None:
@@ -81,17 +101,22 @@ class Training:
         self.automatic = bool(self.case.get("automatic"))
         self.stateful = bool(self.case.get("loader", {}).get("use_stateful_dataloader"))
         self.accelerator = accelerator = make_accelerator(self.case, folder)
-        model = Net(self.case.get("dropout", 0.0))
+        models = [Net(self.case.get("dropout", 0.0)) for _ in range(self.case.get("models", 1))]
         generator = torch.Generator().manual_seed(1)
         samples = BATCHES * 2 * accelerator.num_processes
         data = TensorDataset(
             torch.randn(samples, 6, generator=generator), torch.randn(samples, 2, generator=generator)
         )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
-        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
-            model, optimizer, DataLoader(data, batch_size=2), scheduler
-        )
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+        schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step) for optimizer in optimizers
+        ]
+        loader = DataLoader(data, batch_size=2, shuffle=self.case.get("shuffle", False))
+        self.loader, *prepared = accelerator.prepare(loader, *models, *optimizers, *schedulers)
+        number = len(models)
+        self.models, self.optimizers = prepared[:number], prepared[number : 2 * number]
+        self.schedulers = prepared[2 * number :]
+        self.draws: list[Any] = []  # after the checkpoint
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress)
         set_seed(seed + 1, device_specific=True)
@@ -103,35 +128,42 @@ class Training:
             count = start if epoch == 0 else 0
             # A stateful loader was set to its place by load_state.
             batches = skip_first_batches(self.loader, count) if count and not self.stateful else self.loader
+            if hasattr(batches, "set_epoch"):
+                batches.set_epoch(epoch)
             for batch in batches:
                 loss = self.step(*batch)
                 count += 1
                 if save and epoch == 0 and count <= SAVED_AFTER:
                     self.save(count)
                 else:
-                    losses.append([epoch, count, self.scheduler.get_last_lr()[0], *from_all(loss)])
+                    rate = self.schedulers[0].get_last_lr()[0]
+                    losses.append([epoch, count, rate, float(self.progress.average), *from_all(loss)])
         return losses
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
         accelerator = self.accelerator
-        with accelerator.accumulate(self.model):
-            loss = F.mse_loss(self.model(x), y)
+        with accelerator.accumulate(*self.models):
+            loss = sum(F.mse_loss(model(x), y) for model in self.models)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+                for model in self.models:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
         self.progress.steps += 1
+        self.progress.average = self.progress.average * 0.9 + 0.1 * self.progress.steps
         return float(loss.detach())
 
     def save(self, count: int) -> None:
         if self.automatic:
-            if count % 2 == 0:
-                self.accelerator.save_state()
+            self.accelerator.save_state()
         elif count == SAVED_AFTER:
             options = {key: self.case[key] for key in ("safe_serialization",) if key in self.case}
             self.accelerator.save_state(str(self.folder / "checkpoint"), **options)
+        if count == SAVED_AFTER:
+            self.draws = draws()
 
     def load(self, source: Path) -> None:
         if self.automatic:
@@ -140,6 +172,7 @@ class Training:
         else:
             self.accelerator.load_state(str(source / "checkpoint"))
         assert self.progress.steps == SAVED_AFTER, self.progress.steps
+        self.draws = draws()
 
 
 def make_accelerator(case: dict[str, Any], folder: Path) -> Accelerator:
@@ -149,13 +182,27 @@ def make_accelerator(case: dict[str, Any], folder: Path) -> Accelerator:
     plugins: dict[str, Any] = {"cpu": True}
     if "zero" in case:
         plugins = {"deepspeed_plugin": deepspeed_plugin(case["zero"])}
-    return Accelerator(
+    if "fsdp" in case:
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            auto_wrap_policy="size_based_wrap", min_num_params=50, **case["fsdp"]
+        )
+    accelerator = Accelerator(
         gradient_accumulation_steps=2,
         mixed_precision=case.get("mixed_precision", "no"),
         project_config=project,
         dataloader_config=DataLoaderConfiguration(**case.get("loader", {})),
         **plugins,
     )
+    if "fsdp" in case and getattr(accelerator.state, "fsdp_plugin", None) is None:
+        shard_on_cpus(plugins["fsdp_plugin"])
+    return accelerator
+
+
+def shard_on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Have accelerate itself shard: on CPUs it makes replicas, whatever the plugin asks for."""
+    kind = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
+    PartialState._shared_state.update(kind)
+    AcceleratorState._shared_state.update(kind, fsdp_plugin=plugin)
 
 
 def deepspeed_plugin(stage: int) -> DeepSpeedPlugin:
@@ -179,7 +226,12 @@ def deepspeed_plugin(stage: int) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def from_all(value: float) -> list[float]:
+def draws() -> list[Any]:
+    """Draw from each random generator of each process."""
+    return from_all([random.random(), float(numpy.random.rand()), float(torch.rand(1))])
+
+
+def from_all(value: Any) -> list[Any]:
     if not torch.distributed.is_initialized():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -190,16 +242,37 @@ def from_all(value: float) -> list[float]:
 def save(case: str, folder: Path) -> dict[str, Any]:
     training = Training(case, folder, seed=0)
     losses = training.train(save=True)
-    options = {"safe_serialization": CASES[case].get("safe_serialization", True)}
-    training.accelerator.save_model(training.model, str(folder / "weights"), **options)
+    if "fsdp" not in CASES[case]:  # accelerate's save_model of FSDP fails without a GPU
+        safe = CASES[case].get("safe_serialization", True)
+        training.accelerator.save_model(training.models[0], str(folder / "weights"), 500, safe)
     training.accelerator.wait_for_everyone()
-    return {"losses": losses}
+    return {"draws": training.draws, "losses": losses}
 
 
 def load(case: str, folder: Path, source: Path) -> dict[str, Any]:
-    training = Training(case, folder, seed=100)
+    # accelerate does not save the seed of its orders.
+    training = Training(case, folder, seed=0 if CASES[case].get("shuffle") else 100)
     training.load(source)
-    return {"losses": training.train(start=SAVED_AFTER)}
+    result: dict[str, Any] = {"draws": training.draws, "losses": training.train(start=SAVED_AFTER)}
+    if training.automatic:
+        training.accelerator.save_state()
+        result["names"] = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    shards = source / "checkpoint" / "pytorch_model_fsdp_0"
+    if shards.is_dir():
+        sys.argv[1:] = ["merge-weights", str(shards), str(folder / "merged")]
+        with contextlib.suppress(SystemExit):  # it ends a process, as commands do
+            run_command()
+        training.accelerator.wait_for_everyone()
+        result["weights"] = lists(load_file(folder / "merged" / "model.safetensors"))
+    if (source / "weights").is_dir():
+        model = Net(0.0)
+        load_checkpoint_in_model(model, source / "weights")
+        result["weights"] = lists(model.state_dict())
+    return result
+
+
+def lists(weights: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: weights[name].flatten().tolist() for name in sorted(weights)}
 
 
 def main() -> None:
