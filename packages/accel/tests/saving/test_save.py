@@ -123,6 +123,35 @@ def test_the_files_have_their_documented_names_and_open_without_accel(tmp_path):
     assert torch.equal(weights["0.weight"], run[1].state_dict()["0.weight"])
 
 
+def hooked(folder: str) -> tuple[list[str], float]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    seen = []
+
+    def save(models, weights, path):
+        seen.extend(type(item).__name__ for item in models)
+        weights.clear()
+        if accelerator.is_main_process:
+            torch.save(models[0].state_dict(), f"{path}/own.pt")
+
+    def load(models, path):
+        seen.append(type(models[0]).__name__)
+        models.pop().load_state_dict(torch.load(f"{path}/own.pt"))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state(folder)
+    saved = accelerator.unwrap_model(model).weight.item()
+    torch.nn.init.zeros_(next(model.parameters()))
+    accelerator.load_state(folder)
+    return seen, accelerator.unwrap_model(model).weight.item() - saved
+
+
+def test_hooks_of_replicas_see_the_users_models(world, tmp_path):
+    # As those of diffusers do, which call models[0].save_pretrained.
+    assert world.run(hooked, str(tmp_path / "state")) == [(["Linear", "Linear"], 0.0)] * 2
+
+
 def test_hooks_see_models_weights_and_the_folder(tmp_path):
     run = make_run()
     accelerator = run[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.saving.own_buffers import load_own_buffers
-from accel.saving.save import free_number, parts_of
+from accel.saving.save import free_number, models_of_hooks, parts_of
 from accel.training.gradients import drop_gradients, has_gradients
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
@@ -68,17 +68,20 @@ def load_state(
         folder, reading = Path(input_dir), open_checkpoint(Path(input_dir), *read)
     else:
         folder, reading = _open_newest(run, read)
-    models = list(run.models)
+    of_hooks = models_of_hooks(run)
+    shown = list(of_hooks)
     engine = run.engine
 
     def call_hooks() -> None:
         # Hooks may take models out of the list, which they load themselves.
         for hook in run.load_hooks.values():
-            hook(models, str(reading.folder))
+            hook(shown, str(reading.folder))
         engine.states.check_own(reading.names)  # before anything of accel's is changed
 
     # Where a hook fails on one process, the others must not wait for it in the collectives below.
     together(call_hooks, run.process, "calling the hooks of load_state")
+    left = {id(model) for model in shown}
+    models = [model for model, known in zip(run.models, of_hooks, strict=True) if id(known) in left]
     # Models whose weights the engine reads from its own files are not for `restore`.
     others = [model for model in models if not engine.states.is_own(model)]
     optimizers = [item for item in run.optimizers if not engine.states.is_own(item)]

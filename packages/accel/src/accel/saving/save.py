@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.engines.base.states import States
 from accel.observe.sync import verify_before_save
 from accel.saving.own_buffers import save_own_buffers
 from accel.training.prepare import holds_any
@@ -23,11 +24,21 @@ from accel_optim.scaler import end_round
 from accel_state.logging.warning import warn
 
 if TYPE_CHECKING:
+    import torch
+
     from accel.training.run import Run
     from accel_ckpt.config import ProjectConfiguration
     from accel_state.process.facts import Process
 
-__all__ = ["folder_saved", "free_number", "parts_of", "register", "save_model", "save_state"]
+__all__ = [
+    "folder_saved",
+    "free_number",
+    "models_of_hooks",
+    "parts_of",
+    "register",
+    "save_model",
+    "save_state",
+]
 
 
 def save_model(
@@ -121,7 +132,7 @@ def save_state(
         def write_shared() -> None:
             # Hooks may take weights out of the list and write them themselves.
             for hook in run.save_hooks.values():
-                hook(run.models, weights, str(staging.path))
+                hook(models_of_hooks(run), weights, str(staging.path))
             save_accelerator_state(
                 staging.path,
                 weights,
@@ -220,6 +231,13 @@ def _check_window(run: Run) -> None:
             "holds its gradients back. Save where accelerator.sync_gradients is True, after the optimizer's "
             "step."
         )
+
+
+def models_of_hooks(run: Run) -> list[torch.nn.Module]:
+    """Return the prepared models as hooks are given them: replicas without what makes them replicas."""
+    if type(run.engine.states) is not States:
+        return list(run.models)
+    return [run.engine.unwrap_model(model) for model in run.models]
 
 
 def folder_saved(run: Run, output_dir: str | None) -> str:
