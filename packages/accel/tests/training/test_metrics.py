@@ -80,6 +80,17 @@ def test_every_sample_once_in_order(world, size, kind, form):
             assert result == list(range(loader[0])), (kind, loader)
 
 
+def repeated() -> list:
+    accelerator = Accelerator()
+    sampler = [index for index in range(4) for _ in range(4)]  # as trl's GRPO repeats its prompts
+    loader = accelerator.prepare(DataLoader(Numbers(4), batch_size=4, sampler=sampler))
+    return [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+
+
+def test_a_sampler_longer_than_its_dataset_loses_nothing(world):
+    assert world.run(repeated) == [[[0] * 4 + [1] * 4, [2] * 4 + [3] * 4]] * 2
+
+
 def reduced_outputs() -> tuple[list, int, list]:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(Numbers(5), batch_size=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,10 @@ def count_even(completions: list[str], **columns: Any) -> list[float]:
 def reward(folder: Path) -> dict[str, Any]:
     """Generate completions, reward them, and learn from that, each generation for two steps."""
     rows = Dataset.from_dict({"prompt": [tiny.make_text(row, 3) for row in range(8)]})
-    tiny.make_model().save_pretrained(folder / "start")
+    start = folder / f"start-{os.environ.get('RANK', '0')}"  # each process its own: none waits for another
+    tiny.make_model().save_pretrained(start)
     trainer = GRPOTrainer(
-        str(folder / "start"),
+        str(start),
         count_even,
         args=GRPOConfig(
             folder,
@@ -150,7 +152,7 @@ def reward(folder: Path) -> dict[str, Any]:
             save_steps=4,
         ),
         train_dataset=rows,
-        eval_dataset=rows.select(range(4)),
+        eval_dataset=rows,
         processing_class=tiny.make_tokenizer(),
     )
     trainer.train()
