@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import Accelerator, FullyShardedDataParallelPlugin
-from accel.commands import estimate_sources
 from accel.commands.estimate import main
-from accel.commands.estimate_sources import find_tensors
-from accel.estimate import formulas
+from accel.estimate import formulas, sources
 from accel.estimate.formulas import ModelSize, convert_bytes, training_bytes
 from accel.estimate.mesh import BYTES
+from accel.estimate.sources import find_tensors
 from accel_ckpt.weights.files import save_weights
 from accel_launch.errors import LaunchError
 from accel_world.live_bytes import LiveBytes
@@ -168,7 +167,7 @@ def test_a_name_with_dots_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -
         asked.append(place)
         return Stack()
 
-    monkeypatch.setattr(estimate_sources, "_from_config", from_config)
+    monkeypatch.setattr(sources, "_from_config", from_config)
     for name in ("some/Model-2.5-7B", "some-model_1.0"):
         assert find_tensors(name).size.parameters == PARAMETERS
     assert asked == ["some/Model-2.5-7B", "some-model_1.0"]

@@ -88,7 +88,7 @@ def estimate_command(args: argparse.Namespace) -> None:
         LaunchError: If there is no such model, or a library that it needs is not installed.
     """
     # Imported when the command runs: `--help` need not wait for them.
-    from accel.commands.estimate_sources import find_tensors
+    from accel.estimate.sources import find_tensors
     from accel_launch.errors import LaunchError
 
     try:
