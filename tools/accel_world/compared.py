@@ -75,11 +75,14 @@ class Compared:
         assert expected, f"accelerate's run left no files {patterns or ''} in {self.accelerate.folder}"
         assert found == expected
 
-    def assert_same_tensors(self, *patterns: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    def assert_same_tensors(
+        self, *patterns: str, but: Sequence[str] = (), rtol: float = 1e-5, atol: float = 1e-6
+    ) -> None:
         """Check that the safetensors files of these names have the same tensors.
 
         Args:
             *patterns: Which files, as in "checkpoint-*/*.safetensors".
+            but: Names of tensors that only accelerate's files have.
             rtol: The relative tolerance.
             atol: The absolute tolerance.
         """
@@ -89,8 +92,9 @@ class Compared:
         self.assert_same_files(*patterns)
         for name in self.accelerate.files(*patterns):
             found, expected = load_file(self.accel.folder / name), load_file(self.accelerate.folder / name)
-            assert sorted(found) == sorted(expected), name
-            for key, value in expected.items():
+            assert sorted([*found, *but]) == sorted(expected), name
+            for key in found:
+                value = expected[key]
                 assert found[key].dtype == value.dtype, f"{name}: {key}"
                 difference = (found[key].double() - value.double()).abs()
                 allowed = atol + rtol * value.double().abs()
@@ -103,6 +107,8 @@ def compare(
     program: Path,
     *arguments: str,
     processes: int = 1,
+    own_launcher: bool = False,
+    launch_args: Sequence[str] = (),
 ) -> Compared:
     """Run a program on both sides, one after the other.
 
@@ -112,7 +118,9 @@ def compare(
         program: A script that imports accelerate, or a client of it, and knows nothing of accel. Its first
             argument is the folder to write in; it writes its results there, in results.json.
         *arguments: The script's other arguments.
-        processes: How many processes to start.
+        processes: How many processes to start; several by `accel launch --drop-in`, and by torchrun.
+        own_launcher: Start several processes by `accelerate launch` instead of torchrun.
+        launch_args: What else both launchers are told, such as ("--config_file", path).
 
     Returns:
         Both runs, which ended well.
@@ -130,10 +138,16 @@ def compare(
             "accel": {"launcher": "python", "launch_args": ["-m", "accel.drop_in"]},
             "accelerate": {"launcher": "python", "python": python},
         }
-    else:  # on a CPU accelerate's own launcher starts several processes only by mpirun
+    else:
+        # With --cpu accelerate's launcher starts several processes by mpirun alone.
+        theirs = launch_args or ["--multi_gpu"] if own_launcher else launch_args
         starts = {
-            "accel": {"launcher": "accel", "launch_args": ["--drop-in", "--cpu"]},
-            "accelerate": {"launcher": "torchrun", "python": python},
+            "accel": {"launcher": "accel", "launch_args": ["--drop-in", "--cpu", *launch_args]},
+            "accelerate": {
+                "launcher": "accelerate" if own_launcher else "torchrun",
+                "launch_args": theirs,
+                "python": python,
+            },
         }
     sides = {}
     for name, start in starts.items():

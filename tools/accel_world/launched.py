@@ -23,7 +23,7 @@ __all__ = ["LaunchFailure", "LaunchedRun", "launch"]
 
 SITE = Path(__file__).parent / "site"
 ORPHAN_S = 5.0  # how long a process may outlive its launcher
-LAUNCHERS = ("accel", "python", "torchrun")
+LAUNCHERS = ("accel", "accelerate", "python", "torchrun")
 
 
 class LaunchFailure(AssertionError):
@@ -60,9 +60,9 @@ def launch(
         script: A path, or the source of the script (a string with a line break).
         *script_args: The script's own arguments.
         num_processes: How many processes to start; "python" always starts one.
-        launcher: "accel" (the console script), "python" or "torchrun".
+        launcher: "accel" or "accelerate" (the console scripts), "python" or "torchrun".
         launch_args: Further options of the launcher.
-        python: The Python of "python" and "torchrun".
+        python: The Python of "accelerate", "python" and "torchrun".
         env: Environment variables to add; None removes one.
         timeout_s: Seconds until every process of the run is killed.
 
@@ -126,7 +126,8 @@ def _launcher(
             *launch_args,
         ]
     place = ["--main_process_ip", address[0], "--main_process_port", address[1]] if port else []
-    console_script = str(Path(sysconfig.get_path("scripts")) / "accel")
+    scripts = Path(sysconfig.get_path("scripts") if launcher == "accel" else Path(python).parent)
+    console_script = str(scripts / launcher)
     return [console_script, "launch", "--num_processes", count, *place, *launch_args]
 
 

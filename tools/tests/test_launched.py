@@ -111,7 +111,7 @@ def test_a_run_does_not_outlive_a_killed_pytest(tmp_path):
 
 
 def test_an_unknown_launcher(launched):
-    with pytest.raises(ValueError, match="one of accel, python, torchrun, got 'mpirun'"):
+    with pytest.raises(ValueError, match="one of accel, accelerate, python, torchrun, got 'mpirun'"):
         launched(REPORT, launcher="mpirun")
 
 

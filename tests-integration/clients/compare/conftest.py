@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ def compared(launched, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     """Run programs/NAME.py on both sides, once for the same arguments; see `accel_world.compared.compare`."""
 
     @functools.cache
-    def run(name: str, *arguments: str, processes: int = 1) -> Compared:
+    def run(name: str, *arguments: str, **options: Any) -> Compared:
         __tracebackhide__ = True
         folder = tmp_path_factory.mktemp(name)
-        return compare(launched, folder, PROGRAMS / f"{name}.py", *arguments, processes=processes)
+        return compare(launched, folder, PROGRAMS / f"{name}.py", *arguments, **options)
 
     return run

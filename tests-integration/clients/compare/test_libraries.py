@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1200)  # both sides are run within the first test of each
+
 # Beside the files of accelerate's checkpoints: docs/checkpoints.md.
 OURS = ["*/accel_manifest.json", "*/dl_state_dict*.bin"]
 
@@ -34,9 +36,17 @@ def test_trl(compared):
 
 
 @pytest.mark.slow
-def test_sentences(compared):
-    both = compared("sentences")
+def test_trainers_of_sentences(compared):
+    both = compared("sentences", "embed", "sample", "rank")
 
     both.assert_same_results()
     both.assert_same_files(but=OURS)
     both.assert_same_tensors("*.safetensors")
+
+
+@pytest.mark.slow
+def test_models_of_sentences_over_memory_and_disk(compared):
+    both = compared("sentences", "place")
+
+    both.assert_same_results()
+    both.assert_same_files(but=OURS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.accelerator import Accelerator
@@ -346,10 +346,18 @@ def test_processes_of_a_tensor_parallel_group_count_once(world):
         assert case["count"] == 1 or own[0] != own[2], case
 
 
+class Walked(BatchSampler):
+    """One whose batches are its own, not cut from those of its sampler."""
+
+    def __iter__(self):
+        return iter([[6, 1, 2], [3, 4, 5], [0]])
+
+
 @pytest.mark.usefixtures("fresh_state")
-def test_rows_of_a_whole_batch_are_cut_in_an_incomplete_last_one():
+@pytest.mark.parametrize("kind", [BatchSampler, Walked])
+def test_rows_of_a_whole_batch_are_cut_in_an_incomplete_last_one(kind: type[BatchSampler]):
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(range(7), batch_size=3))
+    loader = accelerator.prepare(DataLoader(range(7), batch_sampler=kind(range(7), 3, False)))
 
     whole = [accelerator.gather_for_metrics(torch.tensor(0.5).repeat(3)).shape[0] for _ in loader]
     other = [accelerator.gather_for_metrics(torch.zeros(5)).shape[0] for _ in loader]

@@ -86,3 +86,5 @@ def run_parts(parts: list[Callable[[Path], dict[str, Any]]]) -> None:
             results[part.__name__] = part(folder)
     if os.environ.get("RANK", "0") == "0":
         (out / "results.json").write_text(json.dumps(results, indent=1))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -267,8 +267,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             fill = Fill(*(tuple(rows * count for count in counts) for counts in fill))
         self.real_samples, self.batch_rows = fill or (None, None)
         self.end_of_dataloader = last
-        if last and fill is not None and self.remainder == -1:
-            self.remainder = sum(fill.real)
+        if last and self.remainder == -1:
+            self.remainder = self._counted_remainder(batch) if fill is None else sum(fill.real)
+
+    def _counted_remainder(self, batch: Any) -> int:
+        """Return the remainder that the last batch tells: of one process and a batch sampler of any class."""
+        size = self.total_batch_size
+        if self._shard is None or self._drop_last or size is None or size != self.batch_size:
+            return -1
+        return count_rows(batch) % size
 
 
 def noted(items: Generator[Item, None, None]) -> tuple[Iterator[Any], Share]:
