@@ -16,6 +16,8 @@ PLAIN = (
     *("safetensors", "pickled", "named", "half", "stateful", "dispatched", "dropout"),
     *("two_models", "seedable"),
 )
+# accelerate crashes where it saves the whole weights of FSDP's version 1 without a GPU.
+SHARDED = ("fsdp1_sharded", "fsdp2_sharded")
 DEEPSPEED = ("zero1", "zero2", "zero3")
 
 
@@ -32,6 +34,7 @@ def save_and_load(
     ("processes", "cases"),
     [
         pytest.param(1, PLAIN, id="plain"),
+        pytest.param(2, SHARDED, id="FSDP", marks=pytest.mark.slow),
         pytest.param(1, DEEPSPEED, id="DeepSpeed", marks=pytest.mark.slow),
     ],
 )
@@ -51,8 +54,25 @@ def test_each_goes_on_from_the_checkpoints_of_the_other(compared, processes, cas
                 # accelerate draws a seed for the second half of the epoch, so its dropout differs from that
                 # of a run without a break. accel does so after a checkpoint of accelerate, too.
                 both = [(with_accel, with_accelerate if number else straight)]
+            elif case == "fsdp1_sharded":
+                # On CPUs accelerate does not go on exactly from its own either, but the same from both.
+                both[1] = with_accelerate, loaded.accelerate.results[case][1]
             for found, expected in both:
                 assert_close(found["losses"], expected["losses"], rtol=tolerance, atol=tolerance, where=case)
+
+
+@pytest.mark.slow
+def test_whole_states_of_fsdp_that_accelerate_saved(compared):
+    saved = compared("checkpoints", "save", "fsdp2_full", processes=2)
+    folder = str(saved.accelerate.folder)
+    loaded = compared("checkpoints", "load", "fsdp2_full", "--", folder, processes=2)
+
+    assert saved.accelerate.files("*/checkpoint/pytorch_model_fsdp.bin")
+    assert saved.accel.files("*/checkpoint/model.safetensors")
+    expected = saved.accelerate.results["fsdp2_full"]["losses"]
+    for side in (loaded.accel, loaded.accelerate):
+        ((result,),) = side.results.values()
+        assert_close(result["losses"], expected, rtol=1e-5, atol=1e-5, where="losses")
 
 
 def test_names_after_loading(compared):

@@ -52,8 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two_models": {"models": 2},
     "seedable": {"loader": {"use_seedable_sampler": True}, "shuffle": True},
     **{
-        f"fsdp{version}_sharded": {"fsdp": {"fsdp_version": version, "state_dict_type": "SHARDED_STATE_DICT"}}
-        for version in (1, 2)
+        f"fsdp{version}_sharded": {
+            "fsdp": {"fsdp_version": version, "state_dict_type": "SHARDED_STATE_DICT", **options}
+        }
+        for version, options in ((1, {"use_orig_params": True}), (2, {}))
     },
     "fsdp2_full": {"fsdp": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}},
     **{f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)},
