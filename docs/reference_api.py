@@ -114,6 +114,7 @@ def summary(module: str, name: str) -> str:
     return str(text.value).partition("\n")[0] if isinstance(text, ast.Constant) else ""
 
 
+@cache
 def pages() -> dict[str, str]:
     """Return the pages: their Markdown by path."""
     folders: dict[str, list[str]] = {}

@@ -266,9 +266,8 @@ def _held(owner: torch.nn.Module, name: str) -> dict[str, Any]:
 
 
 def _put(owner: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    if "_flat_weights" in vars(
-        owner
-    ):  # recurrent layers keep a second list, which assignment brings up to date
+    # Recurrent layers keep a second list, which assignment brings up to date.
+    if "_flat_weights" in vars(owner):
         setattr(owner, name, tensor)
     else:
         _held(owner, name)[name] = tensor

@@ -77,9 +77,8 @@ class Slots:
 
 def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Parameter:
     kind: Any = type(own)
-    if kind is torch.nn.Parameter or not issubclass(
-        kind, torch.nn.Parameter
-    ):  # the latter: of a tensor subclass
+    # A parameter whose type is no subclass of Parameter is of a tensor subclass.
+    if kind is torch.nn.Parameter or not issubclass(kind, torch.nn.Parameter):
         return torch.nn.Parameter(value, requires_grad=own.requires_grad)
     # torch.nn.Parameter makes itself by this private of torch; a subclass may have a constructor
     # whose arguments are not known here.

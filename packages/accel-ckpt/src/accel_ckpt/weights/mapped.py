@@ -204,9 +204,8 @@ class _Opened:
         self._number: int | None = None
         if version is None:
             regular_file(path)  # opening a pipe would wait for ever
-        with suppress(
-            OSError
-        ):  # not enough numbers of open files; or gone, which is an error when it is read
+        # Not enough numbers of open files; or gone, which is an error when it is read.
+        with suppress(OSError):
             if _KEPT_OPEN:
                 self._number = os.open(path, os.O_RDONLY)
                 self.place = f"/proc/self/fd/{self._number}"
