@@ -364,6 +364,37 @@ def test_models_and_schedules_are_used_as_without_statistics():
     accelerator.end_training()
 
 
+def ddp_with_statistics():
+    accelerator = accelerator_with(every=0)
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    clock, inputs = accelerator.run.observers[0].clock, torch.ones(2, 4)
+    for _ in range(3):
+        accelerator.backward(model(inputs).sum())
+    times = clock.read()
+    assert min(times["forward"], times["backward"], times["collectives"]) > 0
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    assert clock.current == "other"
+    expected = model(inputs)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other.module.weight.zero_()
+            assert torch.equal(other(inputs), other.module.bias.expand(2, 1))  # its own, not the model's
+    assert torch.equal(model(inputs), expected)
+    accelerator.end_training()
+    assert "forward" not in vars(model)
+    assert torch.equal(model(inputs), expected)
+    del accelerator, other
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_models_under_ddp_are_used_as_without_statistics(world):
+    world.run(ddp_with_statistics)
+
+
 @pytest.mark.parametrize(("options", "said"), [({"every": -1}, "every=-1"), ({"slow": 1.0}, "slow=1.0")])
 def test_settings_are_checked(options, said):
     with pytest.raises(ValueError, match=said):

@@ -122,6 +122,9 @@ class _Local:
         if torch.compiler.is_compiling() or self.models:
             run_untraced(_follow, self.models, model, output)
 
+    def __reduce__(self) -> Any:
+        return _Local, ()  # of a model that is loaded from a pickle, which no owner knows
+
 
 def _follow(models: weakref.WeakSet[torch.nn.Module], model: Any, output: Any) -> None:
     """After a forward pass that DDP follows, learn whether a backward pass comes through it."""

@@ -75,25 +75,51 @@ def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     """Time the forward passes of a prepared model; returns what takes that off."""
-    if isinstance(model, DistributedDataParallel) and next(model.module.buffers(), None) is not None:
-        # Before it calls the model it broadcasts buffers, and waits for the others.
-        handles = _forward_hooks(clock, model, "collectives") + _forward_hooks(clock, model.module, "forward")
-    else:
-        handles = _forward_hooks(clock, model, "forward")
+    if not isinstance(model, DistributedDataParallel):
+        return _hook_forward(clock, model, "forward")
+    if next(model.module.buffers(), None) is None:
+        return _wrap_forward(clock, model, "forward")
+    # Before it calls the model it broadcasts buffers, and waits for the others.
+    undo_both = (
+        _wrap_forward(clock, model, "collectives"),
+        _hook_forward(clock, model.module, "forward"),
+    )
+
+    def undo() -> None:
+        for undo_one in undo_both:
+            undo_one()
+
+    return undo
+
+
+def _wrap_forward(clock: Clock, model: DistributedDataParallel, part: str) -> Undo:
+    """Time the forward method of DDP, which costs a step less than hooks, and has no hooks of an engine."""
+    plain = vars(model).get("forward")
+
+    @functools.wraps(model.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = clock.switch(part)
+        try:
+            return type(self).forward(self, *args, **kwargs) if plain is None else plain(*args, **kwargs)
+        finally:
+            clock.switch(before)
+
+    # A method, which copies of the model have as one of theirs.
+    return put(model, "forward", MethodType(forward, model))
+
+
+def _hook_forward(clock: Clock, model: torch.nn.Module, part: str) -> Undo:
+    passes = _Passes(clock, part)
+    handles = (
+        model.register_forward_pre_hook(passes.begin, prepend=True),
+        model.register_forward_hook(passes.end, always_call=True),  # also when the model raises
+    )
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
 
     return undo
-
-
-def _forward_hooks(clock: Clock, model: torch.nn.Module, part: str) -> list[Any]:
-    passes = _Passes(clock, part)
-    return [
-        model.register_forward_pre_hook(passes.begin, prepend=True),
-        model.register_forward_hook(passes.end, always_call=True),  # also when the model raises
-    ]
 
 
 class _Passes:
@@ -211,8 +237,9 @@ class _Wait:
         self._queue()
 
     def _at_parameter(self, _: torch.Tensor) -> None:
-        if not self.hooks_losses:
-            self._queue()
+        if not self.hooks_losses:  # the usual case, without a call more
+            self.is_queued = True
+            Variable._execution_engine.queue_callback(self._begin_wait)
         elif _current_pass() == self._task:
             self.hooks_losses = False
 
