@@ -145,8 +145,10 @@ def draw(picture: Picture) -> str:
     ]
     width, height = starts[-1] + widths[-1] * CELL + 2, 24 + len(processes) * LINE
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-        f'font-family="sans-serif" font-size="12"><title>{escape(picture.title)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" style="max-width:{1.2 * width:.0f}px" role="img" '
+        f'font-family="sans-serif" font-size="12">'
+        f"<title>{escape(picture.title)}</title>"
         f"{''.join(parts)}</svg>\n"
     )
 
@@ -155,14 +157,15 @@ def _drawn(cell: Cell, left: float, top: float, color: str) -> str:
     look = (
         f'fill="none" stroke="{color}" stroke-dasharray="3 2"'
         if cell.padding
-        else f'fill="{color}" stroke="#fff"'
+        else f'fill="{color}" stroke="none"'
     )
     square = f'<rect x="{left + 1}" y="{top}" width="{CELL - 2}" height="{CELL}" rx="3" {look}/>'
-    return square + _text(left + CELL / 2, top + 18, f"{cell.sample}{'*' * cell.padding}", "middle")
+    ink = "currentColor" if cell.padding else "#111"  # cells are light on any page
+    return square + _text(left + CELL / 2, top + 18, f"{cell.sample}{'*' * cell.padding}", "middle", ink)
 
 
-def _text(left: float, base: float, text: str, anchor: str) -> str:
-    return f'<text x="{left}" y="{base}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(left: float, base: float, text: str, anchor: str, ink: str = "currentColor") -> str:
+    return f'<text x="{left}" y="{base}" text-anchor="{anchor}" fill="{ink}">{escape(text)}</text>'
 
 
 def one_order() -> str:

@@ -22,6 +22,7 @@ BLOCKS = re.findall(r"```sh\n(.*?)```\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 def test_every_block_of_commands_is_run() -> None:
     assert len(BLOCKS) == PAGE.count("```sh\n") > 8
+    assert PAGE.count("```python") == 1
 
 
 @pytest.mark.parametrize(("commands", "words"), BLOCKS, ids=lambda text: text.split("\n")[0][:60])

@@ -29,6 +29,7 @@ BLOCKS = re.findall(r"```sh\n(.*?)```\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 def test_every_block_of_commands_is_run() -> None:
     assert len(BLOCKS) == PAGE.count("```sh\n") == 3
+    assert PAGE.count("```python") == 1
 
 
 @pytest.mark.parametrize(("commands", "lines"), BLOCKS, ids=lambda text: text.split("\n")[0][:40])

@@ -87,8 +87,8 @@ def test_the_table_lists_every_tracker_with_what_it_has():
 
 def test_accel_verify_prints_what_the_page_shows(tmp_path):
     """Numbers may differ in their last digit between processors; distances of rounding are rounding."""
-    program = re.search(r"^```python file=train.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-    console = re.search(r"^```console\n(\$ accel verify.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    program = re.search(r'^```python file="train.py" .*?\n(.*?)^```$', PAGE, flags=re.MULTILINE | re.DOTALL)
+    console = re.search(r"^```console .*?\n(\$ accel verify.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert program is not None
     assert console is not None
     (tmp_path / "train.py").write_text(program[1])
@@ -128,7 +128,7 @@ def test_where_the_time_goes(world, tmp_path):
     assert other == ("", "")
     assert shape(printed) == shape(shown)
     (warning,) = re.findall(
-        r"^ {4}(UserWarning: Process 1 is slow.*?)\n\n", PAGE, flags=re.MULTILINE | re.DOTALL
+        r"^```text .*?\n(UserWarning: Process 1 is slow.*?)\n```$", PAGE, flags=re.MULTILINE | re.DOTALL
     )
     assert shape(re.sub(r"\s+", " ", warning))[0] in shape(said)[0]
 
@@ -147,8 +147,12 @@ def test_where_the_time_goes(world, tmp_path):
 def test_the_report_of_a_run_that_hangs(launched):
     """Both processes report, in any order, and end."""
     section = PAGE.partition("## Why does it hang?")[2]
-    (script,) = re.findall(r"^```python file=hang.py\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    (shown,) = re.findall(r"^```console of=hang.py\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (script,) = re.findall(
+        r'^```python file="hang.py" .*?\n(.*?)^```$', section, flags=re.MULTILINE | re.DOTALL
+    )
+    (shown,) = re.findall(
+        r"^```console .*?\n(\$ accel launch .*?)^```$", section, flags=re.MULTILINE | re.DOTALL
+    )
     command, _, reports = shown.partition("\n")
     arguments = command.partition("--num_processes 2 ")[2].split()[:-1]
     run = launched(script, launch_args=arguments)
@@ -167,9 +171,9 @@ def test_the_report_of_a_run_that_hangs(launched):
 
 @pytest.mark.usefixtures("fresh_state")
 def test_a_loss_that_is_not_finite_is_recomputed_as_the_page_shows(tmp_path, monkeypatch, capsys):
-    program = re.search(r"^```python file=guarded.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    program = re.search(r'^```python file="guarded.py" .*?\n(.*?)^```$', PAGE, flags=re.MULTILINE | re.DOTALL)
     console = re.search(
-        r"^```console\n\$ python guarded.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL
+        r"^```console .*?\n\$ python guarded.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL
     )
     assert program is not None
     assert console is not None

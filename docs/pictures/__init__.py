@@ -1,0 +1,1 @@
+"""Pictures of the manual: what runs them, and what draws them."""
