@@ -297,27 +297,36 @@ class _MicroBatch:
         self.window = window
         self.engine = engine
         self.models = models
-        self.held_back: contextlib.ExitStack | None = None
+        self.held_back: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         # The window first: it decides whether this micro-batch reduces gradients.
         self.window.__enter__()
         if self.window.reduce_gradients:
             return
-        self.held_back = contextlib.ExitStack()
         try:
-            for model in self.models:
-                self.held_back.enter_context(self.engine.gradients.no_sync(model))
+            self.held_back = self._hold_back()
         except BaseException:
-            self.__exit__(*sys.exc_info())  # Python calls it only after an __enter__ that returned
+            self.window.__exit__(*sys.exc_info())  # Python calls it only after an __enter__ that returned
             raise
+
+    def _hold_back(self) -> contextlib.AbstractContextManager[Any]:
+        no_sync = self.engine.gradients.no_sync
+        if len(self.models) == 1:  # the usual case, without a stack of contexts
+            held_back = no_sync(self.models[0])
+            held_back.__enter__()
+            return held_back
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(no_sync(model))
+            return stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             if self.held_back is not None:
-                self.held_back.close()
+                self.held_back.__exit__(None, None, None)
         # After the engine's contexts, which the window's own end does not depend on.
         finally:
             self.window.__exit__(kind, error, traceback)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ from accel.engines.common.replica_check import ReplicaCheck
 from accel_optim.owner import ParameterOwner
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from accel_state.process.facts import Process
 
 __all__ = ["ShardOwner", "TrainingOwner"]
@@ -45,20 +47,24 @@ class TrainingOwner(ParameterOwner):
         """Whether replicas are apart for now, or processes do not step together."""
         return self.is_holding
 
-    @contextlib.contextmanager
-    def holding(self, no_sync: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    def holding(
+        self, no_sync: contextlib.AbstractContextManager[Any]
+    ) -> contextlib.AbstractContextManager[None]:
         """A context whose backward passes leave gradients on their process.
 
         Args:
             no_sync: The context that makes them so.
         """
+        return _Holding(self, no_sync)
+
+    def start_holding(self) -> None:
+        """Note that a context of `holding` begins."""
         # A number, as contexts of several models are entered at once and inside each other.
         self._num_holding += 1
-        try:
-            with no_sync:
-                yield
-        finally:
-            self._num_holding -= 1
+
+    def stop_holding(self) -> None:
+        """Note that a context of `holding` ends."""
+        self._num_holding -= 1
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor stands for a parameter of a model, though the model does not show it now."""
@@ -96,15 +102,39 @@ class TrainingOwner(ParameterOwner):
             )
 
 
+class _Holding:
+    """The context of `holding`; a class, as a generator's context takes twice the time of all that it does."""
+
+    __slots__ = ("no_sync", "owner")
+
+    def __init__(self, owner: TrainingOwner, no_sync: contextlib.AbstractContextManager[Any]) -> None:
+        self.owner = owner
+        self.no_sync = no_sync
+
+    def __enter__(self) -> None:
+        self.owner.start_holding()
+        try:
+            self.no_sync.__enter__()
+        except BaseException:
+            self.owner.stop_holding()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.no_sync.__exit__(kind, error, traceback)
+        finally:
+            self.owner.stop_holding()
+
+
 class ShardOwner(TrainingOwner):
     """Parameters in parts, whose gradients are kept whole outside of `.grad` until the window ends."""
 
-    @contextlib.contextmanager
-    def holding(self, no_sync: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """A context whose backward passes keep whole gradients until the window ends."""
+    def start_holding(self) -> None:
+        """Note that a context begins whose backward passes keep whole gradients until the window ends."""
         self.holds_back = True
-        with super().holding(no_sync):
-            yield
+        super().start_holding()
 
     def after_backward(self, retains_graph: bool) -> None:
         """Note that there are new gradients, and whether they are held back."""

@@ -154,8 +154,10 @@ class DDPEngine(Engine):
 
 def _ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, below torch.compile's."""
-    model = getattr(model, "_orig_mod", model)
-    return model if isinstance(model, DistributedDataParallel) else None
+    if isinstance(model, DistributedDataParallel):  # the usual case: torch looks long for what is not there
+        return model
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def _is_trained(model: torch.nn.Module) -> bool:

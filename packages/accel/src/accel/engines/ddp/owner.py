@@ -74,7 +74,7 @@ class ReplicaOwner(TrainingOwner):
             )
         # A second backward pass over a graph that was kept: DDP has reduced in the first one, and does not
         # again.
-        if self.is_holding or self._has_retained:
+        if (self.is_holding or self._has_retained) and len(self._local.models) < len(self._models):
             self._local.models.update(self._models)
         self._has_retained = retains_graph
 
@@ -119,8 +119,10 @@ class _Local:
         """After a forward pass, follow it where the model may be among those."""
         # What torch.compile sees has to call a function that it leaves alone, whose wrapper costs more than
         # all else in a step of other programs.
-        if torch.compiler.is_compiling() or self.models:
+        if torch.compiler.is_compiling():
             run_untraced(_follow, self.models, model, output)
+        elif self.models and model.require_forward_param_sync:
+            _follow(self.models, model, output)
 
     def __reduce__(self) -> Any:
         return _Local, ()  # of a model that is loaded from a pickle, which no owner knows
