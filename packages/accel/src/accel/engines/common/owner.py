@@ -103,7 +103,7 @@ class TrainingOwner(ParameterOwner):
 
 
 class _Holding:
-    """The context of `holding`; a class, as a generator's context takes twice the time of all that it does."""
+    """The context of `holding`; a class, as a generator would take twice the time of all that it does."""
 
     __slots__ = ("no_sync", "owner")
 
