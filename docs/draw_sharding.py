@@ -143,7 +143,11 @@ def draw(picture: Picture) -> str:
         _text(start + width * CELL / 2, 14, f"step {step}", "middle")
         for step, (start, width) in enumerate(zip(starts, widths, strict=True))
     ]
-    width, height = starts[-1] + widths[-1] * CELL + 2, 24 + len(processes) * LINE
+    # The last title may be wider than its cells.
+    width, height = (
+        starts[-1] + max(widths[-1] * CELL + 2, widths[-1] * CELL // 2 + 24),
+        24 + len(processes) * LINE,
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" style="max-width:{1.2 * width:.0f}px" role="img" '

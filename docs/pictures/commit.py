@@ -49,13 +49,13 @@ def draw(operations: Sequence[Sequence[str]]) -> str:
     commit = next(at for at, (lane, _) in enumerate(happened) if lane == new)
     gone = max(at for at, (lane, _) in enumerate(happened) if lane == old)
     ends = len(happened)
-    lanes = [(old, -0.5, gone + 0.5), ("staging", 0, commit), (new, commit, ends + 0.5)]
-    parts, top = [], 40
+    lanes = [(old, -0.5, gone + 0.5), ("staging", -0.2, commit), (new, commit, ends + 0.5)]
+    parts, top, left = [], 40, 6.0
     for place, (name, first, last) in enumerate(lanes):
         x = 6 + place * 36
-        parts.append(
-            text(x + BAR / 2, 14 + 14 * (place % 2), name, "middle" if place else "start", 'font-size="11"')
-        )
+        parts.append(rect(left, 4, 11, 11, COLORS[place], 'rx="2"'))
+        parts.append(text(left + 16, 14, name))
+        left += 36 + 7 * len(name)
         height = (last - first) * LINE
         parts.append(rect(x, top + first * LINE, BAR, height, COLORS[place], 'class="folder" rx="4"'))
     for at, (lane, words) in enumerate(happened):

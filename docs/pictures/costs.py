@@ -43,6 +43,10 @@ def _x(value: float) -> float:
     return 4 + (WIDTH - 60) * min(max(share, 0.0), 1.0)
 
 
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
 def draw(found: list[Row]) -> str:
     """Return bars on a logarithmic scale, which begin at plain PyTorch."""
     parts, left = [], 4.0
@@ -55,18 +59,18 @@ def draw(found: list[Row]) -> str:
         name = row.name.partition(":")[0]
         parts.append(text(4, top + 14, name, "start", 'font-size="11.5"'))
         top += HEAD
+        first_bar = top
         for place, peer in enumerate(PEERS):
             if peer not in row.values:
                 continue
             value = row.values[peer]
             first, last = sorted((_x(1.0), _x(value)))
             parts.append(rect(first, top, max(last - first, 1.5), BAR, COLORS[place], 'class="cost" rx="2"'))
-            parts.append(text(max(last, _x(1.0)) + 5, top + 10, f"{value:.3g}", "start", 'font-size="11"'))
+            parts.append(text(max(last, _x(1.0)) + 5, top + 10, _number(value), "start", 'font-size="11"'))
             top += BAR + 2
+        dashes = 'stroke="currentColor" stroke-opacity="0.5" stroke-dasharray="3 3"'
+        parts.append(line(_x(1.0), first_bar - 3, _x(1.0), top + 1, dashes))
         top += 8
-    parts.append(
-        line(_x(1.0), 24, _x(1.0), top, 'stroke="currentColor" stroke-opacity="0.5" stroke-dasharray="3 3"')
-    )
     parts.append(
         text(_x(1.0), top + 13, "plain PyTorch = 1; to the left is faster", "start", 'font-size="11"')
     )

@@ -38,8 +38,9 @@ def draw(settings: dict[str, list[dict[str, Any]]]) -> str:
             left = 4 + rank * across + (across - CELL) / 2
             color = COLORS[process["share"] % len(COLORS)]
             parts.append(rect(left, top + 28, CELL, CELL, color, 'class="process" rx="5"'))
-            parts.append(text(left + CELL / 2, top + 46, str(rank), "middle", 'class="inside"'))
             place = _part(process["mesh"])
+            base = top + (46 if place else 52)
+            parts.append(text(left + CELL / 2, base, str(rank), "middle", 'class="inside"'))
             parts.append(text(left + CELL / 2, top + 61, place, "middle", 'class="inside" font-size="11"'))
         top += ROW
     return picture("How eight processes are arranged", top, parts)
