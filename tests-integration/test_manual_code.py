@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import inspect
 import io
 import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,7 +137,7 @@ def _problem(page: str, block: Block) -> str | None:
         return _strange_lines(block)
     if "test" in block.marks:
         there = block.marks["test"] in {*files_of_tests(), "tests-integration/test_manual_code.py"}
-        return _wrong_commands(block) if there else "its test is not there"
+        return (_wrong_commands(block) or _unknown_calls(block)) if there else "its test is not there"
     here = {"python"} if page not in OWN else OWN[page][1]
     if block.language in here:
         return None
@@ -163,6 +166,17 @@ def _wrong_commands(block: Block) -> str | None:
     return None
 
 
+def _unknown_calls(block: Block) -> str | None:
+    """Whether code calls what the text of its test never names, so that it runs something else."""
+    # A test of a page reads its blocks from there.
+    own = {test for test, _ in OWN.values()} | {"tests-integration/test_manual_code.py"}
+    if block.language != "python" or block.marks["test"] in own:
+        return None
+    called = {*re.findall(r"(\w+)\(", block.text)} - {"Accelerator"}
+    strange = sorted(name for name in called if name not in files_of_tests()[block.marks["test"]])
+    return f"{block.marks['test']} does not call {', '.join(strange)}" if strange else None
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_run_or_marked(page: str) -> None:
     assert list(problems(page, (ROOT / page).read_text())) == []
@@ -182,6 +196,7 @@ def test_the_pages_with_a_test_of_their_own_are_read_by_it(page: str) -> None:
         ("Text:\n\n    code = 1\n", "without a fence"),
         ('```sh test="tests-integration/test_none.py"\nls\n```\n', "is not there"),
         ('```sh test="tests-integration/test_ray.py"\naccel launch --no_such 1 a.py\n```\n', "not take"),
+        ('```python test="tests-integration/test_ray.py"\nprepare_nothing()\n```\n', "does not call"),
         ('```python fragment="examples/five_lines.py"\nx = unknown()\n```\n', "has no line 'x = unknown()'"),
         ("```python\n# all of docs/unknown_script.py\n```\n", "no test names"),
     ],
@@ -421,6 +436,22 @@ def test_the_first_resume_ends_as_the_whole_run(world, tmp_path: Path) -> None:
     assert run("stopped") == f"going on\n{whole}"
     run("other", "2")
     assert run("other", size=2).startswith("going on\nepoch 1: ")
+
+
+def test_the_tests_that_the_page_on_contributing_shows_pass(world, launched, monkeypatch, tmp_path):
+    fixtures, ran = {"world": world, "launched": launched}, 0
+    for block in blocks_of((ROOT / "docs/contributing.md").read_text()):
+        if block.language == "python":
+            path = tmp_path / f"test_line_{block.line}.py"
+            path.write_text(f"import torch\n\n\n{block.text}")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, path.stem, module)  # where its functions are looked for
+            spec.loader.exec_module(module)
+            (test,) = [item for name, item in vars(module).items() if name.startswith("test_")]
+            test(**{name: fixtures[name] for name in inspect.signature(test).parameters})
+            ran += 1
+    assert ran == 2
 
 
 # An engine, and the flags that ask for it.
