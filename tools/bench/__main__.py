@@ -27,6 +27,7 @@ from .imports import dry_run_row, help_row, import_rows
 from .incremental import incremental_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows, stream_row
+from .long_run import long_run_rows
 from .merging import merge_row
 from .metrics import metrics_rows
 from .orders import order_rows
@@ -71,6 +72,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "placement": planning_rows,
     "hooks": hook_rows,
     "prefetch": prefetch_row,
+    "long": long_run_rows,
     "log": log_row,
     "import": import_rows,
     "help": help_row,

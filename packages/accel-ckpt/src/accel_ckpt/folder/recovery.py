@@ -146,14 +146,9 @@ def sweep(target: Path) -> None:
     Args:
         target: A checkpoint folder that is complete.
     """
-    name = _escape(target.name)
-    patterns = [
-        (target.parent, f".{name}.staging-*"),
-        (target.parent, f".{name}.replaced-*"),
-        (target, ".staging-*"),
-    ]
-    for folder, pattern in patterns:
-        _sweep(folder, pattern)
+    for kind in ("staging", "replaced"):
+        _sweep(_starting(target.parent, f".{target.name}.{kind}-"))
+    _sweep(_starting(target, ".staging-"))
 
 
 def sweep_folder(folder: Path) -> None:
@@ -163,11 +158,17 @@ def sweep_folder(folder: Path) -> None:
         folder: A folder with a checkpoint that is complete and newer than these.
     """
     for kind in ("staging", "replaced"):
-        _sweep(folder, f".*.{kind}-*")
+        _sweep(folder.glob(f".*.{kind}-*"))
 
 
-def _sweep(folder: Path, pattern: str) -> None:
-    for left in folder.glob(pattern):
+def _starting(folder: Path, prefix: str) -> list[Path]:
+    """The entries of a folder whose names start so; none where it is no folder."""
+    # No glob: Python keeps up to 32,768 patterns, of which each checkpoint would have some of its own.
+    return [path for path in folder.iterdir() if path.name.startswith(prefix)] if folder.is_dir() else []
+
+
+def _sweep(found: Iterable[Path]) -> None:
+    for left in found:
         if _is_abandoned(left):
             discard(left)
 
@@ -233,7 +234,7 @@ def folders_of(root: Path, names: Iterable[str]) -> set[Path]:
 def _left_beside(target: Path) -> Path | None:
     """The complete checkpoint that a save has left which was interrupted between its last two renames."""
     for kind in ("staging", "replaced"):
-        left = target.parent.glob(f".{_escape(target.name)}.{kind}-*") if target.parent.is_dir() else ()
+        left = _starting(target.parent, f".{target.name}.{kind}-")
         complete = sorted((folder for folder in left if manifest.is_complete(folder)), key=_age)
         if complete:
             return complete[-1]
@@ -271,11 +272,6 @@ def _age(path: Path) -> float:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mtime
     return 0.0
-
-
-def _escape(name: str) -> str:
-    # A pattern for glob in which these characters stand for themselves.
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def _neighbours(target: Path) -> list[str]:

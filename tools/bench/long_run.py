@@ -1,0 +1,130 @@
+"""100,000 steps of a toy loop with evaluation, checkpoints and a tracker: nothing may grow with the steps.
+
+Memory is what the operating system counts for the process (resident), read every 1,000 steps, and its growth
+is the slope of the line through these (least squares), without the first tenth: caches fill there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import linear_regression, median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from .row import Row
+from .workers import run_workers
+
+__all__ = ["long_run_rows", "measure_long_run"]
+
+STEPS, QUICK_STEPS = 100_000, 5_000
+EVERY = 1_000  # steps of an epoch, and between two readings
+WIDTH, BATCH = 16, 4
+LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 10, 2_000, 5_000
+LIMIT_KB, LIMIT_TIME = 1.0, 1.05
+SKIPPED = 0.1  # of the readings
+
+Readings = dict[str, list[float]]
+
+
+def long_run_rows(*, quick: bool = False) -> list[Row]:
+    """Measure what a process needs more after many steps than after few."""
+    steps = QUICK_STEPS if quick else STEPS
+    found: Readings = run_workers("long_run:measure_long_run", 1, steps=steps)
+    skipped = int(SKIPPED * len(found["steps"]))
+    kept = {name: values[skipped:] for name, values in found.items()}
+    slope = linear_regression(kept["steps"], kept["memory"]).slope
+    constant = len(set(kept["files"])) == len(set(kept["threads"])) == 1
+    tenth = max(1, len(kept["steps"]) // 10)
+    loop = f"{steps:,} steps with evaluation, checkpoints and a tracker"
+    return [
+        Row(
+            what=f"{loop}: growth of resident memory in 1,000 steps",
+            value=slope,  # bytes a step are kB in 1,000
+            limit=LIMIT_KB,
+            unit="kB",
+            condition=("as many open files and threads all the time", constant),
+            base=f"{kept['memory'][0] / 1e6:.0f} MB at first",
+        ),
+        Row(
+            what=f"{loop}: time of the last tenth / the first",
+            value=median(kept["seconds"][-tenth:]) / median(kept["seconds"][:tenth]),
+            limit=LIMIT_TIME,
+            base=f"{1e6 * median(kept['seconds']) / EVERY:.0f} us per step",
+        ),
+    ]
+
+
+def measure_long_run(rank: int, size: int, steps: int) -> Readings:
+    """Train, and read every 1,000 steps what the process has; runs in a worker."""
+    from accel import Accelerator
+    from accel.utils import ProjectConfiguration
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+        accelerator: Any = Accelerator(cpu=True, log_with="jsonl", project_config=project)
+        accelerator.init_trackers("run")
+        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        schedule: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        loaders = [DataLoader(_rows(count), BATCH, shuffle=count == EVERY) for count in (EVERY, 20)]
+        model, optimizer, schedule, loader, evaluation = accelerator.prepare(
+            model, optimizer, schedule, *loaders
+        )
+        found: Readings = {name: [] for name in ("steps", "seconds", "memory", "files", "threads")}
+        step = 0
+        while step < steps:
+            start = time.perf_counter()
+            for inputs, labels in loader:
+                loss = F.cross_entropy(model(inputs), labels)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                step += 1
+                if step % LOG_EVERY == 0:
+                    accelerator.log({"loss": loss, "lr": schedule.get_last_lr()[0]}, step=step)
+            found["seconds"].append(time.perf_counter() - start)
+            if step % EVALUATE_EVERY == 0:
+                accelerator.log({"accuracy": _accuracy(accelerator, model, evaluation)}, step=step)
+            if step % SAVE_EVERY == 0:
+                accelerator.save_state()
+            for name, value in {"steps": step, **_reading()}.items():
+                found[name].append(value)
+        accelerator.end_training()
+    return found
+
+
+def _rows(batches: int) -> TensorDataset:
+    count = batches * BATCH
+    return TensorDataset(torch.randn(count, WIDTH), torch.randint(2, (count,)))
+
+
+def _accuracy(accelerator: Any, model: Any, loader: Any) -> float:
+    model.eval()
+    hits = []
+    with torch.no_grad():
+        for inputs, labels in loader:
+            hits.append(accelerator.gather_for_metrics(model(inputs).argmax(-1) == labels))
+    model.train()
+    return torch.cat(hits).float().mean().item()
+
+
+def _reading() -> dict[str, float]:
+    """Return the resident bytes, the open files and the threads of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
