@@ -41,6 +41,26 @@ def test_a_loop_that_skips_by_itself_goes_on_as_it_did(tmp_path: Path):
         assert rest == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]][skipped:]
 
 
+def test_a_loop_that_passes_over_batches_by_continue_passes_over_them_twice(tmp_path: Path):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=2))
+    batches = iter(loader)
+    next(batches), next(batches)
+    folder = accelerator.save_state(str(tmp_path / "saved"))
+    batches.close()
+
+    accelerator.load_state(folder)
+    seen = []
+    for step, batch in enumerate(loader):
+        if step < 2:
+            continue
+        seen.append(batch.tolist())
+    assert seen == [[8, 9]]
+    accelerator.load_state(folder)  # as is right in both
+    rest = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+    assert rest == [[4, 5], [6, 7], [8, 9]]
+
+
 def test_what_is_no_tensor_is_gathered_into_a_list():
     accelerator = Accelerator(cpu=True)
 

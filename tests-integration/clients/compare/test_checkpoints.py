@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from accel_world.compared import Compared, assert_close
 
@@ -16,7 +17,6 @@ PLAIN = (
     *("safetensors", "pickled", "named", "half", "stateful", "dispatched", "dropout"),
     *("two_models", "seedable"),
 )
-# accelerate crashes where it saves the whole weights of FSDP's version 1 without a GPU.
 SHARDED = ("fsdp1_sharded", "fsdp2_sharded")
 DEEPSPEED = ("zero1", "zero2", "zero3")
 
@@ -62,17 +62,26 @@ def test_each_goes_on_from_the_checkpoints_of_the_other(compared, processes, cas
 
 
 @pytest.mark.slow
-def test_whole_states_of_fsdp_that_accelerate_saved(compared):
+def test_each_goes_on_from_the_whole_states_of_fsdp_of_the_other(compared):
     saved = compared("checkpoints", "save", "fsdp2_full", processes=2)
-    folder = str(saved.accelerate.folder)
-    loaded = compared("checkpoints", "load", "fsdp2_full", "--", folder, processes=2)
+    folders = [side.folder for side in (saved.accel, saved.accelerate)]
+    loaded = compared(
+        "checkpoints", "load", "fsdp2_full", "fsdp1_full", "--", *map(str, folders), processes=2
+    )
 
-    assert saved.accelerate.files("*/checkpoint/pytorch_model_fsdp.bin")
-    assert saved.accel.files("*/checkpoint/model.safetensors")
-    expected = saved.accelerate.results["fsdp2_full"]["losses"]
-    for side in (loaded.accel, loaded.accelerate):
-        ((result,),) = side.results.values()
-        assert_close(result["losses"], expected, rtol=1e-5, atol=1e-5, where="losses")
+    saved.assert_same_files("*/checkpoint/*", but=["*/accel_manifest.json", "*/dl_state_dict.bin"])
+    for folder in folders:
+        checkpoint = folder / "fsdp2_full/checkpoint"
+        weights = torch.load(checkpoint / "pytorch_model_fsdp.bin")
+        optimizer = torch.load(checkpoint / "optimizer.bin")
+        assert {*optimizer["state"]} == {*weights} - {"scale"}
+        assert {*optimizer["param_groups"][0]["params"]} == {*optimizer["state"]}
+    for number, saver in enumerate((saved.accel, saved.accelerate)):
+        expected = saver.results["fsdp2_full"]["losses"]
+        for side in (loaded.accel, loaded.accelerate):
+            for case in ("fsdp2_full", "fsdp1_full"):
+                found = side.results[case][number]["losses"]
+                assert_close(found, expected, rtol=1e-5, atol=1e-5, where=case)
 
 
 def test_names_after_loading(compared):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,14 +29,6 @@ ANSWERS: dict[str, tuple[int, dict[str, str]]] = {
 OURS = {"ACCELERATE_NUM_PROCESSES", "ACCELERATE_USE_CPU", "ACCELERATE_CONFIG_DS_FIELDS"}
 # Nothing is compiled here, and "as torch decides", accel's default for shapes, is no value there.
 OURS |= {"ACCELERATE_DYNAMO_USE_DYNAMIC"}
-# Settings that have no effect, of version 1 for version 2, or without "size_based_wrap".
-IDLE = {
-    "FSDP_BACKWARD_PREFETCH",
-    "FSDP_MIN_NUM_PARAMS",
-    "FSDP_RESHARD_AFTER_FORWARD",
-    "FSDP_SYNC_MODULE_STATES",
-    "FSDP_USE_ORIG_PARAMS",
-}
 
 
 class Answered:
@@ -84,12 +77,27 @@ def test_scripts_see_the_same_settings(compared, configs):
     engines = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
     for name, found in both.accel.results.items():
         expected, kind = both.accelerate.results[name], name.split("_", 1)[1]
-        assert differences(found, expected) <= (IDLE if kind.startswith("fsdp") else set()), name
+        assert differences(found, expected) == set(), name
         assert [env.get(variable, expected) for variable in engines.values()] == [
             kind.startswith(word) for word in engines
         ]
         if kind != "multi_cpu":  # accelerate starts one process, without mpirun
             assert (found["WORLD_SIZE"], found["RANK"]) == (expected["WORLD_SIZE"], expected["RANK"])
+
+
+def test_keys_that_are_not_there_have_the_same_defaults(compared, tmp_path: Path):
+    paths = []
+    for version in (1, 2):
+        values = {"fsdp_version": version, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
+        config = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": values}
+        paths.append(tmp_path / f"bare{version}.yaml")
+        paths[-1].write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", **config}))
+    both = compared("configs", "launch", *map(str, paths))
+
+    for name, found in both.accel.results.items():
+        expected = both.accelerate.results[name]
+        assert expected["FSDP_MIN_NUM_PARAMS"] == found["FSDP_MIN_NUM_PARAMS"] == "100000000"
+        assert differences(found, expected) == set(), name
 
 
 def test_files_are_rewritten_to_the_same(compared, configs):

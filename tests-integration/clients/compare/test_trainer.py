@@ -91,25 +91,33 @@ def test_sharded(compared, case: str):
         both.assert_same_tensors("*/last/*.safetensors", rtol=1e-4, atol=1e-4)
 
 
-CONFIG = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "GPT2Block",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
+FSDP = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "GPT2Block",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+}
+# The Trainer's own number of accumulation steps has to agree with that of the file.
+ZERO = {"zero_stage": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+CONFIGS = {
+    "fsdp2": {"distributed_type": "FSDP", "fsdp_config": FSDP},
+    "zero2": {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO},
+    "zero3": {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {**ZERO, "zero_stage": 3, "zero3_save_16bit_model": True},
     },
 }
 
 
 @pytest.mark.slow
-def test_sharded_by_the_launchers_config_file(compared, tmp_path: Path):
+@pytest.mark.parametrize("case", CONFIGS)
+def test_sharded_by_the_launchers_config_file(compared, tmp_path: Path, case: str):
     path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", **CONFIGS[case]}))
     launch_args = ("--config_file", str(path))
     both = compared("trainer", "configured", processes=2, own_launcher=True, launch_args=launch_args)
 
     both.assert_same_results(rtol=1e-4, atol=1e-4)
+    assert both.accel.files("*/global_step*" if "zero" in case else "*/pytorch_model_fsdp.bin")
     both.assert_same_tensors("*/last/*.safetensors", rtol=1e-4, atol=1e-4)

@@ -2,7 +2,7 @@
 needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
-    pytorch_model_fsdp.bin ...                     the same, as others write them for sharded models
+    pytorch_model_fsdp.bin ...                     the same, gathered from what FSDP has sharded
     model.safetensors.index.json ...               the same in files model-00001-of-00002.safetensors ...
     optimizer.bin, optimizer_1.bin ...             optimizers
     scheduler.bin, scheduler_1.bin ...             learning-rate schedules
@@ -37,6 +37,7 @@ __all__ = [
     "checkpoint_dir",
     "custom_file",
     "custom_folder",
+    "gathered_model_file",
     "gradients_file",
     "index_file",
     "is_index",
@@ -108,12 +109,17 @@ def model_file(index: int = 0, safe_serialization: bool = True) -> str:
     )
 
 
+def gathered_model_file(index: int = 0) -> str:
+    """Return the name of a model's whole weights, gathered from what FSDP has sharded."""
+    return _numbered("pytorch_model_fsdp", index, ".bin")
+
+
 def model_files(index: int = 0) -> tuple[str, ...]:
     """Return the names that a model's weights may have, the first of which is preferred."""
     return (
         model_file(index, True),
         model_file(index, False),
-        _numbered("pytorch_model_fsdp", index, ".bin"),
+        gathered_model_file(index),
         index_file(index, True),
         index_file(index, False),
     )

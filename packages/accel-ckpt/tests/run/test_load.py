@@ -259,6 +259,25 @@ def test_whole_states_that_others_wrote_for_sharded_models_are_loaded(tmp_path: 
         assert all(torch.equal(other.state_dict()["state"][number][key], values[key]) for key in values)
 
 
+def test_states_by_names_load_where_models_have_the_same_names(tmp_path: Path) -> None:
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1) for model in models]
+    for number, model in enumerate(models):
+        suffix = f"_{number}" if number else ""
+        torch.save(model.state_dict(), tmp_path / f"pytorch_model_fsdp{suffix}.bin")
+        named = {
+            "state": {name: {"momentum_buffer": value + 1} for name, value in model.state_dict().items()},
+            "param_groups": [{**optimizers[number].param_groups[0], "params": ["weight", "bias"]}],
+        }
+        torch.save(named, tmp_path / f"optimizer{suffix}.bin")
+    with pytest.warns(UserWarning, match=r"another implementation wrote it|no random_states_0\.pkl"):
+        load_accelerator_state(tmp_path, models, optimizers, [], [], 0)
+
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for value in model.parameters():
+            assert torch.equal(optimizer.state[value]["momentum_buffer"], value + 1)
+
+
 def test_states_by_names_that_the_models_do_not_have_are_refused(tmp_path: Path) -> None:
     _, _, names = save_by_names(tmp_path)
     (again := nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).register_parameter(

@@ -61,6 +61,12 @@ def test_frozen_weights_have_a_file_of_their_own(index: int, safe: bool) -> None
     assert all(file_names.role_of(name) == "model" for name in (*parts, *indexes))
 
 
+@pytest.mark.parametrize(("index", "name"), [(0, "pytorch_model_fsdp.bin"), (1, "pytorch_model_fsdp_1.bin")])
+def test_whole_weights_of_fsdp_have_their_documented_name(index: int, name: str) -> None:
+    state = Adapted(0).state_dict()
+    assert parts_of_model(state, index, (), True, gathered=True) == ({name: state}, {})
+
+
 @pytest.mark.parametrize("frozen", [frozenset(), frozenset(Adapted(0).state_dict()), {"another"}])
 def test_where_all_or_none_are_frozen_there_is_one_file(frozen: frozenset[str]) -> None:
     state = Adapted(0).state_dict()

@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stream_resumed": {**SHORT, "resume": "stream"},
     "compiled": {**SAVING, "torch_compile": True},
     "compiled_resumed": {**SAVING, "torch_compile": True, "resume": "compiled"},
-    "configured": SHORT,  # sharded by the config file of the launcher
+    "configured": SHORT,  # in parts, as the config file of the launcher says
     "fsdp2": FULL,
     "fsdp2_resumed": {**FULL, "resume": "fsdp2"},
     "parts": PARTS,
@@ -87,7 +87,7 @@ def accuracy(predicted: EvalPrediction) -> dict[str, float]:
 def run(case: str, folder: Path) -> dict[str, Any]:
     options = {"save_strategy": "no", "use_cpu": True, **CASES[case]}
     start = options.pop("resume", None)
-    if "deepspeed" in options:
+    if "deepspeed" in options or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes

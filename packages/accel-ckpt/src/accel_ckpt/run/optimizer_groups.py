@@ -43,7 +43,7 @@ def match_groups(
     # torch numbers parameters by default; then the order of the groups is all there is to compare.
     if not all(isinstance(name, str) for group in saved for name in group["params"]):
         return state, []
-    named = _names(models) if flat is None else {name: name for group in flat for name in group}
+    named = _names(models) if flat is None else [(name, name) for group in flat for name in group]
     return _numbered(file, index, state, own, named)
 
 
@@ -66,23 +66,24 @@ def _plain(optimizer: Any) -> Any:
     return optimizer
 
 
-def _names(models: Sequence[Any]) -> dict[str, Any]:
+def _names(models: Sequence[Any]) -> list[tuple[str, Any]]:
     # How a sharded model is loaded is no module, but has it.
     plain = [item if isinstance(item, torch.nn.Module) else getattr(item, "model", None) for item in models]
     inner = [
         extract_model_from_parallel(item, keep_torch_compile=False) for item in plain if item is not None
     ]
-    return {name: value for item in inner for name, value in item.state_dict(keep_vars=True).items()}
+    # Pairs, as two models may have the same names.
+    return [pair for item in inner for pair in item.state_dict(keep_vars=True).items()]
 
 
 def _numbered(
-    file: str, index: int, state: Any, own: Sequence[Sequence[Any]], named: dict[str, Any]
+    file: str, index: int, state: Any, own: Sequence[Sequence[Any]], named: Sequence[tuple[str, Any]]
 ) -> tuple[Any, list[str]]:
     names: dict[int, list[str]] = {}  # of each parameter; tied ones have several
-    for name, value in named.items():
+    for name, value in named:
         names.setdefault(id(value), []).append(name)
     given = {name: name for group in state["param_groups"] for name in group["params"]}
-    spelled = without_wrapper_names(given, named)
+    spelled = without_wrapper_names(given, {name for name, _ in named})
     short = {original: name for name, original in spelled.items()}
     numbers: dict[str, int] = {}
     groups, lines = [], []

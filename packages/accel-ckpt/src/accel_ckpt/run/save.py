@@ -37,6 +37,7 @@ def save_accelerator_state(
     gradients: dict[str, torch.Tensor] | None = None,
     window: dict[str, Any] | None = None,
     frozen: Sequence[Collection[str]] = (),
+    gathered: bool = False,
     process: Process | None = None,
 ) -> str:
     """Save models, optimizers, schedules, loaders, the loss scale and the random generators. Every process
@@ -61,6 +62,9 @@ def save_accelerator_state(
         window: What else this process knows of the accumulation window; plain values.
         frozen: For each model, the names of weights that get a file of their own; with none, each model is
             in one file.
+        gathered: Whether the models' states were gathered from what FSDP has sharded. Their files, unless
+            `frozen` divides them, are then `pytorch_model_fsdp.bin` and so on, with
+            `safe_serialization` too: other implementations look for these.
         process: This process; by default the current one.
 
     Returns:
@@ -79,7 +83,7 @@ def save_accelerator_state(
         if staging.writes_shared:
             for index, state in enumerate(model_states):
                 names = frozen[index] if frozen else ()
-                weights, indexes = parts_of_model(state, index, names, safe_serialization)
+                weights, indexes = parts_of_model(state, index, names, safe_serialization, gathered=gathered)
                 parts |= weights
                 for name, content in indexes.items():
                     staging.write_bytes(content, name)
@@ -94,8 +98,7 @@ def save_accelerator_state(
         # Tensors only, as the rest is small: a bar needs no exact total.
         staging.progress.total = sum(map(_tensor_bytes, parts.values()))
         for name, part in parts.items():
-            role = file_names.role_of(name)
-            staging.write(part, name, role == "gradients" or (role == "model" and safe_serialization))
+            staging.write(part, name, name.endswith(".safetensors"))
         return str(staging.target)
 
 

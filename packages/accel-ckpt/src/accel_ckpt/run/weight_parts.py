@@ -28,7 +28,12 @@ def frozen_names(model: torch.nn.Module) -> frozenset[str]:
 
 
 def parts_of_model(
-    state: Mapping[str, Any], index: int, frozen: Collection[str], safe_serialization: bool
+    state: Mapping[str, Any],
+    index: int,
+    frozen: Collection[str],
+    safe_serialization: bool,
+    *,
+    gathered: bool = False,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return what goes into which file.
 
@@ -37,6 +42,8 @@ def parts_of_model(
         index: Which model it is, for the names of files.
         frozen: Names of weights that get a file of their own.
         safe_serialization: Whether weights are safetensors.
+        gathered: Whether weights that are in one file are named as those that FSDP has gathered, whatever
+            `safe_serialization` says.
 
     Returns:
         (parts, indexes): the part of the state in each file, and the contents of the index, if there is one,
@@ -45,7 +52,12 @@ def parts_of_model(
     still = {name: value for name, value in state.items() if name in frozen}
     others = {name: value for name, value in state.items() if name not in frozen}
     if not still or not others:
-        return {file_names.model_file(index, safe_serialization): state}, {}
+        name = (
+            file_names.gathered_model_file(index)
+            if gathered
+            else file_names.model_file(index, safe_serialization)
+        )
+        return {name: state}, {}
     parts = {
         file_names.shard_file(index, number, 2, safe_serialization): part
         for number, part in ((1, still), (2, others))

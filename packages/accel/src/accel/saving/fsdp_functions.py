@@ -20,8 +20,10 @@ from torch.distributed.fsdp import StateDictType
 
 from accel.saving.adapters import adapter_names, is_peft_model, under_own_names
 from accel_ckpt import file_names
+from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.agree import together
+from accel_ckpt.run.optimizer_groups import match_groups
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save, unchanged_by_failure
@@ -68,7 +70,7 @@ def save_fsdp_model(
     whole = accelerator.run.engine.states.state_dict(model)
     if adapter_only and whole:  # empty but on the process that writes
         whole = {name: whole[named] for name, named in adapter_names(model, whole).items()}
-    _write_whole(accelerator.run, whole, output_dir, _whole_file(model_index))
+    _write_whole(accelerator.run, whole, output_dir, file_names.gathered_model_file(model_index))
 
 
 def load_fsdp_model(
@@ -108,7 +110,7 @@ def load_fsdp_model(
         options = StateDictOptions(strict=not is_part)
         # torch's function also loads tensors that are not sharded, and returns what did not fit.
         return set_model_state_dict(engine.states.state_root(model), weights, options=options)
-    file = _whole_file(model_index)
+    file = file_names.gathered_model_file(model_index)
     whole = _read_whole(accelerator.run, input_dir, file)
     target = engine.states.model_to_load(model)
     if is_part:
@@ -174,6 +176,7 @@ def load_fsdp_optimizer(
 
     Raises:
         FileNotFoundError: If nothing was saved there under this type.
+        CheckpointError: If the file has other parameters, or in other groups.
         Exception: What else went wrong here; a CheckpointError on the other processes. The optimizer is as it
             was then.
     """
@@ -185,10 +188,20 @@ def load_fsdp_optimizer(
     name = file_names.optimizer_file(optimizer_index)
     # Every process reads the file: each takes its own part, and nothing is sent.
     whole = _read_whole(accelerator.run, input_dir, name)
-    target = accelerator.run.engine.states.optimizer_to_load(optimizer)
+    states = accelerator.run.engine.states
+    target, owner = states.optimizer_to_load(optimizer), states.model_to_load(model)
+
+    def load() -> None:
+        state, differences = match_groups(name, optimizer_index, whole, target, [owner])
+        if differences:
+            raise CheckpointError(
+                f"{'; '.join(differences)}. Load into an optimizer with the groups of the one that was saved."
+            )
+        target.load_state_dict(state)
+
     # A failure in the middle would leave the optimizer half loaded.
     with unchanged_by_failure(inner):
-        together(lambda: target.load_state_dict(whole), process, f"loading {name}")
+        together(load, process, f"loading {name}")
 
 
 def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
@@ -209,11 +222,6 @@ def _in_parts(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> bool:
 def _weights_in_parts(run: Run, model: torch.nn.Module, adapter_only: bool) -> dict[str, Any]:
     state = get_model_state_dict(run.engine.states.state_root(model))
     return {name: state[name] for name in adapter_names(model, state).values()} if adapter_only else state
-
-
-def _whole_file(index: int) -> str:
-    # The first one has no number: a documented name.
-    return "pytorch_model_fsdp.bin" if index == 0 else f"pytorch_model_fsdp_{index}.bin"
 
 
 def _parts_at(run: Run, folder: Folder, name: str) -> Path:

@@ -147,6 +147,7 @@ def save_state(
                 gradients=get_gradients(run.models) if run.window.step else None,
                 window=run.window.state_dict(),
                 frozen=[frozen.get(id(state), ()) for state in weights],
+                gathered=run.engine.states.gathers_parts,
                 process=process,
             )
 

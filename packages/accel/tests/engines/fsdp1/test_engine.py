@@ -302,7 +302,7 @@ def optimizer_states(use_orig_params: bool) -> list[Any]:
         for _ in range(2):
             step(accelerator, model, optimizer)
         whole = accelerator.engine.states.optimizer_to_save(optimizer).state_dict()
-        own = {index: values["momentum_buffer"] for index, values in whole["state"].items()}
+        own = {name: values["momentum_buffer"] for name, values in whole["state"].items()}
         found.append((order, own, whole["param_groups"][0]["params"]))
         # Loaded again, it is what it was.
         objects = [whole]
@@ -311,13 +311,15 @@ def optimizer_states(use_orig_params: bool) -> list[Any]:
         again = accelerator.engine.states.optimizer_to_save(optimizer).state_dict()
         if accelerator.is_main_process:
             assert all(
-                torch.equal(again["state"][index]["momentum_buffer"], value) for index, value in own.items()
+                torch.equal(again["state"][name]["momentum_buffer"], value) for name, value in own.items()
             )
     return found
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_state_of_an_optimizer_is_numbered_as_its_parameters_were_given(world, use_orig_params):
+def test_the_state_of_an_optimizer_has_names_in_the_order_in_which_parameters_were_given(
+    world, use_orig_params
+):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     for _ in range(2):
@@ -325,13 +327,14 @@ def test_the_state_of_an_optimizer_is_numbered_as_its_parameters_were_given(worl
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    expected = [item["momentum_buffer"] for item in optimizer.state_dict()["state"].values()]
+    expected = {
+        name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in model.named_parameters()
+    }
 
-    for order, state, numbers in world.run(optimizer_states, use_orig_params)[0]:
-        assert numbers == list(range(len(expected)))
-        own = expected if order == "made last" else expected[::-1]
-        for index, value in enumerate(own):
-            torch.testing.assert_close(state[index], value, rtol=1e-5, atol=1e-6)
+    for order, state, names in world.run(optimizer_states, use_orig_params)[0]:
+        assert names == list(state) == (list(expected) if order == "made last" else list(expected)[::-1])
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
 def clipping() -> list[tuple[float, float]]:

@@ -6,6 +6,7 @@ Each has a variable in accel_state's environment table; names, kinds, choices an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from accel_launch.settings.schema.setting import Group, Setting
 from accel_state.env import VARIABLES, Variable
@@ -36,6 +37,7 @@ def _family(
     switches: tuple[str, ...] = (),
     renamed: Mapping[str, str] | None = None,
     always: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[Setting]:
     """Make one setting per variable with a prefix; the rest of its name, in lower case, follows `flags`."""
     settings = []
@@ -54,6 +56,7 @@ def _family(
                     key=name,
                     from_environment=True,
                     always=always,
+                    launch_default=(defaults or {}).get(suffix),
                 )
             )
     return settings
@@ -85,6 +88,14 @@ _FSDP = _family(
     "fsdp_config",
     renamed={"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"},
     always=True,
+    # Those of accelerate's launcher, as seen in the environment of what accelerate 1.15 starts.
+    defaults={
+        "min_num_params": 100_000_000,
+        "use_orig_params": True,
+        "sync_module_states": True,
+        "cpu_ram_efficient_loading": True,
+        "reshard_after_forward": "true",
+    },
 )
 # No `always`: the library has the same defaults, and unset variables keep environments short.
 _PARALLELISM = _family("parallelism", "PARALLELISM_CONFIG_", "parallelism_config_", "parallelism_config")

@@ -44,6 +44,8 @@ class Setting:
         key: The key in the config file; empty if it cannot stand there.
         from_environment: The setting is read from, and handed to workers in, its variable.
         always: Workers get its default too, where its group counts: programs read the variable themselves.
+        launch_default: What the launcher takes where nothing gives a value, if that is not the default of the
+            variable, which holds for programs that were started without the launcher.
         convert: Reads text that the kinds of `Variable` do not cover; raises ValueError.
         allowed: What `convert` takes, for the error.
         bare: What the flag means without a value; empty if it needs one.
@@ -60,6 +62,7 @@ class Setting:
     key: str = ""
     from_environment: bool = False
     always: bool = False
+    launch_default: Any = None
     convert: Callable[[str], Any] | None = None
     allowed: str = ""
     bare: str = ""
@@ -73,7 +76,7 @@ class Setting:
     @property
     def default(self) -> Any:
         """The value when nothing else gives one; None where it is detected or left to torch."""
-        return self.spec.default
+        return self.spec.default if self.launch_default is None else self.launch_default
 
     @property
     def help(self) -> str:

@@ -45,6 +45,11 @@ class States:
         return False
 
     @property
+    def gathers_parts(self) -> bool:
+        """Whether whole states are gathered from what FSDP has sharded, and saved in the form of such."""
+        return False
+
+    @property
     def saves_model(self) -> bool:
         """Whether this process holds weights to be written; of replicas, the main one alone does."""
         return self.engine.context.process.is_main

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.engines.common.repoint import shard_like
 
-__all__ = ["WholeModel", "WholeOptimizer", "gather_whole", "stand_ins"]
+__all__ = ["WholeModel", "WholeOptimizer", "gather_whole", "stand_ins", "with_names"]
 
 
 def gather_whole(state: Any, keep: bool) -> Any:
@@ -60,6 +60,33 @@ def stand_ins(state: dict[str, Any]) -> dict[str, Any]:
             value = found.setdefault(id(value), empty.expand(value.shape) if value.dim() else empty[0])
         result[name] = value
     return result
+
+
+def with_names(state: Any, optimizer: Any, models: Iterable[torch.nn.Module]) -> Any:
+    """Put the names of parameters for their numbers in an optimizer's state, as torch's FSDP does.
+
+    Numbers stay where no single model has all parameters, as those of two models may have the same names,
+    and in a state of another form than torch's.
+
+    Args:
+        state: What its `state_dict` returned.
+        optimizer: The optimizer.
+        models: The models.
+    """
+    given = [id(item) for group in optimizer.param_groups for item in group["params"]]
+    groups = state.get("param_groups", ()) if isinstance(state, dict) else ()
+    if [number for group in groups for number in group.get("params", ())] != list(range(len(given))):
+        return state
+    for model in models:
+        names: dict[int, str] = {}  # of a tied weight the first
+        for name, value in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(value), name)
+        if names.keys() >= set(given):
+            called = {number: names[item] for number, item in enumerate(given)}
+            named = [{**group, "params": [called[number] for number in group["params"]]} for group in groups]
+            values = {called.get(key, key): value for key, value in state["state"].items()}
+            return {**state, "state": values, "param_groups": named}
+    return state
 
 
 class WholeOptimizer:

@@ -1,7 +1,8 @@
 """Whole states of models in FullyShardedDataParallel (version 1), and of their optimizers.
 
-torch gathers and shards by names; checkpoints of one process number the parameters of optimizers. What a
-model was called before it was wrapped says which is which.
+torch gathers and shards by names, by which states of optimizers are saved too; checkpoints of one process
+number the parameters, in the order in which they were given. What a model was called before it was wrapped
+says which is which.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class WholeFlatModel:
 
 
 class WholeFlatOptimizer:
-    """An optimizer of a wrapped model as checkpoints see it: with the state that one process would have.
+    """An optimizer of a wrapped model as checkpoints see it: with the state that one process would have,
+    saved by names and loaded by numbers.
 
     Args:
         optimizer: The optimizer.
@@ -158,21 +160,20 @@ class WholeFlatOptimizer:
         return cls(optimizer, root, names, gather_whole(state_to_save(root, optimizer), keep))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gathered state, with numbers for names."""
+        """Return the gathered state, with names in the order in which parameters were given."""
         assert self.state is not None, "it was gathered for saving"
-        numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
+        order = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state = {
-            numbers[name]: {key: _own(value) for key, value in values.items()}
+            name: {key: _own(value) for key, value in values.items()}
+            for name, values in sorted(self.state["state"].items(), key=lambda item: order[item[0]])
             # A parameter without a state has an empty entry in torch's, and none in that of one process.
-            for name, values in self.state["state"].items()
             if values
         }
         groups = [
-            {**group, "params": [numbers[name] for name in names]}
+            {**group, "params": list(names)}
             for group, names in zip(self.state["param_groups"], self.names, strict=True)
         ]
-        # Sorted, as one process saves it.
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a whole state, of which each process keeps its part.

@@ -15,7 +15,7 @@ from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.common.repoint import repoint
-from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_whole
+from accel.engines.common.whole_state import WholeModel, WholeOptimizer, gather_whole, with_names
 from accel.engines.mesh import unsharded
 from accel.engines.mesh.context.context_parallel import ContextParallel
 from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for
@@ -115,10 +115,9 @@ class MeshStates(ShardedStates):
         return WholeModel(inner) if self.engine.is_done(inner) else model
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer with its whole state, which is gathered now, by all processes."""
-        return WholeOptimizer(
-            optimizer, gather_whole(optimizer.state_dict(), self.engine.context.process.is_local_main)
-        )
+        """The optimizer with its whole state, by names, which is gathered now, by all processes."""
+        state = with_names(optimizer.state_dict(), optimizer, map(self.state_root, self.engine._models))
+        return WholeOptimizer(optimizer, gather_whole(state, self.engine.context.process.is_local_main))
 
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer as a whole state is loaded into it."""

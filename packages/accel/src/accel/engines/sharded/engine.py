@@ -38,6 +38,11 @@ class ShardedStates(States):
         """Whether the plugin's state_dict_type is SHARDED_STATE_DICT."""
         return self.engine.plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
+    @property
+    def gathers_parts(self) -> bool:
+        """Whether the plugin's state_dict_type is FULL_STATE_DICT."""
+        return self.engine.plugin.state_dict_type is StateDictType.FULL_STATE_DICT
+
 
 class ShardedLoaders(Loaders):
     """Data for each process, but for those that work on the same samples together."""
