@@ -40,6 +40,7 @@ INTERNAL = {
     "logging.suggestion",
     "parallelism",
     "parallelism.handlers",
+    "parallelism.torch_compat",
     "process",
     "process.drain",
     "process.failure",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from accel_ops.torch_compat import own_part
 from accel_state.devices.table import DEVICES, existing_device
 from accel_state.logging.warning import warn
 
@@ -351,11 +352,7 @@ def _fitting(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             f"the parameter is a {type(old).__name__}, and its value a plain tensor, which would replace it. "
             f"Give a {type(old).__name__}, or set the value before the model is converted."
         )
-    # Every process has the whole value, so none of them sends.
-    part: torch.Tensor = tensor.distribute_tensor(
-        value.detach(), old.device_mesh, old.placements, src_data_rank=None
-    )
-    return part
+    return own_part(value.detach(), old.device_mesh, old.placements)
 
 
 def _kept_dtype(old: torch.Tensor, data: torch.Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
@@ -23,6 +23,7 @@ from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_ckpt.sharded.save_load import write_parts
+from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.facts import Process
 
@@ -207,8 +208,7 @@ def _laid_out(value: torch.Tensor, present: Any) -> torch.Tensor:
     if not isinstance(present, DTensor) or present.shape != value.shape:
         return value
     whole = value.to(present.device_mesh.device_type)
-    # src_data_rank=None: every process has the whole tensor, so each cuts out its part without communication.
-    return distribute_tensor(whole, present.device_mesh, present.placements, src_data_rank=None)
+    return own_part(whole, present.device_mesh, present.placements)
 
 
 def _fits(present: Any, entry: Any) -> bool:

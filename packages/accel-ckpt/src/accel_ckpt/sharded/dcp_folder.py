@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
+from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
 
 __all__ = ["read_folder", "read_index", "write_folder"]
@@ -37,10 +38,8 @@ def write_folder(
         Exception: What went wrong here; a CheckpointError on the other processes.
     """
     writer = FileSystemWriter(folder, sync_files=flush)
-    # no_dist: DCP would look for a process group, which one process need not have.
-    alone = process.world_size == 1
     _collective(
-        lambda: save(state, storage_writer=writer, process_group=group, no_dist=alone),
+        lambda: save(state, storage_writer=writer, process_group=group, **_without_group(process)),
         process,
         f"writing {folder.name}",
         group,
@@ -62,9 +61,10 @@ def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Me
     """
 
     def read() -> None:
-        alone = process.world_size == 1
         # No process_group: only the group of the run reads, in the foreground.
-        load(state, storage_reader=SafeReader(folder, index), planner=SafePlanner(), no_dist=alone)
+        load(
+            state, storage_reader=SafeReader(folder, index), planner=SafePlanner(), **_without_group(process)
+        )
 
     _collective(read, process, f"reading {folder.name}")
 
@@ -82,6 +82,11 @@ def read_index(folder: Path, process: Process) -> Metadata:
     return together(lambda: read_metadata(folder), process, f"reading {folder.name}")
 
 
+def _without_group(process: Process) -> dict[str, Any]:
+    """DCP would look for a process group, which one process need not have; torch 2.6 sees that itself."""
+    return {"no_dist": process.world_size == 1} if is_torch_version(">=", "2.7") else {}
+
+
 def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:
     """Call a function of DCP, which speaks with the other processes, and unwrap its errors."""
 
@@ -92,6 +97,8 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
                 warnings.filterwarnings(
                     "ignore", message="torch.distributed is disabled", category=UserWarning
                 )
+                # torch 2.6 itself uses what it deprecates, when it writes.
+                warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
                 function()
         except CheckpointException as error:  # what went wrong on some processes, raised on all
             # The lowest rank's, so that every process raises the same.

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.accelerator import Accelerator
 from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
+from accel.engines.mesh.unsharded import sharded_parameters
 from accel.engines.sharded.activation_checkpointing import CheckpointedForward
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
@@ -236,8 +237,7 @@ def what_reaches_torch() -> list[tuple[bool, ...]]:
         model(data())
         is_resharded = isinstance(model.layers[0].linear.weight, DTensor)
         offloads_activations = getattr(model.layers[0].forward, "offload", False)
-        groups = model._get_fsdp_state()._fsdp_param_groups  # of torch 2.13
-        (offloads,) = {item.offload_to_cpu for group in groups for item in group.fsdp_params}
+        (offloads,) = {item.offload_to_cpu for item in sharded_parameters(model)}
         found.append((is_held_back, is_reduced, is_resharded, offloads_activations, offloads))
     return found
 

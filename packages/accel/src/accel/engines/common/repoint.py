@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_ops.torch_compat import own_part
 
 __all__ = ["Replaced", "repoint", "shard_like"]
 
@@ -82,8 +84,7 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
         return value
     local_device = parameter.to_local().device
     whole = value.to(parameter.device_mesh.device_type)
-    # src_data_rank=None: each process cuts its part of what it has, and nothing is sent.
-    parts = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parts = own_part(whole, parameter.device_mesh, parameter.placements)
     return parts if parts.device == local_device else parts.to(local_device)
 
 

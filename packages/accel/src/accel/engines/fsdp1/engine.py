@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 from accel.engines.base.context import EngineContext, Prepared
@@ -49,6 +48,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.staging import staged
+from accel_state.parallelism.torch_compat import init_device_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -369,7 +369,7 @@ def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
     kind, size, local = process.device.type, process.world_size, process.local_world_size
     # A mesh for plain sharding too: weights are passed on over its groups.
     if strategy not in _HYBRID:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
+        return init_device_mesh(kind, (size,), ("dp_shard",))
     if size % local:
         raise ValueError(
             f"sharding_strategy={strategy.name} makes a shard for each process of a machine and a replica "
@@ -377,4 +377,4 @@ def _make_mesh(strategy: ShardingStrategy, process: Process) -> DeviceMesh:
             "each, or set FULL_SHARD."
         )
     # Shards inside of a machine, where links are fast, and replicas over machines.
-    return init_device_mesh(kind, (size // local, local), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(kind, (size // local, local), ("dp_replicate", "dp_shard"))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +18,7 @@ from accel.engines.sharded.engine import warn_of_upcast
 from accel.engines.sharded.groups import Groups
 from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
 from accel_state.logging.warning import warn
+from accel_state.parallelism.torch_compat import init_device_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -169,7 +169,7 @@ def find_meshes(context: EngineContext) -> Meshes:
     mesh, config, process = context.mesh, context.parallelism, context.process
     kind, size = process.device.type, process.world_size
     if mesh is None or config is None:
-        return Meshes(init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",)))
+        return Meshes(init_device_mesh(kind, (size,), ("dp_shard",)))
     tensor = mesh["tp"] if config.tp_enabled else None
     if tensor is not None and config.tp_handler is not None and config.tp_handler.enable_async_tp:
         warn(
@@ -179,13 +179,13 @@ def find_meshes(context: EngineContext) -> Meshes:
     if tensor is not None and config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
         # Replicas alone, each one shard, on one mesh with the axis that splits weights.
         sizes = (mesh["dp_replicate"].size(), 1, tensor.size())
-        whole = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        whole = init_device_mesh(kind, sizes, ("dp_replicate", "dp_shard", "tp"))
         return Meshes(whole["dp_replicate", "dp_shard"], whole["tp"])
     if config.dp_shard_cp_dim_names:
         sequences = mesh["cp"] if config.cp_enabled else None
         return Meshes(config.get_submesh(config.fsdp_dim_names), tensor, sequences)
     if tensor is None:  # replicas alone: each is one shard
-        return Meshes(init_device_mesh(kind, (size, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+        return Meshes(init_device_mesh(kind, (size, 1), ("dp_replicate", "dp_shard")))
     if context.settings is not None:
         raise ValueError(
             f"fsdp_plugin beside tp_size={config.tp_size} on {size} processes leaves nothing to shard over. "

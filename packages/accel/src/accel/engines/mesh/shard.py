@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from accel.engines.mesh.shared_meshes import SharedMeshes
+from accel.engines.mesh.torch_compat import fully_shard
 from accel.engines.mesh.unsharded import free_after_evaluation
 from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
 
@@ -197,7 +198,7 @@ def shard(
     """
     # Buffers and ignored parameters stay whole on each process, so that they have to start alike.
     keep = fill_rest(model, ignored, how.filling)
-    options: dict[str, Any] = {"mesh": how.filling.mesh, "mp_policy": how.precision}
+    options: dict[str, Any] = {"mp_policy": how.precision}
     # torch 2.6 lacks the option, so that it is passed only where it is needed.
     if keep:
         options["ignored_params"] = keep
@@ -212,7 +213,7 @@ def shard(
         fill_group(model, module, keep | done, how.filling)
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
-        sharded = fully_shard(module, reshard_after_forward=reshard, **options)
+        sharded = fully_shard(module, how.filling.mesh, reshard, **options)
         meshes.put_into(sharded)
         if not reshard:
             free_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)

@@ -1,6 +1,6 @@
 """What `fully_shard` keeps whole: gradients whose reduction is put off, and gathered parameters.
 
-The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.13).
+The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.15).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "gradients",
     "holding",
     "reduce",
+    "reduce_unused",
     "sharded_parameters",
 ]
 
@@ -46,6 +47,30 @@ def reduce(model: FSDPModule) -> None:
     if any(True for _ in gradients(parts)):
         # What torch queues in backward: it reduces what is there, part by part, and waits for it.
         model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def reduce_unused(part: FSDPModule) -> None:
+    """Have torch 2.6 reduce, at the end of a backward pass, what parts hold that took no part in it.
+
+    Later versions do so themselves. On CPUs 2.6 also fails on what was gathered for nothing, by waiting on
+    CUDA.
+    """
+    state: Any = part._get_fsdp_state()
+    state._root_post_backward_final_callback = partial(_finish_backward, weakref.ref(state))
+
+
+def _finish_backward(reference: weakref.ref[Any]) -> None:
+    state: Any = reference()
+    for each in state._state_ctx.all_states:
+        group = each._fsdp_param_group
+        if group is None:
+            continue
+        if group.reduce_grads and any(_held(parameter) is not None for parameter in group.fsdp_params):
+            group.post_backward()
+        if group._all_gather_result is not None and group.device.type == "cpu":
+            group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
+    # The class's method, as the instance's is this function.
+    type(state)._root_post_backward_final_callback(state)
 
 
 def gradients(parts: Iterable[FSDPModule]) -> Iterator[tuple[Any, torch.Tensor]]:

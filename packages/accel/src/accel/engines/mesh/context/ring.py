@@ -1,7 +1,7 @@
 """Ring attention: queries stay, and the keys and values of all processes come by, one part at a time.
 
-The one place that calls torch's own ring, which is private (as torch 2.13 has it). torch runs it for the
-fused kernels of accelerators; here the kernel of the CPU goes through the same two templates.
+The one place that calls torch's own ring, which is private (as torch 2.6 to 2.15 have it). torch runs it for
+the fused kernels of accelerators; here the kernel of the CPU goes through the same two templates.
 
 Sequences are in *balanced* parts: cut into 2n pieces over n processes, of which process r has pieces r and
 2n - 1 - r, so that under causal attention all have the same work.
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.imports.packages import is_torch_version
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +28,7 @@ ROTATIONS = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
 """How keys and values travel, and torch's names for it."""
 
 _TEMPLATES = "torch.distributed.tensor.experimental._context_parallel._attention"
+_OLD_TEMPLATES = "torch.distributed.tensor.experimental._attention"  # of torch 2.6 to 2.9
 _SEQUENCE = 2  # of (batch, heads, sequence, features)
 
 aten = torch.ops.aten
@@ -108,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
             # the template is called itself.
             if query.device.type == "cpu":
                 out, sums, *rest = torch_ring._templated_ring_attention(
-                    ring.mesh.get_group(),
+                    _first_argument(ring.mesh),
                     _SEQUENCE,
                     aten._scaled_dot_product_flash_attention_for_cpu.default,
                     dropout_p=0.0,
@@ -134,7 +137,7 @@ class _RingAttention(torch.autograd.Function):
         with _torch_ring(ctx.ring, query.dtype, ctx.is_causal) as torch_ring:
             if query.device.type == "cpu":
                 found = torch_ring._templated_ring_attention_backward(
-                    mesh.get_group(),
+                    _first_argument(mesh),
                     _SEQUENCE,
                     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
                     grad_out_name="grad_out",
@@ -160,7 +163,7 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
     parts of causal attention alone.
     """
     try:
-        module = import_module(_TEMPLATES)
+        module = _templates()
         options = module._cp_options
         rotation = module._RotateMethod[ROTATIONS[ring.rotation]]
         wanted = {
@@ -175,11 +178,25 @@ def _torch_ring(ring: Ring, dtype: torch.dtype, is_causal: bool) -> Iterator[Any
         _ = module._templated_ring_attention, module._templated_ring_attention_backward
     except (ImportError, AttributeError, KeyError) as error:
         raise RuntimeError(
-            f"Context parallelism calls the ring attention of torch 2.13, and torch {torch.__version__} does "
-            f"not have it where it was ({error}). Install torch 2.13, or set cp_size=1."
+            "Context parallelism calls the ring attention of torch 2.6 to 2.15, and torch "
+            f"{torch.__version__} does not have it where it was ({error}). Install one of these versions, or "
+            "set cp_size=1."
         ) from error
     try:
         vars(options).update(wanted)
         yield module
     finally:
         vars(options).update(before)
+
+
+def _templates() -> Any:
+    """The module of torch that has the ring."""
+    try:
+        return import_module(_TEMPLATES)
+    except ImportError:
+        return import_module(_OLD_TEMPLATES)
+
+
+def _first_argument(mesh: DeviceMesh) -> Any:
+    """What the two templates take for their processes: the mesh up to torch 2.8, and then its group."""
+    return mesh if is_torch_version("<", "2.9") else mesh.get_group()

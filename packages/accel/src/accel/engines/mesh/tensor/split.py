@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, debug
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from accel.engines.mesh.context.language_models import text_config
 from accel.engines.mesh.tensor.replicated_weights import SummedGradients
+from accel.engines.mesh.torch_compat import parallelize_module
 from accel.engines.sharded.groups import aliases
 from accel.engines.sharded.initial_weights import Filling, fill_group, put_parameter
 
@@ -169,8 +165,7 @@ def split_weights(
         module, style = model.get_submodule(name), pending.pop(name)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
         fill_group(model, module, done, filling)
-        # Every process has the whole weight, so that each takes its part without asking.
-        parallelize_module(module, mesh, style, src_data_rank=None)
+        parallelize_module(module, mesh, style)
         for names in shared:
             # `parallelize_module` makes new parameters, which unties those of other modules.
             own = [other for other in names if other.rpartition(".")[0] == name]
@@ -183,7 +178,7 @@ def forget_meshes() -> None:
 
     It takes a new mesh of the same shape for the old one, and would go on to talk to the old one's groups.
     """
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # of torch 2.13; older ones have no such cache
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # before torch 2.13 init_device_mesh does it
     if clear is not None:
         clear()
 
