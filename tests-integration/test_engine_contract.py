@@ -395,6 +395,7 @@ def assert_same_weights(state: dict[str, torch.Tensor], expected: Run) -> None:
         torch.testing.assert_close(value, expected.state[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.core
 @over_engines
 @pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 2), ("bf16", 2)])
 def test_the_losses_norms_and_weights_are_those_of_one_process(world, case, precision, accumulation):

@@ -33,7 +33,7 @@ from accel_data.order.presplit import PresplitBatchSampler
 from accel_state.gradient import GradientState
 from accel_state.process.state import current_process
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
 
 
 class Stream(IterableDataset):

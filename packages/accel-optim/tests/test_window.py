@@ -34,7 +34,7 @@ def make(num_steps: int = 1, **options: bool) -> tuple[Window, GradientState]:
     return Window(state), state
 
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
 
 
 def test_every_micro_batch_is_a_boundary_without_accumulation() -> None:

@@ -23,6 +23,8 @@ from accel_ckpt.run.save import save_accelerator_state, save_custom_state
 from accel_ckpt.weights.files import save_weights
 from accel_state.process.state import current_process
 
+pytestmark = pytest.mark.core
+
 
 class Counter:
     def __init__(self, count: int = 0) -> None:

@@ -35,6 +35,8 @@ from accel_ckpt.sharded.save_load import (
 )
 from accel_state.process.state import current_process
 
+pytestmark = pytest.mark.core
+
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)

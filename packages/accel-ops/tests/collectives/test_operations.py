@@ -29,7 +29,7 @@ ORDERED = [name for name in EXACT if name != "complex64"]
 ALL = [*EXACT, "bool", "int16", "uint16", "uint32", "uint64", "float8_e5m2", "complex32", "complex128"]
 LAYOUTS = ["plain", "transposed", "strided", "expanded", "conjugate", "negative", "grad", "offset"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 
 # What the workers run

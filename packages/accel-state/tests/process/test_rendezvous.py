@@ -17,6 +17,8 @@ from accel_state.process import rendezvous
 from accel_state.process.state import PartialState
 from accel_world.pool import World
 
+pytestmark = pytest.mark.core
+
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist

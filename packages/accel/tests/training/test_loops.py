@@ -12,7 +12,7 @@ from accel import Accelerator
 from accel_optim.handlers import GradScalerKwargs
 from accel_state.handlers import GradientAccumulationPlugin
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
 
 SLOW_S = 100  # a worker's first optimizer or DDP imports torch's compiler, which takes seconds
 CLOSE: dict[str, float] = {"rtol": 0, "atol": 1e-10}

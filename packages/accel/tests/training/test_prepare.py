@@ -13,7 +13,7 @@ from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 from accel_state.parallelism.config import ParallelismConfig
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler]:

@@ -14,7 +14,7 @@ from accel import Accelerator
 from accel_optim.handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from accel_state.handlers import GradientAccumulationPlugin
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
 
 CLOSE: dict[str, float] = {"rtol": 1e-10, "atol": 1e-12}
 
