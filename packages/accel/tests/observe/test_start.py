@@ -65,6 +65,18 @@ def test_an_observer_is_notified_of_what_is_prepared_saved_and_loaded(tmp_path):
     assert settings.seen == ["Linear", "optimizer", "loader", "save", "saved", "load", "loaded", "stop"]
 
 
+class FailingKwargs(ObserverKwargs):
+    def start(self, run):
+        raise RuntimeError("planted")
+
+
+def test_where_one_cannot_start_the_others_are_stopped():
+    settings = NotesKwargs()
+    with pytest.raises(RuntimeError, match="planted"):
+        Accelerator(cpu=True, kwargs_handlers=[settings, FailingKwargs()])
+    assert settings.seen == ["stop"]
+
+
 def test_two_observers_of_one_kind_are_an_error():
     with pytest.raises(ValueError, match="two NotesKwargs; pass one"):
         Accelerator(cpu=True, kwargs_handlers=[NotesKwargs(), NotesKwargs()])

@@ -48,13 +48,19 @@ def test_a_tracker_of_ones_own_gets_everything():
     accelerator = Accelerator(log_with=own)
     accelerator.init_trackers("project", config={"lr": 0.1})
     accelerator.log({"loss": 1.0}, step=3, log_kwargs={"list": {"extra": 1}})
+    accelerator.log({"loss": 0.5}, log_kwargs={"list": None})  # as of a section of a file that is empty
     assert accelerator.get_tracker("list") is own
     assert accelerator.get_tracker("list", unwrap=True) is own.calls
     with pytest.raises(ValueError, match=r"no tracker 'other'; started are \['list'\]"):
         accelerator.get_tracker("other")
     accelerator.end_training()
 
-    assert own.calls == [("config", {"lr": 0.1}), ({"loss": 1.0}, 3, {"extra": 1}), "finish"]
+    assert own.calls == [
+        ("config", {"lr": 0.1}),
+        ({"loss": 1.0}, 3, {"extra": 1}),
+        ({"loss": 0.5}, None, {}),
+        "finish",
+    ]
 
 
 def test_a_second_start_finishes_what_the_first_one_started(tmp_path):
@@ -132,6 +138,7 @@ def test_one_that_could_not_start_is_blank():
     assert accelerator.trackers == []
     accelerator.get_tracker("unstarted").log({"loss": 1.0})
     accelerator.get_tracker("unstarted", unwrap=True).log_images({})
+    accelerator.get_tracker("unstarted").log_artifact("weights")  # training goes on
 
 
 def test_an_object_may_have_a_name_and_its_processes_of_its_own(world):
@@ -233,11 +240,52 @@ def only_main_logs() -> int:
     accelerator.log({"loss": 1.0})
     blank = accelerator.get_tracker("list")
     blank.log({"more": 1})
+    own.log({"by": "itself"})  # the decorator's part
     return len(own.calls)
 
 
 def test_trackers_log_on_the_main_process_alone(world):
-    assert world.run(only_main_logs) == [2, 0]
+    assert world.run(only_main_logs) == [3, 0]
+
+
+class RunTracker(ListTracker):
+    """With more than the base class has, as those of a library."""
+
+    name = "run"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict = {}
+
+    def log_artifact(self, path):
+        self.calls.append(path)
+        return self
+
+    @property
+    def tracker(self):
+        return self
+
+
+def use_it_on_all_processes() -> tuple[list, dict, list]:
+    own = RunTracker()
+    accelerator = Accelerator(log_with=[own])
+    accelerator.init_trackers("project")
+    accelerator.get_tracker("run").log_artifact("weights").log_artifact("more")
+    run = accelerator.get_tracker("run", unwrap=True)
+    run.config["lr"] = run.config.get("lr", 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.log({"loss": 1.0}, log_kwargs={"run": {}})
+        if run is not own:
+            run.log_images({"picture": 1})
+            run.log_table("table", ["a"], [[1]])
+    return own.calls[:2], own.config, [item for item in run.calls if item in ("weights", "more")]
+
+
+def test_a_script_needs_no_if_around_what_it_does_with_a_tracker(world):
+    paths = ["weights", "more"]
+
+    assert world.run(use_it_on_all_processes) == [(paths, {"lr": 0.1}, paths), ([], {}, [])]
 
 
 class UnguardedTracker(ListTracker):
@@ -284,10 +332,18 @@ def test_registered_trackers_are_found_by_name():
     registry.register_tracker_class(ListTracker)  # as a notebook's cell that runs twice
     assert "list" in registry.get_available_trackers()
     accelerator = Accelerator(log_with=["list"])
-    accelerator.init_trackers("project", init_kwargs={"list": {}, "wandb": {"tags": ["for others"]}})
+    accelerator.init_trackers("project", init_kwargs={"list": None, "wandb": {"tags": ["for others"]}})
     assert accelerator.get_tracker("list").run_name == "project"
     with pytest.warns(UserWarning, match=r"init_kwargs has 'lists', .* Did you mean 'list'"):
         accelerator.init_trackers("project", init_kwargs={"lists": {}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.log({}, log_kwargs={"lists": {}, "wandb": {"for": "others"}})
+        accelerator.log_images({}, log_kwargs={"lists": {}})
+        accelerator.log_table("table", ["a"], [[1]], log_kwargs={"lists": {}})
+    told = [str(warning.message) for warning in caught if "log_kwargs" in str(warning.message)]
+    assert len(told) == 3
+    assert all("log_kwargs has 'lists', " in text and "Did you mean 'list'" in text for text in told)
 
 
 @pytest.mark.usefixtures("registered")
@@ -311,6 +367,8 @@ def test_only_a_tracker_with_a_name_can_be_registered():
 def test_log_with_names_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'tensorboard'"):
         Accelerator(log_with="tensorbord")
+    with pytest.raises(ValueError, match=r"got the class ListTracker: make an object of it, ListTracker\("):
+        Accelerator(log_with=[ListTracker])
     with pytest.raises(ValueError, match="the jsonl tracker needs a folder: pass project_dir"):
         Accelerator(log_with="jsonl")
 

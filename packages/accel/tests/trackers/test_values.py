@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import warnings
 from pathlib import Path
 
 import numpy
@@ -118,9 +119,26 @@ def test_floats_of_images_go_from_0_to_1_and_other_objects_pass():
 
     assert image.tolist() == [[0, 128], [255, 255]]
     assert whole.tolist() == [[0, 7], [255, 255]]
+    (mask,) = images(torch.tensor([[True, False]]))
+    assert mask.tolist() == [[255, 0]]
     assert images("picture.png") == ["picture.png"]
     with pytest.raises(ValueError, match=r"2 or 3 dimensions, a batch of 4; got \(2,\)"):
         images(torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint16", "uint32", "int64", "float16"])
+def test_arrays_may_be_of_any_type_read_only_and_backwards(dtype):
+    array = numpy.array([[[1, 0, 0]]]).astype(dtype)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (image,), (turned,) = images(array), images(array[..., ::-1])
+
+    one = 255 if dtype in ("bool", "float16") else 1
+    assert image.tolist() == [[[one, 0, 0]]]
+    assert turned.tolist() == [[[0, 0, one]]]
+    image[:] = 0
+    assert array[0, 0, 0] == 1
 
 
 @pytest.mark.parametrize(

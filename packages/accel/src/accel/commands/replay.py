@@ -37,12 +37,16 @@ def replay_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """
     parser = command_parser("replay", subparsers, description=_DESCRIPTION, func=replay_command)
     parser.add_argument("bundle", help="the bundle's folder")
+    _add_rest(parser)
+    return parser
+
+
+def _add_rest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, help="whose window; default: the first that was wrong")
     parser.add_argument("script", nargs="?", help="the script; default: the one that wrote the bundle")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="its arguments; default, without a script: those it had"
     )
-    return parser
 
 
 register = replay_command_parser  # what the entry point of `accel replay` names
@@ -60,6 +64,11 @@ def replay_command(args: argparse.Namespace) -> int:
     Raises:
         LaunchError: If there is no bundle, no window of that rank, or no script.
     """
+    if args.script is None and args.arguments:
+        # argparse takes a flag that follows the bundle, and all after it, for the script's arguments.
+        rest = argparse.ArgumentParser(prog="accel replay BUNDLE", allow_abbrev=False)
+        _add_rest(rest)
+        rest.parse_args(args.arguments, namespace=args)
     from accel.observe.guard.bundle import read_facts, window_file
     from accel.observe.guard.replay import ReplayEnded
     from accel_ckpt.errors import CheckpointError

@@ -46,5 +46,11 @@ def start_observers(run: Run, settings: Sequence[ObserverKwargs]) -> None:
             "ACCELERATE_WATCHDOG_ABORT=true (accel launch --watch_abort) is ignored, as there is no "
             "watchdog: set ACCELERATE_WATCHDOG=120 too (--watch), or pass WatchdogKwargs() as a handler."
         )
-    for item in asked:
-        run.observers.append(item.start(run))
+    try:
+        for item in asked:
+            run.observers.append(item.start(run))
+    except BaseException:
+        # There will be no Accelerator whose end_training stops those that have started.
+        while run.observers:
+            run.observers.pop().stop()
+        raise

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from accel.trackers.values import table_rows
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
-__all__ = ["GeneralTracker", "on_main_process"]
+__all__ = ["BlankTracker", "GeneralTracker", "on_main_process"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ class GeneralTracker:
     main_process_only: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
-        if _blank:  # what get_tracker returns on other processes
+        if _blank:  # stands for a tracker that is not on this process
             return
         missing = [
             attribute
@@ -109,3 +109,39 @@ class GeneralTracker:
         name = getattr(self, "name", None)
         if name is not None:  # the blank one of other processes has none
             warn(f"The {name} tracker has no {things}: they are not logged there.")
+
+
+class BlankTracker(GeneralTracker):
+    """Stands for a tracker that is not on this process, and for its library's run object.
+
+    Whatever is read from it or called does nothing, and gives the same object again: what a script does with
+    the tracker on the main process needs no `if` on the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_blank=True)
+
+    @property
+    def tracker(self) -> Any:
+        """The same object."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # Without a name there are no warnings; copy, pickle and numpy look for names with underscores.
+        if name == "name" or name.startswith("__"):
+            raise AttributeError(f"A tracker that is not on this process has no {name!r}.")
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing."""
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        # Else Python would ask for items without end.
+        return iter(())

@@ -100,7 +100,8 @@ def filter_trackers(
         logging_dir: Where trackers write.
 
     Raises:
-        ValueError: If a name is unknown, or a tracker needs a `logging_dir` and there is none.
+        ValueError: If a name is unknown, a tracker needs a `logging_dir` and there is none, or a class is
+            given in the place of its object.
     """
     if log_with is None:
         return []
@@ -114,6 +115,11 @@ def filter_trackers(
         if isinstance(item, GeneralTracker):
             chosen.append(item)
             continue
+        if isinstance(item, type) and issubclass(item, GeneralTracker):
+            raise ValueError(
+                f"log_with got the class {item.__name__}: make an object of it, {item.__name__}(...), or "
+                "pass it to register_tracker_class, and its name to log_with."
+            )
         name = str(getattr(item, "value", item))
         # Built-in names in any case; those that are registered as their classes have them.
         name = name if is_known(name) else name.lower()

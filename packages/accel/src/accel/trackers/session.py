@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.trackers.base import GeneralTracker
+from accel.trackers.base import BlankTracker, GeneralTracker
 from accel.trackers.registry import TRACKERS, is_known, tracker_class
 from accel_state import env
 from accel_state.logging.suggestion import did_you_mean
@@ -50,7 +50,7 @@ class TrackerControl:
         self.finish_trackers()
         self.failed_trackers = set()
         init_kwargs = init_kwargs or {}
-        self._warn_unknown(init_kwargs)
+        self._warn_unknown("init_kwargs", init_kwargs)
         for item in self.log_with:
             # An object may have a name of its own, which its class does not have.
             asked = item if isinstance(item, GeneralTracker) else tracker_class(item)
@@ -58,7 +58,7 @@ class TrackerControl:
             if asked.main_process_only and not self.run.process.is_main:
                 continue
             # A copy, to which the folder may be added.
-            options = dict(init_kwargs.get(asked.name, {}))
+            options = dict(init_kwargs.get(asked.name) or {})
             tracker = self._attempt(asked.name, "start", self._start, asked, project_name, options)
             if tracker is not None:
                 self.trackers.append(tracker)
@@ -68,11 +68,11 @@ class TrackerControl:
                 self._attempt(tracker.name, "store_init_configuration", store, config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name`, or a blank one on other processes and where it could not start.
+        """The tracker called `name`; where it could not start and on other processes one that does nothing.
 
         Args:
             name: Its name.
-            unwrap: Return its library's run object instead.
+            unwrap: Return its library's run object instead; likewise.
 
         Raises:
             ValueError: If no such tracker was started.
@@ -81,7 +81,7 @@ class TrackerControl:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if not self.run.process.is_main or (name, "start") in self.failed_trackers:
-            return GeneralTracker(_blank=True)  # so that scripts need no `if` around its methods
+            return BlankTracker()
         started = [tracker.name for tracker in self.trackers]
         raise ValueError(
             f"there is no tracker {name!r}; started are {started}. Name it in log_with, then init_trackers()."
@@ -91,8 +91,10 @@ class TrackerControl:
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Log `values` to each tracker, with the further arguments that `log_kwargs` has under its name."""
+        if log_kwargs:
+            self._warn_unknown("log_kwargs", log_kwargs)
         for tracker in self.trackers:
-            options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
+            options = (log_kwargs.get(tracker.name) or {}) if log_kwargs else {}
             self._attempt(tracker.name, "log", tracker.log, values, **{"step": step, **options})
 
     def log_images(
@@ -106,8 +108,10 @@ class TrackerControl:
             step: The step.
             log_kwargs: Further arguments, by tracker name.
         """
+        if log_kwargs:
+            self._warn_unknown("log_kwargs", log_kwargs)
         for tracker in self.trackers:
-            options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
+            options = (log_kwargs.get(tracker.name) or {}) if log_kwargs else {}
             self._attempt(tracker.name, "log_images", tracker.log_images, values, **{"step": step, **options})
 
     def log_table(
@@ -129,9 +133,11 @@ class TrackerControl:
             step: The step.
             log_kwargs: Further arguments, by tracker name.
         """
+        if log_kwargs:
+            self._warn_unknown("log_kwargs", log_kwargs)
         table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
         for tracker in self.trackers:
-            options = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
+            options = (log_kwargs.get(tracker.name) or {}) if log_kwargs else {}
             self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **{**table, **options})
 
     def finish_trackers(self) -> None:
@@ -186,11 +192,11 @@ class TrackerControl:
             )
         return None
 
-    def _warn_unknown(self, init_kwargs: dict[str, Any]) -> None:
-        """Warn of arguments that no tracker gets."""
+    def _warn_unknown(self, argument: str, options: dict[str, Any]) -> None:
+        """Warn of options that no tracker gets."""
         asked = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
-        for name in init_kwargs:
+        for name in options:
             # Scripts hold options for several trackers, and ask for one of them.
             if name not in asked and not is_known(name):
                 hint = did_you_mean(name, [*TRACKERS, *asked])
-                warn(f"init_kwargs has {name!r}, and there is no tracker of that name.{hint}")
+                warn(f"{argument} has {name!r}, and there is no tracker of that name.{hint}")

@@ -111,9 +111,10 @@ def images(value: Any) -> list[Any]:
 
     Args:
         value: Tensors or arrays of (height, width), (height, width, channels) or (channels, height, width),
-            with a first dimension more for a batch; floats from 0 to 1 or integers from 0 to 255. Where the
-            shape leaves it open, channels come first in tensors and last in arrays. Images of PIL become
-            arrays; anything else, such as a path or an image object of a tracker's library, is passed on.
+            with a first dimension more for a batch; floats from 0 to 1, integers from 0 to 255, or booleans
+            (masks). Where the shape leaves it open, channels come first in tensors and last in arrays. Images
+            of PIL become arrays; anything else, such as a path or an image object of a tracker's library, is
+            passed on.
 
     Returns:
         Arrays (height, width, channels) or (height, width) of bytes, and what is passed on.
@@ -128,6 +129,8 @@ def images(value: Any) -> list[Any]:
     if not (hasattr(value, "ndim") and hasattr(value, "shape")):
         return [value]
     channels_first = isinstance(value, torch.Tensor)
+    if not channels_first and hasattr(value, "copy"):
+        value = value.copy()  # torch takes no view that runs backwards ([..., ::-1]), nor a read-only array
     tensor = torch.as_tensor(value).detach().cpu()
     if tensor.ndim == 4:
         return [_image(item, channels_first) for item in tensor]
@@ -155,8 +158,10 @@ def _image(tensor: torch.Tensor, channels_first: bool) -> Any:
         if tensor.shape[2] == 1:  # grey: libraries disagree about a single channel
             tensor = tensor[:, :, 0]
     # Such images have values from 0 to 1.
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
         tensor = (tensor.float() * 255).round()
+    elif tensor.dtype != torch.uint8:
+        tensor = tensor.long()  # uint16 and its like have no clamp
     return tensor.clamp(0, 255).to(torch.uint8).contiguous().numpy()
 
 

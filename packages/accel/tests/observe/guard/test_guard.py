@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -117,6 +119,34 @@ def test_the_first_parameter_is_the_one_that_backward_reaches_first(broken: int)
     with pytest.warns(UserWarning, match=rf"first that of {first}\.(weight|bias)\.") as seen:
         one_step(parts, math.nan if broken == 0 else 1.0)
     assert len(seen) == 1
+
+
+def test_without_a_prepared_optimizer_it_says_so_once_and_keeps_nothing(tmp_path: Any):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[GuardKwargs(bundle=tmp_path)])
+    model, loader = accelerator.prepare(Net(), torch.utils.data.DataLoader(torch.ones(6, 2)))
+    batches = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+            batches.append(weakref.ref(batch))
+            del batch
+    (warning,) = seen
+    assert "looks at the steps of prepared optimizers, and none is prepared" in str(warning.message)
+    gc.collect()
+    assert sum(item() is not None for item in batches) <= 1  # the loader's last one
+    accelerator.end_training()
+
+
+class InBackward(torch.optim.SGD):
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        loss.backward()
+
+
+def test_an_optimizer_that_steps_in_backward_is_said_not_to_be_looked_at():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[GuardKwargs()])
+    with pytest.warns(UserWarning, match="does not look at the steps of InBackward, which steps in backward"):
+        accelerator.prepare(InBackward(Net().parameters(), 0.1))
 
 
 def test_only_losses_are_looked_at_when_asked():

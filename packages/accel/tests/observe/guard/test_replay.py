@@ -175,8 +175,9 @@ def test_a_bundle_of_one_rank_of_two(
     assert f"rank {rank} of 2." in out
     assert re.search(r"loss recorded \d.*: the same", out)
     assert out.endswith("All losses are the same.\n")
-    with pytest.raises(LaunchError, match=rf"no window of rank {1 - rank}; it has those of \[{rank}\]"):
-        replay(monkeypatch, "--rank", 1 - rank, bundle, script)
+    for arguments in (("--rank", 1 - rank, bundle, script), (bundle, "--rank", 1 - rank)):
+        with pytest.raises(LaunchError, match=rf"no window of rank {1 - rank}; it has those of \[{rank}\]"):
+            replay(monkeypatch, *arguments)
 
 
 def make(folder: Path, **settings: Any) -> tuple[Any, ...]:

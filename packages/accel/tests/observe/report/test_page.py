@@ -290,6 +290,7 @@ def test_strange_lines_leave_the_rest_of_the_page(tmp_path):
         line(step=math.nan, values={"x": 1.0}),
         line(step=10**400, values={"x": 1.0}),
         line(step=5, slow=[{"rank": 1}]),
+        line(step=5, slow=[{"rank": "<b>", "part": "data", "ratio": 2.0}]),
         line(table="empty", columns=None, data=None),
         line(table="ragged", columns=None, data=[[1, 2], [3]]),
         "[" * 100_000 + "\n",
@@ -298,7 +299,8 @@ def test_strange_lines_leave_the_rest_of_the_page(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"version": 1, "ranks": []}))
     (run,) = read_runs(tmp_path)
     assert run.curves["x"] == [(1.0, math.inf), (2.0, -math.inf), (3.0, math.inf), (4.0, 1.0)]
-    assert run.unread == 5
+    assert run.unread == 6
+    assert run.slow == []
     page = Reader(render([run]))
     assert "Table ragged" in page.words
     assert "Table empty" not in page.words

@@ -483,6 +483,23 @@ def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model, hoo
     assert late["collectives"] < 12 * 0.015
 
 
+def partly_frozen_run():
+    """Steps of a model whose first layer has a gradient from before it was frozen."""
+    accelerator = accelerator_with(every=0, summary=False)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    for parameter in model[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.requires_grad_(False)
+    train(accelerator, model, DataLoader(Numbers(8), batch_size=2))
+    hooks = [bool(item._post_accumulate_grad_hooks) for item in model.parameters()]
+    accelerator.end_training()
+    return hooks, [bool(item._post_accumulate_grad_hooks) for item in model.parameters()]
+
+
+def test_a_frozen_parameter_with_a_gradient_gets_no_hook(world):
+    assert world.run(partly_frozen_run) == [([False, False, True, False], [False] * 4)] * 2
+
+
 def sharded_run(folder):
     accelerator = accelerator_with(folder, every=4, slow=1.5, sharded=True)
     late_s = 0.06 if accelerator.process_index else 0.004

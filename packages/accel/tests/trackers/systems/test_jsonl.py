@@ -87,6 +87,24 @@ def test_images_are_png_files(tmp_path):
     assert numpy.array_equal(numpy.asarray(pil.open(tmp_path / second)), grey)
 
 
+def test_no_picture_takes_the_place_of_another_one(tmp_path):
+    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
+    for _ in range(2):  # a run that goes on
+        accelerator.init_trackers("project")
+        for value in (0, 255):
+            accelerator.log_images({"a": numpy.full((1, 1), value, dtype=numpy.uint8)})
+        accelerator.log_images({"b/c": torch.zeros(1, 1), "b_c": torch.ones(1, 1)}, step=1)
+    with pytest.warns(UserWarning, match="TypeError: the jsonl tracker writes tensors.*; got str"):
+        accelerator.log_images({"a": "picture.png"})
+    accelerator.end_training()
+    found = [line["images"].values() for line in lines(tmp_path / "project.jsonl")]
+    paths = [path for values in found for item in values for path in item]
+
+    assert len(paths) == len(set(paths)) == len(list((tmp_path / "project_images").iterdir())) == 8
+    pil = pytest.importorskip("PIL.Image")
+    assert [pil.open(tmp_path / path).getpixel((0, 0)) for path in paths] == [0, 255] * 4
+
+
 KILLED = """
 import os, signal, sys, time
 from accel.trackers.systems.jsonl import JSONLTracker

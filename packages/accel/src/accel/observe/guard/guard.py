@@ -20,6 +20,7 @@ from accel.observe.guard.report import Finding, Spikes, describe
 from accel.observe.observer import Observer
 from accel_ops.collectives import operations
 from accel_ops.collectives.objects import gather_object
+from accel_optim.lomo import steps_in_backward
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_state.logging.warning import warn
 
@@ -66,6 +67,7 @@ class Guard(Observer):
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._spikes: WeakKeyDictionary[Any, Spikes] = WeakKeyDictionary()
         self._row = self._skipped = self._written = 0
+        self._has_told_of_none = False
         self._recorder = Recorder(run) if settings.bundle is not None else None
         engine = run.engine
         self._undo: list[Undo] = [
@@ -95,6 +97,9 @@ class Guard(Observer):
                 f"GuardKwargs looks at losses alone under {self._run.engine.name}, which keeps gradients to "
                 "itself. Pass check_gradients=False to say so yourself."
             )
+        if steps_in_backward(optimizer):
+            name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+            warn(f"GuardKwargs does not look at the steps of {name}, which steps in backward.")
         plain = optimizer.step
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,6 +117,10 @@ class Guard(Observer):
             self._recorder.stop()
 
     def _backward(self, plain: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+        if not self._run.optimizers:  # nothing would end the window, whose batches are kept
+            self._tell_of_none()
+            plain(loss, **kwargs)
+            return
         begins = bool(self._judged)
         self._judged.clear()
         if begins:
@@ -125,6 +134,14 @@ class Guard(Observer):
         self._losses.append(seen if steps == 1 else seen * steps)
         plain(loss, **kwargs)
         self._has_new = True
+
+    def _tell_of_none(self) -> None:
+        if not self._has_told_of_none:
+            self._has_told_of_none = True
+            warn(
+                "GuardKwargs looks at the steps of prepared optimizers, and none is prepared. Pass the "
+                "optimizer to accelerator.prepare()."
+            )
 
     def _finish_window(self, plain: Callable[[], None]) -> None:
         plain()

@@ -154,7 +154,8 @@ def _add(run: LoggedRun, entry: Mapping[str, Any], folder: Path) -> None:
         rows = [list(row) for row in entry["data"]]
         run.tables[entry["table"]] = Table(entry["table"], step, list(entry["columns"] or ()), rows)
     for slow in entry.get("slow", []):
-        run.slow.append({"step": step, **{name: slow[name] for name in ("rank", "part", "ratio")}})
+        rank, part, ratio = int(slow["rank"]), str(slow["part"]), float(slow["ratio"])
+        run.slow.append({"step": step, "rank": rank, "part": part, "ratio": ratio})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

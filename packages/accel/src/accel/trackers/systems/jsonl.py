@@ -77,14 +77,18 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write PNG files to the folder `run_name_images`, and a line with their paths."""
+        """Write PNG files to the folder `run_name_images`, and a line with their paths.
+
+        Raises:
+            TypeError: If a value is neither a tensor, an array nor an image of PIL.
+        """
         folder = self.path.with_name(f"{self.path.stem}_images")
         folder.mkdir(exist_ok=True)
         stem = "" if step is None else f"_{step}"
         paths: dict[str, list[str]] = {}
         for key, value in values.items():
             for index, image in enumerate(images(value)):
-                path = folder / f"{key.replace('/', '_')}{stem}_{index}.png"
+                path = _free(folder, f"{key.replace('/', '_')}{stem}_{index}")
                 path.write_bytes(_png(image))
                 paths.setdefault(key, []).append(f"{folder.name}/{path.name}")
         self._write({"time": _now(), "step": step, "images": paths, **kwargs})
@@ -137,8 +141,21 @@ def valid_json(value: Any) -> Any:
     return value
 
 
+def _free(folder: Path, stem: str) -> Path:
+    """A file that is not there yet: an earlier line of the run may name one of that name."""
+    path, number = folder / f"{stem}.png", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}-{number}.png"
+    return path
+
+
 def _png(image: Any) -> bytes:
     """Encode an array of bytes (height, width) or (height, width, channels) as PNG."""
+    if not hasattr(image, "shape"):  # an image object of another tracker's library, or a path
+        raise TypeError(
+            f"the jsonl tracker writes tensors, arrays and images of PIL; got {type(image).__name__}."
+        )
     height, width = image.shape[:2]
     color = {1: 0, 3: 2, 4: 6}[image.shape[2] if image.ndim == 3 else 1]  # grey, RGB, RGBA
     rows = b"".join(b"\0" + row.tobytes() for row in image)  # each row begins with its filter: none
