@@ -14,7 +14,7 @@ from accel_launch.config.ask.questionnaire import ask_all
 from accel_launch.config.file import LaunchConfig
 from accel_launch.plan.environment import common_environment
 from accel_launch.settings.resolve import resolve
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 
 class Enter:

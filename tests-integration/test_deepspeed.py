@@ -29,7 +29,7 @@ from accel_ckpt.errors import CheckpointError
 from accel_ops.memory import find_executable_batch_size
 from accel_ops.modules import has_compiled_regions
 from accel_state.handlers import TorchDynamoPlugin
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytestmark = [
     pytest.mark.timeout(400),  # importing DeepSpeed on a busy machine

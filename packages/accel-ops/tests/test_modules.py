@@ -14,6 +14,7 @@ from accel_ops.modules import (
     model_has_dtensor,
     model_is_sharded,
     recursive_getattr,
+    unsaved_buffers,
 )
 
 
@@ -171,3 +172,13 @@ def test_names_of_functions_classes_and_objects():
     assert get_pretty_name(Outer) == get_pretty_name(Outer()) == "Outer"
     assert get_pretty_name(Outer.forward) == "Outer.forward"
     assert get_pretty_name({}) == "dict"
+
+
+def test_buffers_that_are_not_saved_are_named():
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    model.inner = torch.nn.Linear(1, 1)
+    model.inner.register_buffer("deeper", torch.zeros(1), persistent=False)
+
+    assert unsaved_buffers(model) == {"scratch"}
+    assert "scratch" not in model.state_dict()

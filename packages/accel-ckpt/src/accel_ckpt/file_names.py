@@ -1,5 +1,4 @@
-"""What the files of a checkpoint folder are called. Names alone: no file is touched here, and torch is not
-needed.
+"""Names of the files in a checkpoint folder. No file is touched here, and torch is not needed.
 
     model.safetensors, model_1.safetensors ...     weights (pytorch_model.bin ... without safetensors)
     pytorch_model_fsdp.bin ...                     the same, gathered from what FSDP has sharded

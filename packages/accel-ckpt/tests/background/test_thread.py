@@ -24,7 +24,7 @@ from accel_state.process.state import current_process
 @pytest.fixture(autouse=True)
 def _settled() -> Iterator[None]:
     yield
-    thread.settle()
+    thread.join()
     thread._current = None
     staging.release_memory()
 
@@ -153,7 +153,7 @@ def test_an_error_surfaces_at_the_next_call_once_and_nothing_is_left(tmp_path: P
     with staged(tmp_path / "a", blocking=False) as opened:
         opened.write(make_state(), "custom_checkpoint_0.pkl")
         opened._later.append(fail)
-    thread.settle()
+    thread.join()
     with pytest.raises(OSError, match="disk full"), staged(tmp_path / "b"):
         pytest.fail("entered")
     thread.wait()
@@ -217,7 +217,7 @@ def _train_meanwhile(folder: str, failing: int | None) -> str:
             dist.all_reduce(value)
             assert value.item() == step * 3
             if step == 20 and process.rank == 1:
-                thread.settle()  # ranks wait at different times
+                thread.join()  # ranks wait at different times
     thread.wait()
     return "saved"
 

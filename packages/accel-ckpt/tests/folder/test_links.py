@@ -37,7 +37,7 @@ OTHER = "custom_checkpoint_0.pkl"
 @pytest.fixture(autouse=True)
 def _settled() -> Iterator[None]:
     yield
-    thread.settle()
+    thread.join()
     thread._current = None
     staging.release_memory()
 

@@ -11,7 +11,7 @@ from torch import nn
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.weights.load import load_checkpoint_in_model
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 
 class Net(nn.Module):

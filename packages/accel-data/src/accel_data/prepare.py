@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["Plan", "prepare_data_loader"]
+__all__ = ["LoaderPlan", "prepare_data_loader"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoaderPlan:
     """How a loader is shared out."""
 
     place: Place
@@ -134,7 +134,7 @@ def prepare_data_loader(
     # First of all: from here on processes exchange what they have, in the same order on all of them.
     place = find_place(num_processes, process_index, torch_device_mesh, data_ranks)
     seeding = Seeding(use_seedable_sampler, data_seed, place.several, gradient_state, order)
-    plan = Plan(place, split_batches, even_batches, seeding)
+    plan = LoaderPlan(place, split_batches, even_batches, seeding)
     # A collective: where the processes have different loaders, all of them raise here, and none hangs
     # later.
     split = split_everywhere(dataloader, place, compare=not dispatch_batches)
@@ -176,7 +176,7 @@ def prepare_data_loader(
 def _shard(
     cls: type[DataLoaderShard],
     dataloader: DataLoader[Any],
-    plan: Plan,
+    plan: LoaderPlan,
     split: Split | None,
     common: dict[str, Any],
 ) -> DataLoaderShard:
@@ -215,7 +215,7 @@ def _shard(
 
 
 def _stream(
-    dataset: IterableDataset[Any], dataloader: DataLoader[Any], plan: Plan, split: Split | None
+    dataset: IterableDataset[Any], dataloader: DataLoader[Any], plan: LoaderPlan, split: Split | None
 ) -> IterableDatasetShard:
     """Return what gives this process its samples of an iterable dataset."""
     # The user's own shard: it has its process and its padding already.
@@ -241,7 +241,7 @@ def _stream(
 def _dispatcher(
     cls: type[DataLoaderDispatcher],
     dataloader: DataLoader[Any],
-    plan: Plan,
+    plan: LoaderPlan,
     slice_fn: Callable[..., Any] | None,
     common: dict[str, Any],
 ) -> DataLoaderDispatcher:
@@ -280,13 +280,13 @@ def _iterated(dataloader: DataLoader[Any], data_seed: int | None = None) -> tupl
 
 
 def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[str, Any]:
-    """Return the arguments that put a sampler in the place of the one that a loader iterates."""
+    """Return the arguments that put a sampler in place of the one that a loader iterates."""
     if dataloader.batch_sampler is not None:
         return {"batch_sampler": sampler}
     return {"batch_size": None, "sampler": Unbatched(sampler) if single else sampler}
 
 
-def _check_split_fits(split: Split, plan: Plan, dispatch_batches: bool) -> None:
+def _check_split_fits(split: Split, plan: LoaderPlan, dispatch_batches: bool) -> None:
     """Raise or warn where settings do not fit data that is shared out already."""
     name = type(split.holder).__name__
     if dispatch_batches:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data import IterableDatasetShard
-from accel_data.resume.stream_position import Place
+from accel_data.resume.stream_position import StreamPosition
 from accel_data.stream.dataset import Block, CollateBlock, count_rows
 from accel_data.stream.reader import open_stream
 
@@ -188,7 +188,7 @@ def test_whole_batches_are_counted_by_rows():
 
 
 def test_blocks_are_collated():
-    place = Place(2, 2)
+    place = StreamPosition(2, 2)
     block = Block([torch.tensor(1), torch.tensor(2)], (1, 1), place)
 
     assert CollateBlock(torch.stack, batched=True)(block)[1].tolist() == [1, 2]

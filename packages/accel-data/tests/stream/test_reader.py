@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accel_data import IterableDatasetShard, prepare_data_loader, skip_first_batches
-from accel_data.resume.stream_position import Mark, Part, Place, Trail
+from accel_data.resume.stream_position import Mark, PartPosition, StreamPosition, Trail
 from accel_data.stream.reader import Source, read
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -145,7 +145,7 @@ def test_a_stream_goes_on_on_other_processes_and_workers(kind, length, batch_siz
             marks.append(trail.place(len(reads)))
         seen += [sample for step in steps for sample in step]
         assert all(mark == marks[0] for mark in marks)
-        place = marks[0] and Place.from_state(marks[0].to_state())
+        place = marks[0] and StreamPosition.from_state(marks[0].to_state())
 
     assert seen + whole(0, place, processes[2], workers[2]) == expected
 
@@ -173,7 +173,7 @@ def test_another_place_is_found_from_a_place(kind, length, workers, stop, distan
 
 @pytest.mark.parametrize("kind", [Stateful, DividedStateful])
 def test_skipped_samples_are_not_read_where_the_dataset_has_a_state(kind):
-    place = Place(2, 2, parts=(Part(30, pickle.dumps({"next": 30})),))
+    place = StreamPosition(2, 2, parts=(PartPosition(30, pickle.dumps({"next": 30})),))
     data = kind(40)
     shard = IterableDatasetShard(data, 2, even_batches=False)
     rest = [sample for found in shard.blocks(0, place) for sample in found.samples]
@@ -320,17 +320,17 @@ def test_a_state_that_changes_while_it_is_read_is_copied():
     mark = reading.mark()
     reading.take(9)
 
-    assert mark == Place(2, 2, parts=(Part(2, pickle.dumps({"next": 2})),))
+    assert mark == StreamPosition(2, 2, parts=(PartPosition(2, pickle.dumps({"next": 2})),))
 
 
 def test_marks_of_workers_make_a_place():
     trail = Trail(None, per_step=1)
     for number in range(5):
-        trail.add(Mark(number % 2, 2, 3, Part(3 * (number // 2 + 1))), steps=0)
+        trail.add(Mark(number % 2, 2, 3, PartPosition(3 * (number // 2 + 1))), steps=0)
 
     assert trail.place(0) is None
-    assert trail.place(1) == Place(3, 3, 1, (Part(3), Part(0)), num_workers=2)
-    assert trail.place(3) == Place(3, 3, 1, (Part(6), Part(3)), num_workers=2)
+    assert trail.place(1) == StreamPosition(3, 3, 1, (PartPosition(3), PartPosition(0)), num_workers=2)
+    assert trail.place(3) == StreamPosition(3, 3, 1, (PartPosition(6), PartPosition(3)), num_workers=2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ __all__ = ["ConfigError", "LaunchError", "NotAvailableError"]
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be started; nothing has been started."""
+    """The command cannot be started; nothing has been started."""
 
 
 class ConfigError(LaunchError):

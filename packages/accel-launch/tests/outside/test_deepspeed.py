@@ -10,7 +10,7 @@ from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import Plan
+from accel_launch.plan.plan import LaunchPlan
 from accel_launch.plan.starters import STARTERS
 from accel_launch.settings.resolve import resolve
 
@@ -20,7 +20,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def make(*flags: str, hosts: str = "n0 slots=4\nn1 slots=2  # smaller\n") -> Plan:
+    def make(*flags: str, hosts: str = "n0 slots=4\nn1 slots=2  # smaller\n") -> LaunchPlan:
         (tmp_path / "hosts").write_text(hosts)
         args = launch_command_parser().parse_args(["--use_deepspeed", *flags, "train.py", "--lr", "1"])
         return make_plan(resolve(args, None, {}), "train.py", ["--lr", "1"], {}, Machine(gpus=0, cores=4))
@@ -28,7 +28,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def command(plan: Plan) -> list[str]:
+def command(plan: LaunchPlan) -> list[str]:
     found: list[str] = list(STARTERS[plan.how].load("prepare")(plan, {}).command)
     return found
 

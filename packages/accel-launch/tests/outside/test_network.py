@@ -4,7 +4,14 @@ import socket
 
 import pytest
 
-from accel_launch.outside.network import interface_of, is_listening, is_local, is_loopback, local_address
+from accel_launch.outside.network import (
+    interface_of,
+    is_listening,
+    is_local,
+    is_loopback,
+    local_address,
+    set_gloo_interface,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +37,20 @@ def test_interfaces_are_found_by_their_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None
     assert interface_of("::1") is None
+
+
+def test_gloo_gets_the_interface_unless_the_user_has_named_one() -> None:
+    environ: dict[str, str] = {}
+    set_gloo_interface(environ, None)
+    set_gloo_interface(environ, "192.0.2.1")
+    assert environ == {}
+
+    set_gloo_interface(environ, "127.0.0.1")
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
+
+    named = {"GLOO_SOCKET_IFNAME": "mine"}
+    set_gloo_interface(named, "127.0.0.1")
+    assert named == {"GLOO_SOCKET_IFNAME": "mine"}
 
 
 def test_servers_are_seen() -> None:

@@ -20,7 +20,7 @@ from accel_launch.outside.torchrun import (
 )
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import Plan
+from accel_launch.plan.plan import LaunchPlan
 from accel_launch.settings.resolve import resolve
 
 Start = Callable[..., Any]
@@ -40,7 +40,7 @@ def plan(tmp_path: Path) -> Any:
     script = tmp_path / "script.py"
     script.touch()
 
-    def make(*flags: str, environ: dict[str, str] | None = None) -> Plan:
+    def make(*flags: str, environ: dict[str, str] | None = None) -> LaunchPlan:
         args = launch_command_parser().parse_args([*flags, str(script), "--lr", "1"])
         settings = resolve(args, None, {})
         return make_plan(settings, str(script), ["--lr", "1"], environ or {}, Machine(gpus=0, cores=4))

@@ -11,7 +11,7 @@ from accel_launch.errors import LaunchError
 from accel_launch.outside.torchrun import torchrun_environment
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import Plan
+from accel_launch.plan.plan import LaunchPlan
 from accel_launch.settings.resolve import resolve
 
 CPU_ONLY = Machine(gpus=0, cores=8)
@@ -28,7 +28,7 @@ def plan(tmp_path: Path) -> Any:
         machine: Machine = CPU_ONLY,
         config: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
-    ) -> Plan:
+    ) -> LaunchPlan:
         args = launch_command_parser().parse_args([*flags, str(script), "--lr", "1"])
         file = None if config is None else LaunchConfig.from_values(config, Path("c.yaml"))
         settings = resolve(args, file, environ or {})

@@ -13,7 +13,7 @@ from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_launch.plan.starters import STARTERS
 from accel_launch.settings.resolve import resolve
 from accel_launch.settings.slurm_job import find_step, first_host
@@ -41,14 +41,14 @@ def plan(tmp_path: Path) -> Any:
     script = tmp_path / "script.py"
     script.touch()
 
-    def make(environ: dict[str, str], *flags: str) -> Plan:
+    def make(environ: dict[str, str], *flags: str) -> LaunchPlan:
         args = launch_command_parser().parse_args([*flags, str(script)])
         return make_plan(resolve(args, None, environ), str(script), [], environ, Machine(gpus=0, cores=6))
 
     return make
 
 
-def prepared(plan: Plan, environ: dict[str, str]) -> Prepared:
+def prepared(plan: LaunchPlan, environ: dict[str, str]) -> Prepared:
     found: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
     return found
 

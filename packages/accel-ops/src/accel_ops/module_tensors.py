@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from accel_ops.modules import unsaved_buffers
 from accel_ops.torch_compat import own_part
 from accel_state.devices.table import DEVICES, existing_device
 from accel_state.logging.warning import warn
@@ -50,9 +51,8 @@ def named_module_tensors(
         return
     skipped: set[str] = set()
     if remove_non_persistent:
-        # A private of torch.nn.Module (2.13), which has no public list of them.
         for path, owner in module.named_modules() if recurse else [("", module)]:
-            skipped.update(_join(path, name) for name in owner._non_persistent_buffers_set)
+            skipped.update(_join(path, name) for name in unsaved_buffers(owner))
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in skipped:
             yield name, buffer

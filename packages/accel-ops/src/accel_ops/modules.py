@@ -21,6 +21,7 @@ __all__ = [
     "model_has_dtensor",
     "model_is_sharded",
     "recursive_getattr",
+    "unsaved_buffers",
     "weak_forward",
 ]
 
@@ -95,7 +96,7 @@ def _free_children(model: torch.nn.Module) -> None:
 class WeakForward:
     """A module's forward method, for what the module itself keeps: it holds the module weakly.
 
-    A bound method in the place of `module.forward`, or behind what is there, is a cycle: the module's memory
+    A bound method in place of `module.forward`, or behind what is there, is a cycle: the module's memory
     would be freed by the garbage collector alone.
 
     Args:
@@ -205,6 +206,16 @@ def model_is_sharded(model: torch.nn.Module) -> bool:
     library = sys.modules.get("torch.distributed.fsdp")
     kinds = tuple(getattr(library, name) for name in _SHARDED_CLASSES) if library is not None else ()
     return any(isinstance(module, kinds) for module in model.modules())
+
+
+def unsaved_buffers(module: torch.nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that are not in its state dict.
+
+    Args:
+        module: The module; those inside it do not count.
+    """
+    # A private of torch.nn.Module (2.13), which has no public list of them.
+    return module._non_persistent_buffers_set
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

@@ -16,7 +16,7 @@ from accel_ops.collectives.padding import (
     pad_input_tensors,
 )
 from accel_state.process.state import current_process
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 
 def pad_tree(first: bool) -> tuple:

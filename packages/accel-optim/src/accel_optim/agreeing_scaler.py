@@ -29,7 +29,7 @@ class AgreeingGradScaler(ShardedGradScaler):
         super().__init__(device=device, process_group=None, **options)
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """What is true on any process; all of them have to ask.
+        """The flags that are true on any process; all processes have to call it.
 
         Args:
             flags: As many, and in the same order, on all processes.

@@ -89,7 +89,7 @@ def _forgetting_overflows(hook: Hook) -> Hook:
 
 
 def _forget_overflow(state: Any, bucket: int, sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """What was sent is the same on all processes, so that they forget together."""
+    """Drop the state of a bucket whose result is not finite; the result is the same on all processes."""
     gradients = sent.value()
     memories = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
     # Looking costs no wait of its own: torch's hook has just waited for the device.

@@ -28,7 +28,7 @@ _SHARDED = (
 
 
 class _Trainer(Protocol):
-    """What local SGD needs of an Accelerator."""
+    """The part of an Accelerator that local SGD needs."""
 
     @property
     def process(self) -> Process: ...

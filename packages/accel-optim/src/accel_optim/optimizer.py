@@ -50,7 +50,7 @@ def patch_optimizer_step(
         method: The bound `step` of the optimizer that it wraps.
 
     Returns:
-        The function to put in the place of `method`.
+        The function to put in place of `method`.
     """
     reference = weakref.ref(accelerated_optimizer)  # the wrapper keeps the function
 
@@ -236,7 +236,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return optimizer.step(closure)
 
     def skip_step(self) -> None:
-        """Drop the gradients of the window in the place of a step; nothing inside a window.
+        """Drop the gradients of the window in place of a step; nothing inside a window.
 
         `step_was_skipped` is True until the next step, so that schedules do not move.
         """

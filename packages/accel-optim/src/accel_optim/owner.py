@@ -1,4 +1,4 @@
-"""Who has the parameters and gradients that an optimizer steps: the interface of engines and optimizers."""
+"""The owner of parameters and gradients that an optimizer steps: the interface of engines and optimizers."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _holds_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def agreed(scaler: GradScaler, flags: list[bool]) -> list[bool]:
-    """What is true on any process, where a scaler's processes hold different parts of gradients.
+    """The flags that are true on any process, where processes hold different parts of gradients.
 
     Args:
         scaler: The scaler; where it agrees all processes have to ask.

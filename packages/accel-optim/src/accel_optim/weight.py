@@ -30,11 +30,11 @@ Weight: TypeAlias = "float | torch.Tensor"
 
 
 class Gradients(Protocol):
-    """What a weighted window asks of the engine that reduces its gradients."""
+    """The part of an engine that a weighted window needs to have its gradients reduced."""
 
     @property
     def divisor(self) -> int:
-        """What reducing over the processes divides by: their number for a mean, 1 for a sum."""
+        """The divisor in reducing over the processes: their number for a mean, 1 for a sum."""
 
     def total_weight(self, weight: Weight) -> Weight:
         """Add up a weight over the processes; all of them call it, and get the same."""
@@ -88,7 +88,7 @@ class WindowWeight:
         self.forget_micro_batch()
 
     def forget_micro_batch(self) -> None:
-        """Make room for another micro-batch in the place of the one at hand."""
+        """Make room for another micro-batch in place of the one at hand."""
         # `gathered` and `norm` stay: they belong to the window.
         self.current = self.total = self._given = None
 

@@ -192,3 +192,19 @@ def _drops_its_group_in_a_cycle(held_at_the_end: bool) -> list[Any]:
 def test_a_forked_worker_leaves_a_group_that_is_garbage_alone(world: World, held_at_the_end: bool) -> None:
     """Otherwise the worker waits for ever for the threads of gloo, which it does not have."""
     assert world.run(_drops_its_group_in_a_cycle, held_at_the_end, init=False) == [[0], [0]]
+
+
+def _beside() -> list[float]:
+    first, other = rendezvous.gloo_group("first use"), rendezvous.gloo_group("other use")
+    assert rendezvous.gloo_group("first use") is first
+    assert first is not other
+    assert dist.get_backend(first) == dist.get_backend(other) == "gloo"
+    value = torch.ones(1)
+    dist.all_reduce(value, group=first)
+    return value.tolist()
+
+
+def test_groups_beside_the_default_one_live_as_long_as_it_does(world: World) -> None:
+    # The second run has another default group: with the groups of the first it would hang or raise.
+    for _ in range(2):
+        assert world.run(_beside, size=2) == [[2.0], [2.0]]

@@ -19,7 +19,7 @@ from accel_state.process import state as state_module
 from accel_state.process.facts import Process
 from accel_state.process.state import PartialState, current_process, wait_for_everyone
 from accel_world.pool import World
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 ALONE = Process(0, 1, 0, 1, torch.device("cpu"), None, DistributedType.NO, False)
 SIZES = (1, 2, 3, 4)

@@ -17,7 +17,7 @@ from accel.accelerator import Accelerator
 from accel.training.metrics import gather_for_metrics
 from accel_data.config import DataLoaderConfiguration
 from accel_state.parallelism.config import ParallelismConfig
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

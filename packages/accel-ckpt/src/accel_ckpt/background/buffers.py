@@ -59,7 +59,7 @@ class Memory:
         self._sources.clear()
 
     def copy(self, data: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor. It must not change before `settle`, and the copy may not be there before `finish`.
+        """Copy a tensor. It must not change before `copy_waiting`, nor the copy be read before `finish`.
 
         Args:
             data: A dense tensor.
@@ -76,15 +76,15 @@ class Memory:
         self._waiting.append((as_bytes(copy).numpy(), as_bytes(data.detach()).numpy()))
         self._waiting_bytes += size
         if self._waiting_bytes > _WAITING_BYTES:
-            self.settle()
+            self.copy_waiting()
         return copy
 
     def copy_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Copy the bytes of a storage, as `copy`."""
         return self.copy(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
-    def settle(self) -> None:
-        """Wait until tensors on the CPU are copied; several threads take half the time of one."""
+    def copy_waiting(self) -> None:
+        """Copy the tensors on the CPU that wait for it; several threads take half the time of one."""
         if not self._waiting:
             return
         with Threads(THREADS, "accel-copy") as threads:
@@ -101,7 +101,7 @@ class Memory:
 
     def finish(self) -> None:
         """Wait until all copies are there, from whichever devices they come."""
-        self.settle()
+        self.copy_waiting()
         for device in self._sources:
             row(device).synchronize(device)
 

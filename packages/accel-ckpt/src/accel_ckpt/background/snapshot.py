@@ -1,4 +1,4 @@
-"""What would be written to a file now, kept in memory to be written later: the same bytes."""
+"""Copies of objects in memory, from which later the same bytes are written as now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["freeze"]
 
 
 class _Records:
-    """Takes what torch.save writes into its archive, in the place of the archive's writer."""
+    """Takes what torch.save writes into its archive, in place of the archive's writer."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -49,14 +49,14 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[IO[b
         tensors, tied = split_tied(obj)
         # The header depends on names, dtypes and shapes alone, so it can be made when the file is written.
         copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
-        memory.settle()
+        memory.copy_waiting()
         return partial(write_safe, copies, tied)
     # The pickle is made now, so that plain values are those of this moment; only writing it is put off.
     frozen = _Records(memory)
     # torch.save is these two steps, so that what is written later is what it would write now.
     # 2 is torch's DEFAULT_PROTOCOL, and False writes the byte order, as torch.save does by default.
     torch.serialization._save(obj, frozen, pickle, 2, False)  # type: ignore[no-untyped-call]
-    memory.settle()
+    memory.copy_waiting()
 
     def write(file: IO[bytes]) -> None:
         with torch.serialization._open_zipfile_writer(file) as archive:

@@ -6,18 +6,15 @@ import atexit
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from accel_state.process.rendezvous import before_destroy
+from accel_state.process.rendezvous import before_destroy, gloo_group
 
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["group_for", "in_flight", "settle", "start", "wait"]
+__all__ = ["group_for", "in_flight", "join", "start", "wait"]
 
 
 class _Save:
@@ -38,7 +35,6 @@ class _Save:
 
 
 _current: _Save | None = None
-_group: tuple[weakref.ref[Any], Any] | None = None  # the default group, and the one beside it
 
 
 def start(work: Callable[[], None]) -> None:
@@ -53,8 +49,8 @@ def start(work: Callable[[], None]) -> None:
     # that came since the last save.
     for register in (atexit.unregister, atexit.register):
         register(_report_at_exit)
-    # The thread speaks in a process group, which must be there until it ends.
-    before_destroy(settle)
+    # The thread uses a process group, which must not be destroyed before it ends.
+    before_destroy(join)
     _current.thread.start()
 
 
@@ -63,7 +59,7 @@ def in_flight() -> bool:
     return _current is not None and _current.thread.is_alive()
 
 
-def settle() -> None:
+def join() -> None:
     """Wait until no save goes on in the background; an error is kept for `wait`."""
     # A thread cannot join itself, and code that the save runs may get here.
     if _current is not None and _current.thread is not threading.current_thread():
@@ -77,7 +73,7 @@ def wait() -> None:
         Exception: What went wrong in it, once.
     """
     global _current
-    settle()
+    join()
     # Forgotten before it is raised, so that the next `wait` does not raise the same error again.
     save, _current = _current, None
     if save is not None and save.error is not None:
@@ -95,20 +91,12 @@ def group_for(process: Process) -> Any:
     Returns:
         The group; None for one process.
     """
-    global _group
-    if process.world_size == 1:
-        return None
-    default = dist.group.WORLD
-    # A weak reference: after destroy_process_group and a new init, the group of the old one is of no use.
-    if _group is None or _group[0]() is not default:
-        # gloo: small objects on the CPU, which must not wait behind the collectives of training.
-        _group = (weakref.ref(default), dist.new_group(backend="gloo"))
-    return _group[1]
+    return None if process.world_size == 1 else gloo_group("saves in the background")
 
 
 def _report_at_exit() -> None:
     """Nobody has waited: what went wrong must not go unseen."""
-    settle()
+    join()
     if _current is not None and _current.error is not None:
         print(
             "A save that went on in the background has failed; the checkpoint before it is the newest:",

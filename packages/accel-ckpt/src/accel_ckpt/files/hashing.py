@@ -14,10 +14,10 @@ from accel_ckpt.files.page_cache import cached_part
 __all__ = ["ALGORITHM", "ALGORITHMS", "digest_chunk"]
 
 ALGORITHM = "xxh3_128"
-"""What new checkpoints are digested with."""
+"""The digest algorithm of new checkpoints."""
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""What digests of checkpoints may be, by the name that the manifest gives them."""
+"""The digest algorithms that checkpoints may have, by their names in the manifest."""
 
 _READ_BYTES = 2**18  # stays in a core's cache
 

@@ -40,7 +40,7 @@ _NAMES = {  # in the order of the library: by size, and then its own
 }
 
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if hasattr(torch, name)}
-"""What the format calls the dtypes that it has."""
+"""The format's names of the dtypes that it supports."""
 
 
 def dump(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], file: IO[bytes]) -> None:

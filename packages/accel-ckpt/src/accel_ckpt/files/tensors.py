@@ -150,7 +150,7 @@ def write_tensors(
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Load a file that `save` (or torch.save, or safetensors) has written. Use it in the place of
+    """Load a file that `save` (or torch.save, or safetensors) has written. Use it in place of
     `torch.load`.
 
     Only tensors, arrays, numbers, strings and plain containers are loaded, so that no code in the file can
@@ -208,7 +208,7 @@ def is_zip(path: Path) -> bool:
     """
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # its end speaks of a second disk
+    except zipfile.BadZipFile:  # its end names a second disk
         return False
 
 
@@ -377,7 +377,7 @@ def _arrays_allowed() -> Iterator[None]:
 
 @cache
 def _array_types() -> tuple[Any, ...]:
-    """What a pickled numpy array or scalar names, under the names of numpy 1 and 2; none of it runs code."""
+    """Names that pickles of numpy arrays and scalars refer to, in numpy 1 and 2; none of them runs code."""
     if find_spec("numpy") is None:
         return ()
     import numpy as np

@@ -1,4 +1,4 @@
-"""Doing something on several processes so that it fails on all of them or on none."""
+"""Steps of several processes, each of which fails on all of them or on none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agree(error: Exception | None, process: Process, task: str, group: Any = Non
         error: What went wrong here; None if nothing did.
         process: This process.
         task: What was done, for the message ("writing the checkpoint").
-        group: The process group to speak in, for what goes on in the background; by default that of the run.
+        group: The process group of the collective, for saves in the background; by default that of the run.
 
     Raises:
         Exception: `error`, on the processes that have one.

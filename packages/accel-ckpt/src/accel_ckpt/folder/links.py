@@ -155,4 +155,4 @@ class _Compared(io.RawIOBase):
 
 
 class _DifferentError(Exception):
-    """What is written is no longer what it is compared with."""
+    """Raised when the bytes written differ from those of the earlier file."""

@@ -32,13 +32,13 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint folder holds.
+    """The contents of a checkpoint folder.
 
     Args:
         files: Its files, sorted by path.
         facts: What the run was when it was saved: world_size, step ...
         chunk_bytes: Size of a digested chunk.
-        algorithm: What the digests are, one of `hashing.ALGORITHMS`.
+        algorithm: The algorithm of the digests, one of `hashing.ALGORITHMS`.
         version: Version of this format.
     """
 

@@ -27,7 +27,7 @@ __all__ = ["Reading", "open_checkpoint"]
 
 @dataclass
 class Reading:
-    """What a checkpoint folder has.
+    """A checkpoint folder that is being read.
 
     Args:
         folder: The folder.

@@ -27,7 +27,7 @@ __all__ = [
     "folders_of",
     "is_needed",
     "move_out",
-    "settle",
+    "restore_name",
     "sweep",
     "sweep_folder",
 ]
@@ -64,7 +64,7 @@ def find(target: Path) -> Path:
     )
 
 
-def settle(target: Path) -> None:
+def restore_name(target: Path) -> None:
     """Give a checkpoint its name again that an interrupted save has left beside it, before the next save.
 
     Args:

@@ -111,10 +111,10 @@ class Staging:
             write(file)
 
     def write_together(self, function: Callable[[Any], None]) -> None:
-        """Have files written that the processes speak about, at once or in the background.
+        """Have files written by collective functions, at once or in the background.
 
         Args:
-            function: What writes them, given the process group to speak in (None for that of the run). Every
+            function: Writes them, given the process group for collectives (None for that of the run). Every
                 process gives as many, and in each of them fails if one does.
         """
         if self.memory is None:
@@ -219,14 +219,14 @@ def _memory_for(process: Process) -> Memory:
 def release_memory() -> None:
     """Give back the memory that is kept for copies of the state; the next save makes it anew."""
     global _memory
-    thread.settle()
+    thread.join()
     _memory = None
 
 
 def _open(target: Path, each_node: bool, process: Process, blocking: bool, incremental: bool) -> Staging:
     def prepare() -> tuple[str, str]:
         target.parent.mkdir(parents=True, exist_ok=True)
-        recovery.settle(target)
+        recovery.restore_name(target)
         # Made on the main process alone: one name for the save, also on machines with disks of their own.
         token = commit.new_token()
         path = commit.staging_path(target, token)
@@ -259,7 +259,7 @@ def _finish(staging: Staging, process: Process, group: Any) -> None:
     """Write what is left, seal and commit."""
     sealed = False
     try:
-        # The first, as these speak with the other processes, and all have to come to them in the same state.
+        # First, as these are collectives, which all processes have to reach in the same state.
         for function in staging._together:
             function(group)
         # Every step is agreed on before the next begins: none seals before all have written, none

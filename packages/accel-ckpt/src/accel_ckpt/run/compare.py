@@ -1,4 +1,4 @@
-"""What a checkpoint has, against what it is loaded into: every difference, before anything is changed."""
+"""Comparison of a checkpoint with the objects that it is loaded into, before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_PARTS = ("sharded", "registered")
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be restored.
+    """The objects to restore.
 
     Args:
         models: How many models.

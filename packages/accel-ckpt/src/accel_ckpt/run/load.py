@@ -105,7 +105,7 @@ def load_accelerator_state(
 
 @dataclass(frozen=True)
 class Objects:
-    """What a checkpoint is loaded into; see `load_accelerator_state`."""
+    """The objects that a checkpoint is loaded into; see `load_accelerator_state`."""
 
     models: Sequence[torch.nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -234,7 +234,7 @@ def restore(
         _warn_differences(reading, findings, process)
         return result
 
-    # Everything is compared before anything is changed; what speaks with others comes between, in one order.
+    # Everything is compared before anything is changed; collectives come between, in one order.
     findings = together(check, process, "comparing the checkpoint with the objects given")
     generators = _random_states(reading, process_index, process)
     if objects.parts is not None:

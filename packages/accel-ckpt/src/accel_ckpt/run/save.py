@@ -147,7 +147,7 @@ def _is_loader(name: str) -> bool:
 
 
 def _order(state: Any) -> dict[str, int]:
-    """What fixes the order of a loader, for those who read the manifest."""
+    """The seed and the epoch of a loader's order, for readers of the manifest."""
     known = state if isinstance(state, dict) else {}
     return {key: known[key] for key in ("seed", "epoch") if isinstance(known.get(key), int)}
 

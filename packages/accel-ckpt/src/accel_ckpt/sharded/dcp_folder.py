@@ -31,7 +31,7 @@ def write_folder(
         state: The state dict.
         folder: The folder.
         process: This process.
-        group: The process group to speak in; None for that of the run.
+        group: The process group of its collectives; None for that of the run.
         flush: Whether each file is flushed to the disk.
 
     Raises:
@@ -88,7 +88,7 @@ def _without_group(process: Process) -> dict[str, Any]:
 
 
 def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:
-    """Call a function of DCP, which speaks with the other processes, and unwrap its errors."""
+    """Call a function of DCP, which is a collective, and unwrap its errors."""
 
     def call() -> None:
         try:

@@ -103,7 +103,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What folders have, beside what is to be loaded from them.
+    """A comparison of folders with the objects that are loaded from them.
 
     Attributes:
         differences: One line for each folder that is missing, for each weight that differs or is on one side
@@ -303,7 +303,7 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
     folder = staging.path / name
     if staging.memory is not None:
         state = recursively_apply(_copy, state, staging.memory)
-        staging.memory.settle()
+        staging.memory.copy_waiting()
 
     def write(group: Any) -> None:
         # What is flushed and renamed as a whole needs no flush of each file.

@@ -239,5 +239,5 @@ class _Opened:
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:
-    """What differs once a file was replaced or written into: not its number, which some mounts change."""
+    """Time and size, which change when a file is replaced or written to; mounts may change its number."""
     return status.st_mtime_ns, status.st_size

@@ -333,7 +333,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 def _write(path: Path, content: Any) -> None:
     try:
-        # A new file in the place of the old one, which a tensor may be mapped from.
+        # A new file in place of the old one, which a tensor may be mapped from.
         path.unlink(missing_ok=True)
         with open(path, "xb", buffering=0) as file:
             rest = memoryview(content)

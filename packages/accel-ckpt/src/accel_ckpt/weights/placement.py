@@ -61,7 +61,7 @@ def memory_device(device: int | str | torch.device) -> str:
 
 @dataclass(frozen=True)
 class Placing:
-    """What the options of a load say about placing weights.
+    """Where a load places weights, by its options.
 
     Args:
         device_map: Device by name of a module or weight; None to fill the model where it is.

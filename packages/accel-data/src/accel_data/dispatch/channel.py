@@ -43,7 +43,7 @@ _Sent = tuple[Any, torch.Tensor]
 
 
 class Message(NamedTuple):
-    """What process 0 has for one process in one step.
+    """The batch that process 0 sends to one process in one step.
 
     Args:
         batch: The batch.

@@ -1,4 +1,4 @@
-"""What process 0 does with each step that it has read, and the way to the others that a loader keeps."""
+"""Sending each step that process 0 has read, over a connection that the loader keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What process 0 makes of the batches it reads: one part for each process, step by step.
+"""Steps of the batches that process 0 reads: one part for each process.
 
 Batches are read as the processes need them, each collated by itself, so that nothing has to be cut or joined.
 Only where a user's function slices, or where the dataset gives whole batches, rows are taken apart here.

@@ -1,4 +1,4 @@
-"""What every prepared loader is: a torch DataLoader that knows its epoch, place and padding."""
+"""The base of every prepared loader: a torch DataLoader that knows its epoch, place and padding."""
 
 from __future__ import annotations
 
@@ -223,13 +223,13 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def _sample_seed(self) -> int:
-        """What the seeds of single samples are made of: the seed of the order, if it has one."""
+        """The seed that those of single samples are derived from: that of the order, if it has one."""
         seed = self._seed
         return self._progress.sample_seed if seed is None else seed
 
     @property
     def _plain(self) -> Plain:
-        """What is known of the loader that would read on one process what this one reads with others."""
+        """The loader that would read on one process the samples that this one reads with others."""
         shard: Any = self._stream_shard() if self._shard is None else self._shard
         part, length = getattr(shard, "part", None), self._limit
         parts = part[1] if part else 1
@@ -261,7 +261,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self.batch_size is None and (self._shard is None or isinstance(self.sampler, Unbatched))
 
     def _install_shard(self) -> BatchSamplerShard:
-        """Put a shard in the place of the sampler that is iterated, unless it is one."""
+        """Put a shard in place of the sampler that is iterated, unless it is one."""
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
         iterated: Any = getattr(self, name)
         if isinstance(iterated, Unbatched):

@@ -36,7 +36,7 @@ _WarnOfMissing = Callable[[Missing], None]
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """What loaders that read by themselves and those that get their batches from process 0 have in common.
+    """Base of loaders that read by themselves and of those that get their batches from process 0.
 
     Its arguments are those of `DataLoaderShard`.
 

@@ -1,4 +1,4 @@
-"""Who has left a pass over a loader whose processes each read a part of their own.
+"""Finds processes that have left a pass, over a loader of which each process reads its own part.
 
 Nobody knows how many batches the others have. Each process notes in the store of the process group which one
 is its last, so that the others see who takes no part in a step: a wait in a collective could not be ended.

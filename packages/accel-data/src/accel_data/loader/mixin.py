@@ -1,4 +1,4 @@
-"""What a loader says of the batch at hand while it is iterated."""
+"""Facts of the current batch, which a loader has while it is iterated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DataLoaderStateMixin"]
 
 
 class DataLoaderStateMixin:
-    """What a loader says of the batch at hand while it is iterated.
+    """Mixin with the facts of the current batch, while the loader is iterated.
 
     Attributes:
         end_of_dataloader: Whether the batch at hand is the last one.

@@ -62,7 +62,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _Batches:
-    """What torch's fetcher reads in the place of the dataset: collated batches.
+    """A stand-in for the dataset, from which torch's fetcher reads collated batches.
 
     Args:
         dataset: The dataset.

@@ -1,4 +1,4 @@
-"""What shares data out already, and whether all processes have been given the same loader.
+"""Finds data that is sharded already, and compares the loaders that the processes were given.
 
 A sampler, batch sampler or dataset that knows a rank and a number of processes gives one process its share. A
 map-style dataset of Hugging Face that has been split does not say so: that is found by comparing rows. A
@@ -67,14 +67,14 @@ class Split(NamedTuple):
 
     @property
     def rename(self) -> str:
-        """What else to do if they do mean something else."""
+        """Advice for attributes that mean something else, as a sentence."""
         if not self.is_loose:
             return ""
         return f" If its {self.names[0]} and {self.names[1]} mean something else, give them other names."
 
 
 class _Facts(NamedTuple):
-    """What one process says of its loader."""
+    """The facts of one process's loader, which the processes exchange."""
 
     place: tuple[int, int]
     split: tuple[int, int, str, bool, str] | None

@@ -1,4 +1,4 @@
-"""What processes must agree about before an epoch: a seed, and the order that an unknown sampler gives."""
+"""Agreement of the processes before an epoch: on a seed, and on the order of an unknown sampler."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _COMPUTED = 8192  # of an order that is computed, whose calls have to pay for th
 
 
 class Fill(NamedTuple):
-    """What the processes have in a step in which something is padded, or a process has no batch.
+    """The sizes of all processes' batches in a step that is padded, or in which a process has no batch.
 
     Args:
         real: Entries of each process that are no padding. The padding is at the end of its batch.
@@ -44,7 +44,7 @@ class Fill(NamedTuple):
 
 @dataclass
 class Share:
-    """What one pass over a sampler holds; filled in while it is walked.
+    """The length of one pass over a sampler; filled in while it is walked.
 
     Args:
         num_batches: Number of batches; None until it is known.
@@ -119,7 +119,7 @@ class Layout:
         return (self._piece(tail),) * self.num_processes if self.even else self.real_sizes(tail)
 
     def fill(self, tail: int, rank: int | None) -> Fill | None:
-        """What a process (None for all) is to know of a last step of `tail` positions, if it has it."""
+        """The fill of a last step of `tail` positions, if the process (None for all) takes part in it."""
         sizes = self.tail_sizes(tail)
         is_there = any(sizes) if rank is None else sizes[rank] > 0
         return Fill.of(self.real_sizes(tail), sizes) if is_there else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel_data.resume.stream_position import Place, Trail
+from accel_data.resume.stream_position import StreamPosition, Trail
 
 __all__ = ["Cursor", "Kind", "Pass", "Progress", "from_state", "to_state"]
 
@@ -45,7 +45,7 @@ class Cursor:
     batches: int = 0
     step_size: int = 1
     generator: torch.Tensor | None = None
-    stream: Place | None = None
+    stream: StreamPosition | None = None
     part: tuple[int, int] | None = None
     ended: bool = False
     order: torch.Tensor | None = None
@@ -216,7 +216,7 @@ def _next_epoch(cursor: Cursor) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a loader, which the state of another one must fit.
+    """The properties of a loader that a state must match.
 
     Args:
         seed: Seed of its order; None where there is none.
@@ -283,7 +283,7 @@ def from_state(state: Mapping[str, Any], kind: Kind) -> Cursor:
             f"Loader state of version {state['version']!r}, but this version reads only {_VERSION}."
         )
     _check_fits(state, kind)
-    stream = None if state["stream"] is None else Place.from_state(state["stream"])
+    stream = None if state["stream"] is None else StreamPosition.from_state(state["stream"])
     if stream is not None and state["part"] is not None and tuple(state["part"]) != kind.part:
         stream = stream.without_states()  # another process has counted samples of its own
     known = {name: state[name] for name in _PLACE}

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any, NamedTuple
 
-__all__ = ["Mark", "Part", "Place", "Trail"]
+__all__ = ["Mark", "PartPosition", "StreamPosition", "Trail"]
 
 
 _MARKS = 64  # noted before those are looked through that are not needed any more
 
 
-class Part(NamedTuple):  # made for every batch: a frozen dataclass takes four times as long
+class PartPosition(NamedTuple):  # made for every batch: a frozen dataclass takes four times as long
     """How far one part of a stream has been read.
 
     Args:
@@ -33,7 +33,7 @@ class Part(NamedTuple):  # made for every batch: a frozen dataclass takes four t
     ended: bool = False
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """A place in a stream.
 
     Args:
@@ -49,11 +49,11 @@ class Place(NamedTuple):
     chunk: int
     left: int
     turn: int = 0
-    parts: tuple[Part, ...] = (Part(),)
+    parts: tuple[PartPosition, ...] = (PartPosition(),)
     num_workers: int = 0
     ahead: int = 0
 
-    def moved(self, distance: int, position: int) -> Place:
+    def moved(self, distance: int, position: int) -> StreamPosition:
         """Return another place of the same stream.
 
         Args:
@@ -62,13 +62,13 @@ class Place(NamedTuple):
         """
         # A stream cannot be read backwards: from the start again.
         if distance < 0:
-            parts = (Part(),) * len(self.parts)
-            return Place(self.chunk, self.chunk, 0, parts, self.num_workers, position)
+            parts = (PartPosition(),) * len(self.parts)
+            return StreamPosition(self.chunk, self.chunk, 0, parts, self.num_workers, position)
         return self._replace(ahead=self.ahead + distance)
 
-    def without_states(self) -> Place:
+    def without_states(self) -> StreamPosition:
         """Return this place for a dataset that has other samples, of which as many have been read."""
-        return self._replace(parts=tuple(Part(part.read) for part in self.parts))
+        return self._replace(parts=tuple(PartPosition(part.read) for part in self.parts))
 
     def to_state(self) -> dict[str, Any]:
         """Return what goes into a state dict: numbers, and the dataset's own states."""
@@ -79,7 +79,7 @@ class Place(NamedTuple):
         return {**self._asdict(), "parts": parts}
 
     @classmethod
-    def from_state(cls, state: Any) -> Place:
+    def from_state(cls, state: Any) -> StreamPosition:
         """Read what `to_state` returned.
 
         Raises:
@@ -119,14 +119,14 @@ class Mark(NamedTuple):
     worker: int
     num_workers: int
     chunk: int
-    part: Part
+    part: PartPosition
 
-    def after(self, place: Place | None) -> Place:
+    def after(self, place: StreamPosition | None) -> StreamPosition:
         """Return the place after this worker's turn, if all others are where they were."""
-        parts = (Part(),) * self.num_workers if place is None else place.parts
+        parts = (PartPosition(),) * self.num_workers if place is None else place.parts
         parts = (*parts[: self.worker], self.part, *parts[self.worker + 1 :])
         turn = (self.worker + 1) % self.num_workers
-        return Place(self.chunk, self.chunk, turn, parts, self.num_workers)
+        return StreamPosition(self.chunk, self.chunk, turn, parts, self.num_workers)
 
 
 class Trail:
@@ -137,14 +137,14 @@ class Trail:
         per_step: Batches that make a step.
     """
 
-    def __init__(self, start: Place | None, per_step: int) -> None:
+    def __init__(self, start: StreamPosition | None, per_step: int) -> None:
         self.per_step = per_step
         self._place = start
         self._passed = 0  # batches handed out before the first one in _marks
-        self._marks: deque[Place | Mark] = deque()
+        self._marks: deque[StreamPosition | Mark] = deque()
         self._lock = Lock()  # one thread may read ahead while another asks for the place
 
-    def add(self, mark: Place | Mark, steps: int) -> None:
+    def add(self, mark: StreamPosition | Mark, steps: int) -> None:
         """Note the next batch.
 
         Args:
@@ -157,12 +157,12 @@ class Trail:
             with self._lock:
                 self._advance(steps)
 
-    def pass_over(self, mark: Place | Mark) -> None:
+    def pass_over(self, mark: StreamPosition | Mark) -> None:
         """Note a batch that is not handed out, before the first one that is."""
         with self._lock:
             self._place = _after(mark, self._place)
 
-    def place(self, steps: int) -> Place | None:
+    def place(self, steps: int) -> StreamPosition | None:
         """Return where the stream was when so many steps had been handed out."""
         with self._lock:
             self._advance(steps)
@@ -175,10 +175,10 @@ class Trail:
             self._passed += 1
 
 
-def _after(mark: Place | Mark, before: Place | None) -> Place:
+def _after(mark: StreamPosition | Mark, before: StreamPosition | None) -> StreamPosition:
     return mark.after(before) if isinstance(mark, Mark) else mark
 
 
-def _part(state: Mapping[str, Any]) -> Part:
+def _part(state: Mapping[str, Any]) -> PartPosition:
     inner = state["state"]
-    return Part(state["read"], None if inner is None else pickle.dumps(inner), bool(state["ended"]))
+    return PartPosition(state["read"], None if inner is None else pickle.dumps(inner), bool(state["ended"]))

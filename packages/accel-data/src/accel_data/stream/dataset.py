@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.checks import check_divides, check_place
 from accel_data.order.shares import Fill, Layout, counted
-from accel_data.resume.stream_position import Mark, Place
+from accel_data.resume.stream_position import Mark, StreamPosition
 from accel_data.stream.reader import Reading, Source, read
 from accel_ops.trees.tensors import ignorant_find_batch_size
 
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
     samples: list[Any]
     fill: Fill | None
-    mark: Place | Mark
+    mark: StreamPosition | Mark
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -156,7 +156,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from block.samples
 
     def blocks(
-        self, start: int = 0, place: Place | None = None, counts_rows: bool = False
+        self, start: int = 0, place: StreamPosition | None = None, counts_rows: bool = False
     ) -> Iterator[Block]:
         """Read the batches of this process, or of this worker of it.
 
@@ -302,7 +302,7 @@ class BlockReader(IterableDataset[Any]):
         self,
         shard: IterableDatasetShard,
         shared: bool,
-        place: Place | None = None,
+        place: StreamPosition | None = None,
         counts_rows: bool = False,
     ) -> None:
         self.shard = shard
@@ -345,7 +345,7 @@ class CollateBlock:
         self.collate_fn = collate_fn
         self.batched = batched
 
-    def __call__(self, block: Block) -> tuple[Fill | None, Any, Place | Mark]:
+    def __call__(self, block: Block) -> tuple[Fill | None, Any, StreamPosition | Mark]:
         """Return what is known of the step, the batch, and where the stream is after it."""
         samples = block.samples
         batch = self.collate_fn(samples if self.batched else samples[0]) if samples else None

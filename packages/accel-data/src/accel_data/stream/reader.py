@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from accel_data.resume.stream_position import Mark, Part, Place
+from accel_data.resume.stream_position import Mark, PartPosition, StreamPosition
 from accel_data.stream.hugging_face import steps_of
 
 __all__ = ["Counted", "Reading", "Source", "Stream", "has_state", "open_stream", "read"]
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
     num_workers: int
     divided: bool
     take: Callable[[int], list[Any]]
-    mark: Callable[[], Place | Mark]
+    mark: Callable[[], StreamPosition | Mark]
     head: list[Any]
 
 
@@ -89,7 +89,7 @@ class Source:
         self.has_state = has_state(dataset) and not _forgets(dataset)
         self._initial: bytes | None = None
 
-    def open(self, part: Part | None = None, worker: tuple[int, int] | None = None) -> Stream:
+    def open(self, part: PartPosition | None = None, worker: tuple[int, int] | None = None) -> Stream:
         """Start reading.
 
         Args:
@@ -108,12 +108,12 @@ class Source:
             return stream
         return stream._replace(samples=islice(stream.samples, part.read, None))
 
-    def part(self, samples: Counted) -> Part:
+    def part(self, samples: Counted) -> PartPosition:
         """Return how far the dataset has been read."""
         if samples.ended or not self.has_state:
-            return Part(samples.count, None, samples.ended)
+            return PartPosition(samples.count, None, samples.ended)
         # Pickled at once: what state_dict returns may change while the dataset is read.
-        return Part(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
+        return PartPosition(samples.count, pickle.dumps(self.dataset.state_dict()))  # type: ignore[attr-defined]
 
     def _go_to(self, state: bytes | None) -> None:
         dataset: Any = self.dataset
@@ -124,7 +124,7 @@ class Source:
         dataset.load_state_dict(pickle.loads(state or self._initial))
 
 
-def read(source: Source, group: int, start: int, place: Place | None, head: int) -> Reading:
+def read(source: Source, group: int, start: int, place: StreamPosition | None, head: int) -> Reading:
     """Start reading a stream.
 
     Args:
@@ -153,16 +153,16 @@ def _from_start(source: Source, group: int, start: int, count: int) -> Reading:
     # How many of the first `start` samples are those of this worker is not known.
     counted = Counted(samples) if stream.divided else Counted(islice(samples, start, None), start)
 
-    def mark() -> Place | Mark:
+    def mark() -> StreamPosition | Mark:
         part = source.part(counted)
         if stream.divided:
             return Mark(stream.worker, stream.num_workers, group, part)
-        return Place(group, group, 0, (part,))
+        return StreamPosition(group, group, 0, (part,))
 
     return Reading(stream.worker, stream.num_workers, stream.divided, counted.take, mark, head)
 
 
-def _one_part(source: Source, group: int, place: Place, worker: int, count: int) -> Reading:
+def _one_part(source: Source, group: int, place: StreamPosition, worker: int, count: int) -> Reading:
     """Go on with one part of a divided stream; the loader's first worker gets the one whose turn it is."""
     workers = place.num_workers
     number = (worker + place.turn) % workers
@@ -176,7 +176,7 @@ def _one_part(source: Source, group: int, place: Place, worker: int, count: int)
     return Reading(number, workers, True, counted.take, mark, head)
 
 
-def _all_parts(source: Source, place: Place, count: int) -> Reading:
+def _all_parts(source: Source, place: StreamPosition, count: int) -> Reading:
     """Go on with all parts of a stream, in the order in which the workers took turns."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -195,7 +195,7 @@ def _head(source: Source, count: int, worker: tuple[int, int]) -> list[Any]:
 class _Turns:
     """The samples of the parts of a stream, chunk by chunk in turn."""
 
-    def __init__(self, source: Source, start: Place) -> None:
+    def __init__(self, source: Source, start: StreamPosition) -> None:
         self.chunk, self.left, self.turn = start.chunk, start.left, start.turn
         self.parts = list(start.parts)
         self.num_workers = start.num_workers
@@ -218,12 +218,12 @@ class _Turns:
         while samples > 0 and self.ended < len(self.parts):
             samples -= self._turn(samples)[1]
 
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Return where the stream is."""
         for number, samples in enumerate(self.open):
             if samples is not None:
                 self.parts[number] = self.sources[number].part(samples)
-        return Place(self.chunk, self.left, self.turn, tuple(self.parts), self.num_workers)
+        return StreamPosition(self.chunk, self.left, self.turn, tuple(self.parts), self.num_workers)
 
     def _turn(self, most: int) -> tuple[list[Any], int]:
         """Read from the part whose turn it is.

@@ -15,7 +15,7 @@ import torch
 
 from accel_data.order.global_order import SeedableRandomSampler, draws_at_once
 from accel_data.resume.cursor import Cursor
-from accel_data.resume.stream_position import Place
+from accel_data.resume.stream_position import StreamPosition
 from accel_data.stream.reader import has_state
 
 __all__ = ["Plain", "from_torchdata", "is_from_torchdata", "to_torchdata"]
@@ -198,7 +198,7 @@ def _order_state(cursor: Cursor, plain: Plain) -> torch.Tensor | None:
     return generator.get_state()
 
 
-def _dataset_state(place: Place | None) -> Any:
+def _dataset_state(place: StreamPosition | None) -> Any:
     """Return a stream's own state, if it stands at the place; None otherwise."""
     if place is None or len(place.parts) > 1 or place.ahead or place.left != place.chunk:
         return None

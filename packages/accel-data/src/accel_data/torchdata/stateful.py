@@ -71,7 +71,7 @@ def is_stateful(dataloader: DataLoader[Any]) -> bool:
 
 
 def as_plain(sampler: Any, generator: torch.Generator | None, data_seed: int | None) -> Any:
-    """Return a sampler of torch in the place of one of torchdata, which remembers a place of its own.
+    """Return a sampler of torch in place of one of torchdata, which remembers a place of its own.
 
     Args:
         sampler: Any sampler or batch sampler. It is not changed.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_launch.errors import LaunchError
 from accel_launch.local.system import require_posix
 from accel_launch.plan.make import make_plan
-from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_launch.plan.starters import STARTERS, become
 from accel_launch.settings.parser import launch_flags_parser
 from accel_launch.settings.resolve import Settings, resolve
@@ -103,7 +103,7 @@ def _warn_of_keys(settings: Settings) -> None:
         warnings.warn(f"Ignored without a config for Amazon SageMaker: {', '.join(keys)}.", stacklevel=3)
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> LaunchPlan:
     """Return what parsed arguments ask for, without starting it.
 
     Args:
@@ -116,7 +116,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return _plan(args, resolve(args, read_config(args), environ), environ)
 
 
-def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> Plan:
+def _plan(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> LaunchPlan:
     script = getattr(args, "training_script", None)
     if script is None:
         raise LaunchError("No script was given: accel launch [flags] SCRIPT [arguments of the script].")
@@ -143,7 +143,7 @@ def _explained(settings: Settings) -> str:
     return explain_text(settings)
 
 
-def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
+def _dry_run(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     from accel_launch.plan.explain import dry_run_text
 
     prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
@@ -153,7 +153,7 @@ def _dry_run(plan: Plan, environ: Mapping[str, str]) -> str:
     return dry_run_text(prepared, environ)
 
 
-def _start(plan: Plan, environ: Mapping[str, str]) -> None:
+def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     starter = STARTERS[plan.how]
     if starter.run:
         code = starter.load("run")(plan)

@@ -16,16 +16,16 @@ from accel_launch.local.guard import Guard
 from accel_launch.local.output.destinations import Output
 from accel_launch.local.ports import reserve_port
 from accel_launch.local.signals import SignalPipe
-from accel_launch.local.supervisor import Member, Run
+from accel_launch.local.supervisor import Member, Supervision
 from accel_launch.local.worker import Worker, adopt_orphans
 from accel_launch.plan.environment import worker_environment
-from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_state.env import CPUInformation
 
 __all__ = ["prepare", "run_local"]
 
 
-def run_local(plan: Plan) -> int:
+def run_local(plan: LaunchPlan) -> int:
     """Run the workers of one machine to their end.
 
     Args:
@@ -47,7 +47,7 @@ def run_local(plan: Plan) -> int:
         SignalPipe() as signals,
         record_folder() as records,
     ):
-        run = Run(plan, Output.of(plan))
+        run = Supervision(plan, Output.of(plan))
         # Before the first worker, which may start something and end at once.
         adopt_orphans(True)
         try:
@@ -63,7 +63,7 @@ def run_local(plan: Plan) -> int:
     return code
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return what rank 0 runs.
 
     Args:
@@ -76,7 +76,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
     return Prepared(plan.command, environ, f"{plan.processes} processes on this machine; of these, rank 0:")
 
 
-def _worker_environment(plan: Plan, rank: int, port: int) -> dict[str, str]:
+def _worker_environment(plan: LaunchPlan, rank: int, port: int) -> dict[str, str]:
     place = CPUInformation(rank, plan.processes, rank, plan.processes)
     return worker_environment(plan.environ, place, "127.0.0.1", port)
 
@@ -88,7 +88,7 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _start(run: Run, guard: Guard, port: int, records: Path | None) -> None:
+def _start(run: Supervision, guard: Guard, port: int, records: Path | None) -> None:
     for rank in range(run.plan.processes):
         environ = _worker_environment(run.plan, rank, port)
         record = records and records / f"{rank}.json"

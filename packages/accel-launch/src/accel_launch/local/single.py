@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from accel_launch.plan.plan import Prepared
 
 if TYPE_CHECKING:
-    from accel_launch.plan.plan import Plan
+    from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["prepare"]
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the script's own command.
 
     Args:

@@ -19,12 +19,12 @@ from accel_launch.local.output.console import has_colour
 from accel_launch.local.output.destinations import Output
 from accel_launch.local.output.streams import TRACEBACK, Stream
 from accel_launch.local.signals import ENDING, SignalPipe, signal_name
-from accel_launch.plan.plan import Plan
+from accel_launch.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from accel_launch.local.failures.summary import Failure
 
-__all__ = ["Member", "Run"]
+__all__ = ["Member", "Supervision"]
 
 # After a failure the others wait in a collective and have nothing to save; asked to end, they may save.
 _FAILURE_GRACE_S = 5.0
@@ -33,7 +33,7 @@ _REQUEST_GRACE_S = 30.0
 _LEFTOVER_GRACE_S = 2.0
 _SAVED = 75  # EX_TEMPFAIL: how workers end that have saved their state in order to be started again
 # How long one in trouble may end by itself, before the SIGTERM that would cut its traceback off.
-_SETTLE_S = 2.0
+_TRACEBACK_S = 2.0
 # The same for all where a watchdog is on, at most half of the grace period (2.5 s by default): they notice
 # the loss of one, and report where each process is.
 _REPORT_S = 3.0
@@ -70,7 +70,7 @@ class Member:
 
 
 @dataclass
-class Run:
+class Supervision:
     """The state of a run.
 
     Args:
@@ -81,7 +81,7 @@ class Run:
         asked: The signal that asked the run to end.
     """
 
-    plan: Plan
+    plan: LaunchPlan
     output: Output
     members: list[Member] = field(default_factory=list)
     failed: bool = False
@@ -207,8 +207,8 @@ class Run:
             member.terminated = worker.running
             # One in trouble is ending by itself, and may be the cause of it all.
             # Where one has saved its state and ended, the others are about to.
-            settles = member.stderr.in_trouble or saved
-            patience = _REPORT_S if watched else _SETTLE_S if settles else 0.0
+            is_ending = member.stderr.in_trouble or saved
+            patience = _REPORT_S if watched else _TRACEBACK_S if is_ending else 0.0
             worker.term_at = now + min(patience, grace / 2)
             worker.kill_by(now + grace)
 

@@ -1,4 +1,4 @@
-"""What starting workers needs of the operating system."""
+"""Checks that the operating system can start workers."""
 
 from __future__ import annotations
 

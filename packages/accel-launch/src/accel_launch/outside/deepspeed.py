@@ -18,7 +18,7 @@ from accel_launch.settings.schema import nearest
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_launch.plan.plan import Plan
+    from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["is_needed", "prepare"]
 
@@ -44,7 +44,7 @@ def _hostfile(settings: Settings) -> str | None:
     return given or (_HOSTFILE if found else None)
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the command of DeepSpeed's launcher.
 
     Args:
@@ -96,7 +96,7 @@ def _read(hostfile: str) -> list[Host]:
     return hosts
 
 
-def _which(plan: Plan, hosts: list[Host]) -> list[str]:
+def _which(plan: LaunchPlan, hosts: list[Host]) -> list[str]:
     """Return the flags that choose machines and devices."""
     value = plan.settings.value
     filters = {
@@ -121,7 +121,7 @@ def _which(plan: Plan, hosts: list[Host]) -> list[str]:
     return flags
 
 
-def _per_machine(plan: Plan, hosts: list[Host]) -> int:
+def _per_machine(plan: LaunchPlan, hosts: list[Host]) -> int:
     total = plan.settings.value("num_processes")
     # --num_gpus is one number for all machines.
     here, rest = divmod(total, len(hosts))

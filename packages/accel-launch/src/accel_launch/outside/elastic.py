@@ -1,4 +1,4 @@
-"""What torch's elastic agent leaves to be done by who uses it: signal handlers, log lines, the summary."""
+"""Handling around torch's elastic agent: signal handlers, log lines, and the summary of a failure."""
 
 from __future__ import annotations
 

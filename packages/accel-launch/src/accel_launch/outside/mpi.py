@@ -17,12 +17,12 @@ from accel_launch.plan.plan import Prepared
 from accel_state import env
 
 if TYPE_CHECKING:
-    from accel_launch.plan.plan import Plan
+    from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["mpirun_command", "mpirun_environment", "mpirun_port", "prepare"]
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the mpirun that starts the workers.
 
     Args:
@@ -38,7 +38,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
     return Prepared(mpirun_command(plan, environ, base), environ, note, held)
 
 
-def mpirun_port(plan: Plan) -> tuple[int, socket.socket | None]:
+def mpirun_port(plan: LaunchPlan) -> tuple[int, socket.socket | None]:
     """Return the port of rank 0, and on one machine the socket that reserves it.
 
     Args:
@@ -55,7 +55,7 @@ def mpirun_port(plan: Plan) -> tuple[int, socket.socket | None]:
     return held.getsockname()[1], held
 
 
-def mpirun_environment(plan: Plan, port: int) -> dict[str, str]:
+def mpirun_environment(plan: LaunchPlan, port: int) -> dict[str, str]:
     """Return the environment of mpirun and, through it, of the workers.
 
     Args:
@@ -75,7 +75,7 @@ def mpirun_environment(plan: Plan, port: int) -> dict[str, str]:
     return environ
 
 
-def mpirun_command(plan: Plan, environ: Mapping[str, str], base: Mapping[str, str]) -> list[str]:
+def mpirun_command(plan: LaunchPlan, environ: Mapping[str, str], base: Mapping[str, str]) -> list[str]:
     """Return the command.
 
     Args:

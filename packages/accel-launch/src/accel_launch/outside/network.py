@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import struct
 
-__all__ = ["interface_of", "is_listening", "is_local", "is_loopback", "local_address"]
+__all__ = ["interface_of", "is_listening", "is_local", "is_loopback", "local_address", "set_gloo_interface"]
 
 # Linux's ioctl for the address of an interface; Python has no name for it.
 _SIOCGIFADDR = 0x8915
@@ -95,6 +95,19 @@ def interface_of(address: str) -> str | None:
                 if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == wanted:
                     return name
     return None
+
+
+def set_gloo_interface(environ: dict[str, str], address: str | None) -> None:
+    """Have gloo use the interface of an address, unless the environment names one.
+
+    Args:
+        environ: The environment of workers, which is changed.
+        address: An IPv4 address of this machine; nothing happens for None.
+    """
+    # gloo would take the interface of the host name's address, which may be the loopback one.
+    interface = None if address is None else interface_of(address)
+    if interface is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accel_launch.plan.environment import worker_environment
-from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_launch.plan.relaunch import accel_launch_command
 
 __all__ = ["prepare_srun", "prepare_task"]
 
 
-def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare_task(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the worker that this task becomes.
 
     Args:
@@ -36,7 +36,7 @@ def prepare_task(plan: Plan, base: Mapping[str, str]) -> Prepared:
     )
 
 
-def prepare_srun(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare_srun(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the srun that starts a launcher on each machine; outside a job it asks for one.
 
     Args:

@@ -9,8 +9,14 @@ from collections.abc import Mapping
 
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT, reserve_port
-from accel_launch.outside.network import interface_of, is_listening, is_local, is_loopback, local_address
-from accel_launch.plan.plan import Plan, Prepared
+from accel_launch.outside.network import (
+    is_listening,
+    is_local,
+    is_loopback,
+    local_address,
+    set_gloo_interface,
+)
+from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_state import env
 
 __all__ = [
@@ -27,7 +33,7 @@ _NOTE_AFTER_S = 5.0
 _RETRY_S = 0.2
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the torchrun that starts the workers.
 
     Args:
@@ -48,7 +54,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
     )
 
 
-def torchrun_port(plan: Plan) -> tuple[int, socket.socket | None]:
+def torchrun_port(plan: LaunchPlan) -> tuple[int, socket.socket | None]:
     """Return the rendezvous port, and on the machine that will listen on it the socket that reserves it.
 
     Args:
@@ -68,7 +74,7 @@ def torchrun_port(plan: Plan) -> tuple[int, socket.socket | None]:
     return held.getsockname()[1], held
 
 
-def _listens(plan: Plan, port: int) -> bool:
+def _listens(plan: LaunchPlan, port: int) -> bool:
     """Return whether this machine is known to be the one that the others connect to."""
     value = plan.settings.value
     if value("rdzv_backend") == "static":
@@ -78,7 +84,7 @@ def _listens(plan: Plan, port: int) -> bool:
     return is_c10d and is_local(address) and not is_listening(address, port)
 
 
-def reach_machine_0(plan: Plan, port: int, listens: bool) -> None:
+def reach_machine_0(plan: LaunchPlan, port: int, listens: bool) -> None:
     """Wait on another machine than machine 0 until that one listens; say what is waited for.
 
     Args:
@@ -132,7 +138,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
         time.sleep(_RETRY_S)
 
 
-def rendezvous_timeout(plan: Plan) -> float:
+def rendezvous_timeout(plan: LaunchPlan) -> float:
     """Return how long to wait for others, in seconds: `--rdzv_conf timeout=SECONDS`, 600 by default.
 
     Args:
@@ -149,7 +155,7 @@ def rendezvous_timeout(plan: Plan) -> float:
         raise LaunchError(f"--rdzv_conf timeout={text} is not allowed; allowed: seconds.") from None
 
 
-def torchrun_command(plan: Plan, port: int, listens: bool) -> list[str]:
+def torchrun_command(plan: LaunchPlan, port: int, listens: bool) -> list[str]:
     """Return the command.
 
     Args:
@@ -191,19 +197,19 @@ def torchrun_command(plan: Plan, port: int, listens: bool) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *flags, plan.script, *plan.arguments]
 
 
-def _place_in_network(plan: Plan, listens: bool) -> dict[str, str | None]:
+def _place_in_network(plan: LaunchPlan, listens: bool) -> dict[str, str | None]:
     """Return what torchrun would otherwise guess from the machine's host name."""
     address, conf = plan.settings.value("main_process_ip"), plan.settings.value("rdzv_conf")
     # Named, as a host name may lead to 127.0.1.1, where no other machine arrives.
     options = {"--local_addr": address if is_local(address) else local_address(address)}
-    # Several agents on one machine settle by themselves who of them is the host.
+    # Several agents on one machine agree among themselves which of them is the host.
     if plan.settings.value("rdzv_backend") == "c10d" and "is_host" not in conf and not is_loopback(address):
         is_host = f"is_host={str(listens).lower()}"
         options["--rdzv_conf"] = f"{conf},{is_host}" if conf else is_host
     return options
 
 
-def torchrun_environment(plan: Plan) -> dict[str, str]:
+def torchrun_environment(plan: LaunchPlan) -> dict[str, str]:
     """Return the environment of torchrun and, through it, of the workers.
 
     Args:
@@ -212,10 +218,7 @@ def torchrun_environment(plan: Plan) -> dict[str, str]:
     environ = dict(plan.environ)
     env.put(environ, "ACCELERATE_NUM_PROCESSES", plan.settings.value("num_processes"))
     if plan.machines[1] > 1:
-        # gloo would take the interface of the host name's address, which may be the loopback one.
-        interface = interface_of(local_address(plan.settings.value("main_process_ip")) or "")
-        if interface is not None:
-            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        set_gloo_interface(environ, local_address(plan.settings.value("main_process_ip")))
     if plan.settings.value("max_restarts") or plan.machines[0] != plan.machines[1]:
         # One store for all attempts would give a fast worker the others' addresses of the attempt before.
         environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: GPUs and CPU cores."""
+"""The GPUs and CPU cores of this machine, found without torch."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from accel_launch.errors import LaunchError
 from accel_launch.plan.environment import common_environment, outside_any_run
 from accel_launch.plan.machine import Machine
-from accel_launch.plan.plan import Plan
+from accel_launch.plan.plan import LaunchPlan
 from accel_launch.plan.script import worker_command
 from accel_launch.plan.starters import choose_elsewhere, choose_here, warn_unused
 from accel_launch.settings.resolve import Effective, Settings, Source
@@ -23,7 +23,7 @@ def make_plan(
     arguments: Sequence[str],
     environ: Mapping[str, str],
     machine: Machine | None = None,
-) -> Plan:
+) -> LaunchPlan:
     """Decide what to start, and check that it can work before anything is started.
 
     Args:
@@ -75,7 +75,7 @@ def make_plan(
         from accel_launch.outside.tpu.variables import prepare_tpu, tpu_settings
 
         _, environ = prepare_tpu(tpu_settings(settings), environ)
-    return Plan(
+    return LaunchPlan(
         settings=settings,
         how=how,
         script=script,

@@ -1,4 +1,4 @@
-"""What will be started on this machine, and the program that starts it: values alone."""
+"""The plan of a run on this machine, and the program that starts it: values alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from accel_launch.settings.resolve import Settings
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["How", "Plan", "Prepared"]
+__all__ = ["How", "LaunchPlan", "Prepared"]
 
 How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What will be started on this machine.
+class LaunchPlan:
+    """The processes to start on this machine, with their settings.
 
     Args:
         settings: The effective settings, detected values included.
@@ -47,10 +47,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What starts the workers.
+    """The program that starts the workers.
 
     Args:
-        command: The program and its arguments; of a starter that looks after workers, what rank 0 runs.
+        command: The program and its arguments; of a starter that supervises workers, what rank 0 runs.
         environ: Its environment.
         note: One line on what it is.
         held: A socket that reserves the port until the program ends.

@@ -10,7 +10,7 @@ from accel_launch.settings.resolve import Source
 from accel_launch.settings.schema import SETTINGS
 
 if TYPE_CHECKING:
-    from accel_launch.plan.plan import Plan
+    from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["accel_launch_command"]
 
@@ -19,7 +19,7 @@ _HERE = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
 
 
 def accel_launch_command(
-    plan: Plan,
+    plan: LaunchPlan,
     *,
     without: Collection[str] = (),
     program: Sequence[str] = (sys.executable, "-m", "accel_launch"),

@@ -1,7 +1,7 @@
-"""What starts the workers: the table of starters, and which one serves a run.
+"""Programs that start the workers: the table of starters, and the choice among them.
 
 A starter is a function of the plan and this process's environment that returns the program to become; one
-that looks after the workers itself has a second function, which runs them to their end.
+that supervises the workers itself has a second function, which runs them to their end.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def become(prepared: Prepared) -> NoReturn:
     Raises:
         LaunchError: If it is not there, or on Windows, where a program cannot replace another.
     """
-    require_posix(f"Running {prepared.command[0]} in the place of this program", "Run it yourself.")
+    require_posix(f"Running {prepared.command[0]} in place of this program", "Run it yourself.")
     # exec leaves what is in the buffers unwritten.
     sys.stdout.flush()
     sys.stderr.flush()

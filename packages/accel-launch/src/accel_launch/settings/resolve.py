@@ -128,7 +128,7 @@ def resolve(args: argparse.Namespace, config: LaunchConfig | None, environ: Mapp
     if config is not None:
         settings = _apply_kind(settings, config)
     # After the kind of the config file, which a flag may exclude.
-    settings = _settle_exclusive(settings)
+    settings = _resolve_exclusive(settings)
     _warn_ignored(settings)
     return settings
 
@@ -208,7 +208,7 @@ _EXCLUSIVE = (
 )
 
 
-def _settle_exclusive(settings: Settings) -> Settings:
+def _resolve_exclusive(settings: Settings) -> Settings:
     """Where two settings exclude each other the nearer source wins; from one source they are an error."""
     # Of different sources the higher one has been asked for later, as a flag over a config file.
     for names in _EXCLUSIVE:

@@ -1,1 +1,1 @@
-"""What processes do together with nested data and objects."""
+"""Collective operations on nested data and objects."""

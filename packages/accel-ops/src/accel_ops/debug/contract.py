@@ -32,7 +32,7 @@ _SHOWN = 6  # lines of tensors that an error shows for each process
 
 @dataclasses.dataclass(frozen=True)
 class _Account:
-    """What one process is about to do, in plain values."""
+    """The operation that one process is about to begin, in plain values."""
 
     operation: str
     detail: str

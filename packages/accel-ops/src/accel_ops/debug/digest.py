@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["as_integers", "digest"]
+__all__ = ["FACTOR", "as_integers", "digest"]
+
+FACTOR = -7046029254386353131
+"""2**64 / golden ratio, odd: its multiples are spread over all 64-bit integers."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 2**15  # elements with one sum: their integers fit into a core's cache
 _ROWS_AT_ONCE = 64  # elsewhere than on the CPU, where starting an operation costs more than memory
-_FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd: multiples of it are spread over all integers
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     """
     numbers = as_integers(tensor)
     # Odd factors, so that no bit is lost; int64 wraps around alike on every device.
-    places = torch.arange(1, min(_ROW, numbers.numel()) + 1, device=numbers.device) * _FACTOR | 1
+    places = torch.arange(1, min(_ROW, numbers.numel()) + 1, device=numbers.device) * FACTOR | 1
     while numbers.numel() > _ROW:
         numbers = _sums_of_rows(numbers, places)
     return _sum(numbers, places)

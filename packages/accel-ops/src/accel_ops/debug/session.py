@@ -306,7 +306,7 @@ def _exit() -> None:
 
 
 def _forget(session: Session) -> None:
-    """Let go of the store of a process group that is no more."""
+    """Drop the reference to the store of a process group that was destroyed."""
     global _session
     with _lock:
         if _session is session:

@@ -20,7 +20,7 @@ from accel_ops.collectives.checks import require_group
 from accel_ops.debug import contract
 from accel_ops.debug.digest import digest
 from accel_ops.debug.session import DistributedOperationException
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.modules import extract_model_from_parallel, unsaved_buffers
 from accel_state.devices import table
 from accel_state.enums import RNGType
 from accel_state.process.facts import Process
@@ -46,7 +46,7 @@ _BUFFER_HINT = (
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one process has under a name.
+    """A tensor or generator of one process.
 
     Args:
         name: The name.
@@ -125,7 +125,7 @@ def verify_sync(
 def _tensors(
     models: Sequence[torch.nn.Module], buffers: bool, is_part: Callable[[torch.Tensor], bool]
 ) -> Iterator[tuple[_Entry, torch.Tensor | None]]:
-    """What models have, in their order, with the tensor that this process has of each."""
+    """The parameters and buffers of models, in order, each with the tensor that this process has of it."""
     for number, model in enumerate(models, start=1):
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         label = type(inner).__name__ + (f" (model {number})" if len(models) > 1 else "")
@@ -134,8 +134,8 @@ def _tensors(
             for name, item in module._parameters.items():
                 yield _tensor_entry(prefix + name, "parameter", item, is_part)
             for name, item in module._buffers.items() if buffers else ():
-                # Whether a buffer is saved is a private of torch; a pure difference in it is worth telling.
-                kind = "unsaved buffer" if name in module._non_persistent_buffers_set else "buffer"
+                # A buffer that is saved on one process alone is a difference, too.
+                kind = "unsaved buffer" if name in unsaved_buffers(module) else "buffer"
                 yield _tensor_entry(prefix + name, kind, item, is_part)
 
 

@@ -39,7 +39,7 @@ def find_stuck(
     Args:
         statuses: What each process says of itself; None for one that does not answer.
         groups: The ranks of the process groups that this process is in, by name. Those of other groups are
-            the processes that speak of them.
+            the processes whose statuses name them.
         limit_s: The limit, in seconds.
     """
     members = {name: set(ranks) for name, ranks in groups.items()}

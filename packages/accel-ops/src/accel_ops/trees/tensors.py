@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:
-    """What is needed to make an empty tensor like another one: its shape and its dtype."""
+    """Shape and dtype of a tensor, to make an empty one like it."""
 
     shape: torch.Size
     dtype: torch.dtype

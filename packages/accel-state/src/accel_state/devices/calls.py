@@ -1,4 +1,4 @@
-"""What single device types call otherwise than `torch.<type>` does: the functions that their rows name.
+"""Functions of single device types that differ from those of `torch.<type>`; their rows name them.
 
 Each mapping goes by the name of the `DeviceRow` method or of the torch function that it stands in for.
 """

@@ -1,4 +1,4 @@
-"""What this machine's accelerator can do; torch and device plugins are imported on first use.
+"""Probes of this machine's accelerator; torch and device plugins are imported on first use.
 
 Answers about hardware are kept for the life of the process.
 """

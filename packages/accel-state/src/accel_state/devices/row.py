@@ -19,7 +19,7 @@ __all__ = ["DeviceRow"]
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """What one device type is called, and how its runtime is called.
+    """A device type: its names, and how its runtime is called.
 
     The methods go to the module that torch has for the type (`torch.cuda`, `torch.npu` ...), but for those
     that `calls` names.

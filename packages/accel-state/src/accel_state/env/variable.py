@@ -1,4 +1,4 @@
-"""What one environment variable is: its name, how its text is read and written, and what it may hold.
+"""An environment variable: its name, its allowed values, and how its text is read and written.
 
 Standard library only; the variables themselves stand in `accel_state.env.table`.
 

@@ -1,1 +1,1 @@
-"""What a run says: loggers, warnings and tracebacks that know of the other processes."""
+"""Loggers, warnings and tracebacks for runs of several processes."""

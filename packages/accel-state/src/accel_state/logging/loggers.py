@@ -1,4 +1,4 @@
-"""Loggers that know of the other processes: by default only the main one speaks."""
+"""Loggers for runs of several processes: by default only the main one logs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class MultiProcessAdapter(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return a logger that speaks on the main process only, unless a call says otherwise.
+    """Return a logger that logs on the main process only, unless a call says otherwise.
 
     Example:
         >>> logger = get_logger(__name__, log_level="INFO")

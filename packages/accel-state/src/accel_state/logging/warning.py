@@ -54,8 +54,8 @@ def warn(
     Args:
         message: The text. One about a process says which.
         category: The kind of warning.
-        about: What it is about, which says who gives it: all processes do the same in a run, and the main
-            one speaks; on a machine its local main one does; a process speaks for itself.
+        about: What it is about, which decides who warns: the main process about a run, in which all do the
+            same; the local main one about a machine; each process about itself.
     """
     rank, local_rank = _ranks()
     if {"run": rank, "machine": local_rank, "process": 0}[about] == 0:

@@ -35,6 +35,7 @@ __all__ = [
     "before_destroy",
     "check_options",
     "destroy",
+    "gloo_group",
     "has_group",
     "start",
     "warn_ignored",
@@ -51,6 +52,7 @@ class _Made:
 
 
 _made: _Made | None = None
+_beside: dict[str, tuple[weakref.ref[Any], Any]] = {}  # by use: the default group, and the one beside it
 
 
 def has_group() -> bool:
@@ -149,6 +151,22 @@ def _init_method(row: DeviceRow, backend: str) -> str:
             "MASTER_PORT)."
         )
     return "env://"
+
+
+def gloo_group(use: str) -> Any:
+    """Return a process group of all processes for CPU tensors and objects. Every process must call it.
+
+    Its collectives do not wait for those of the default group, nor for the device.
+
+    Args:
+        use: What it is for; each use has a group of its own, which is made at the first call.
+    """
+    default = dist.group.WORLD
+    known = _beside.get(use)
+    # Weak, so that a default group that was destroyed is freed; the groups beside it are then made anew.
+    if known is None or known[0]() is not default:
+        _beside[use] = known = weakref.ref(default), dist.new_group(backend="gloo")
+    return known[1]
 
 
 def warn_ignored(options: Mapping[str, Any]) -> None:

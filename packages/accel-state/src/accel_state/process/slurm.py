@@ -1,4 +1,4 @@
-"""What Slurm says about the tasks of one machine. Standard library only."""
+"""The tasks of one machine, from Slurm's variables. Standard library only."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from accel.big_models.hooks.attach import attach_align_device_hook_on_blocks
 from accel.big_models.hooks.base import add_hook_to_module, remove_hook_from_module
 from accel.big_models.hooks.move_guard import MoveGuard
 from accel.big_models.hooks.prefetch import EndOfForward
-from accel.big_models.hooks.slots import Device, TiedParameters, as_device, tied_key
+from accel.big_models.hooks.tensors import Device, TiedParameters, as_device, tied_key
 from accel.big_models.offload.weights import (
     check_not_sharded,
     collect,

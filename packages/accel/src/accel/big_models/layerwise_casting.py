@@ -23,9 +23,9 @@ _CAST = (
     nn.ConvTranspose3d,
 )
 
-Place = tuple[nn.Module, str]  # a module and the name of a weight directly in it
+WeightPlace = tuple[nn.Module, str]  # a module and the name of a weight directly in it
 # The stored tensor, the cast one, and the cast one's version before forward.
-Swap = tuple[Place, torch.Tensor, torch.Tensor, int]
+Swap = tuple[WeightPlace, torch.Tensor, torch.Tensor, int]
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -194,12 +194,12 @@ def _floating(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
-def _place(module: nn.Module, name: str) -> Place:
+def _place(module: nn.Module, name: str) -> WeightPlace:
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
 
 
-def _put(place: Place, tensor: torch.Tensor) -> None:
+def _put(place: WeightPlace, tensor: torch.Tensor) -> None:
     module, leaf = place
     # Assigned past nn.Module.__setattr__, which takes parameters alone: a cast one is no leaf of autograd.
     held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers

@@ -1,4 +1,4 @@
-"""What `accel test` runs on every process: does this setup communicate, shard, train and save correctly?
+"""The checks that `accel test` runs on every process: communication, sharding, training and saving.
 
 Each check is a function of a fresh Accelerator that raises if something is wrong. Run by itself with
 `accel launch -m accel.commands.self_check`.

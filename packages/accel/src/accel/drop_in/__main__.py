@@ -1,4 +1,4 @@
-"""`python -m accel.drop_in script.py`, or `-m module`: a program on accel, in the place of this process."""
+"""`python -m accel.drop_in script.py`, or `-m module`: a program on accel, in place of this process."""
 
 from __future__ import annotations
 

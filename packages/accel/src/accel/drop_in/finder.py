@@ -46,7 +46,7 @@ _ASK = (
 
 
 def install() -> None:
-    """Put accel in the place of accelerate, in this process alone.
+    """Put accel in place of accelerate, in this process alone.
 
     Raises:
         RuntimeError: If accelerate itself has been imported already.

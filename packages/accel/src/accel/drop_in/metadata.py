@@ -1,4 +1,4 @@
-"""What `importlib.metadata` answers about the package accelerate."""
+"""The metadata of the package accelerate, for `importlib.metadata`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILES = {
 Metadata-Version: 2.1
 Name: accelerate
 Version: {INTERFACE_VERSION}
-Summary: accel, in the place of accelerate (accel.drop_in)
+Summary: accel, in place of accelerate (accel.drop_in)
 Home-page: https://github.com/huggingface/accelerate
 """,
     "top_level.txt": "accelerate\n",

@@ -19,7 +19,7 @@ __all__ = ["Choice", "choose"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What an Accelerator trains with, and what asked for it.
+    """The engine, settings and precision of an Accelerator, and the reasons for them.
 
     Attributes:
         engine: A name of the registry; None: the processes decide.
@@ -28,7 +28,7 @@ class Choice:
         plugins: The documented plugins among them, by their argument of AcceleratorState.
         parallelism: The sizes of the mesh.
         mixed_precision: None: that of the environment, or none.
-        steps: Micro-batches per step that the settings ask for, in the place of the default; None: they do
+        steps: Micro-batches per step that the settings ask for, in place of the default; None: they do
             not.
         engine_reasons: The arguments and variables that chose the engine; none: the number of processes did.
         precision_reason: What chose the precision.

@@ -37,7 +37,7 @@ _MESHES = {
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What counts of a model.
+    """The sizes of a model that count for its memory.
 
     Args:
         shapes: The shape of each parameter by its name; shared ones once.

@@ -67,7 +67,7 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshBytes:
-    """What one process needs, in bytes.
+    """The memory that one process needs, in bytes.
 
     Args:
         parameters: Its parts of the parameters.

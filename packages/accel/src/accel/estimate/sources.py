@@ -24,7 +24,7 @@ _FILES = (".bin", ".json", ".pt", ".pth", ".safetensors")
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a model consists of.
+    """The shapes of a model.
 
     Args:
         parameters: The shape of each parameter by its name; shared ones once.

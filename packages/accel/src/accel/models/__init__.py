@@ -1,1 +1,1 @@
-"""What is done to a model under any engine."""
+"""Changes to models that any engine makes: precision, compilation, fp8."""

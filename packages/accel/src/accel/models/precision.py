@@ -59,7 +59,7 @@ class AutocastForward:
 
 
 def wrap_forward(model: torch.nn.Module, precision: Precision, device_type: str) -> None:
-    """Make `model` compute in `precision`, with fp32 outputs unless its options say otherwise; twice is once.
+    """Make `model` compute in `precision`, with fp32 outputs unless its options say otherwise; idempotent.
 
     A model that another Accelerator made compute in another precision changes to this one, with a warning.
     """

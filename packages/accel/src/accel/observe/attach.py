@@ -13,7 +13,7 @@ Undo = Callable[[], None]
 
 
 def put(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
-    """Put a function in the place of an object's method; returns what takes it off.
+    """Replace an object's method by a function; returns a function that undoes it.
 
     Args:
         owner: The object; its class stays as it is.

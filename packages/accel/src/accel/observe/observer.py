@@ -1,4 +1,4 @@
-"""What an observer of a run is notified of."""
+"""The base class of observers: the events of a run that they are notified of."""
 
 from __future__ import annotations
 

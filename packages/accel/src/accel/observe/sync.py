@@ -49,7 +49,7 @@ def verify_sync(
 def verify_before_save(run: Run, process: Process) -> None:
     """In debug mode, make sure that what a checkpoint has of parameters is what all that save have.
 
-    Buffers and random generators may differ in lawful training: running statistics of batch norm, and seeds
+    Buffers and random generators may differ in correct training: running statistics of batch norm, and seeds
     that are the process's own.
     """
     if not process.debug or process.world_size == 1 or not run.models:

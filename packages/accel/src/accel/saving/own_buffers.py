@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from accel_ckpt import file_names
 from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.run.registered import digest
+from accel_ops.modules import unsaved_buffers
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -60,8 +61,7 @@ def _buffers(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
         inner = run.engine.unwrap_model(model, keep_torch_compile=False)
         for path, module in inner.named_modules():
             for name, buffer in module._buffers.items():
-                # A private of torch, which state_dict reads too: there is no public list of them.
-                is_saved = buffer is not None and name not in module._non_persistent_buffers_set
+                is_saved = buffer is not None and name not in unsaved_buffers(module)
                 if is_saved and not isinstance(buffer, DTensor) and buffer.numel():
                     # A private of torch, which takes its wrappers' names out (FSDP1, checkpointing).
                     yield clean_tensor_name(f"{index}.{path}.{name}" if path else f"{index}.{name}"), buffer

@@ -71,7 +71,7 @@ def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> s
     """Return the signal to end that any process got; every process calls it at the end of each step.
 
     Args:
-        run: What would be saved.
+        run: The run that would be saved.
         output_dir: The folder; not needed with automatic naming.
         signals: Names of the signals, which the first call takes.
 
@@ -79,8 +79,7 @@ def announced_end(run: Run, output_dir: str | None, signals: Sequence[str]) -> s
         Its name, on all processes in the same step, outside of accumulation windows; None if there is none.
 
     Raises:
-        ValueError: If there is no folder to save to.
-        ValueError: If the system has none of the signals.
+        ValueError: If there is no folder to save to, or the system has none of the signals.
         RuntimeError: If this is not the main thread.
     """
     if run.preemption is None:

@@ -1,1 +1,1 @@
-"""What a loop does every day: preparing, accumulating, gathering metrics, uneven inputs."""
+"""The training loop: preparing, accumulating, gathering metrics, uneven inputs."""

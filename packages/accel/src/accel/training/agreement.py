@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from accel_ops.debug import contract
+from accel_state.process.rendezvous import gloo_group
 
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
 __all__ = ["Agreement"]
-
-_group: tuple[weakref.ref[Any], Any] | None = None  # the default group, and the one beside it
 
 
 class Agreement:
@@ -67,7 +65,7 @@ class Agreement:
     def _begin(self, yes: bool) -> None:
         self._answer = torch.tensor([yes], dtype=torch.uint8, device="cpu")  # gloo reduces no bool
         if self._process.world_size > 1:
-            group = _group_for()
+            group = gloo_group("agreements")
             self._work = dist.all_reduce(self._answer, dist.ReduceOp.MAX, group, async_op=True)
 
     def _outcome(self) -> bool:
@@ -76,13 +74,3 @@ class Agreement:
         outcome = self._answer is not None and bool(self._answer)
         self._answer = self._work = None
         return outcome
-
-
-def _group_for() -> Any:
-    global _group
-    # Every process calls it in the same round, as making a group is a collective. The reference is weak, so
-    # that a destroyed group is freed.
-    default = dist.group.WORLD
-    if _group is None or _group[0]() is not default:
-        _group = (weakref.ref(default), dist.new_group(backend="gloo"))
-    return _group[1]

@@ -179,7 +179,7 @@ def resolve_accumulation(
     Args:
         steps: The argument.
         plugin: The settings in full, instead.
-        engine_steps: What the engine's settings say, in the place of the default, 1.
+        engine_steps: What the engine's settings say, in place of the default, 1.
 
     Raises:
         ValueError: If both the number and a plugin are given, or the number is not a positive integer.

@@ -1,4 +1,4 @@
-"""What the processes of an Accelerator do together: gathering, reducing, triggers and comparisons."""
+"""Collective methods of the Accelerator: gathering, reducing, triggers and comparisons."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CollectiveControl:
 
     def check_trigger(self) -> bool:
         """Whether any process raised its flag since the last check, which all of them make together."""
-        # Taken down by each process at the check, which all of them make.
+        # Each process lowers its flag at the check, which all of them make.
         raised, self.flag_tensor = self.flag_tensor is not None, None
         return self._triggers.ask("check_trigger", raised)
 
@@ -68,7 +68,7 @@ class CollectiveControl:
 
         Args:
             *models: The models; by default all that are prepared.
-            buffers: Whether to compare buffers too (running statistics of batch norm differ lawfully).
+            buffers: Whether to compare buffers too (running statistics of batch norm may differ).
             rng: Whether to compare random generators (they differ after `set_seed(device_specific=True)`).
 
         Returns:

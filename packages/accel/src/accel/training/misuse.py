@@ -210,13 +210,13 @@ def _is_meant(run: Run, given: dict[int, torch.Tensor], known: dict[int, torch.T
 
 
 def _is_replaced(run: Run, given: dict[int, torch.Tensor]) -> bool:
-    """Whether others are in the place of an optimizer's parameters, since their model was sharded."""
+    """Whether others are in place of an optimizer's parameters, since their model was sharded."""
     present = run.engine.owner.present
     return any(present(item) is not item for item in given.values() if isinstance(item, torch.nn.Parameter))
 
 
 def _wrong_steps(run: Run, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]) -> Iterator[str]:
-    """What is wrong with the steps of an unprepared optimizer; often nothing."""
+    """The mistakes in the steps of an unprepared optimizer; often there are none."""
     if _is_replaced(run, given):
         yield "steps parameters that its model no longer has, since it was sharded"
     scaler = run.scaler

@@ -199,7 +199,7 @@ def _batch_size(loader: Any, split_over: int = 1) -> int | None:
 
 
 def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
-    """Wrap a scheduler so that it steps when its optimizer really did; twice is once."""
+    """Wrap a scheduler so that it steps when its optimizer really did; idempotent."""
     if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
         scheduler = scheduler.scheduler
     for known in run.schedulers:
@@ -236,7 +236,7 @@ def _attach_schedulers(run: Run) -> None:
 def prepare_loader(
     run: Run, loader: Any, place: bool | None = None, slice_fn_for_dispatch: Any = None
 ) -> Any:
-    """Shard a loader over the engine's data-parallel processes; twice is once."""
+    """Shard a loader over the engine's data-parallel processes; idempotent."""
     from accel_data.prepare import prepare_data_loader
 
     if isinstance(loader, EngineLoader):

@@ -58,7 +58,7 @@ class EndNotice(Protocol):
 # eq=False: a run is the key of weak references, and equal to itself alone.
 @dataclass(eq=False)
 class Run:
-    """What one Accelerator trains with, and what it has prepared.
+    """The parts of one Accelerator, and the objects that it has prepared.
 
     Attributes:
         state: Precision, plugins and the facts of the process.

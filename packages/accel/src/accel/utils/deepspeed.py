@@ -1,4 +1,4 @@
-"""What stands between accel and DeepSpeed, under its documented path: re-exports."""
+"""Names for DeepSpeed under their documented path: re-exports."""
 
 from accel.engines.deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel.engines.deepspeed.runtime import GatheredParameters as GatheredParameters

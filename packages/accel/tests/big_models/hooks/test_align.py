@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.big_models.hooks.slots import as_device, tied_key
+from accel.big_models.hooks.tensors import as_device, tied_key
 from accel.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
 META = torch.device("meta")

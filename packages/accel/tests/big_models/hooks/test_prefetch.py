@@ -17,7 +17,7 @@ from torch import nn
 from accel import disk_offload
 from accel.big_models.hooks import prefetch
 from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher, bring_in
-from accel.big_models.hooks.slots import tied_key
+from accel.big_models.hooks.tensors import tied_key
 from accel.hooks import AlignDevicesHook, add_hook_to_module
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 

@@ -244,9 +244,9 @@ def test_a_limited_disk_can_be_too_small():
 
 def test_each_layer_is_looked_at_a_few_times_whatever_the_size(monkeypatch):
     visits = []
-    put = plans._Filling.put
+    put = plans._Placer.put
     monkeypatch.setattr(
-        plans._Filling, "put", lambda self, group: visits.append(len(group)) or put(self, group)
+        plans._Placer, "put", lambda self, group: visits.append(len(group)) or put(self, group)
     )
 
     def work(blocks: int) -> int:
@@ -264,11 +264,11 @@ def test_each_layer_is_looked_at_a_few_times_whatever_the_size(monkeypatch):
 
 
 def test_the_size_of_each_tensor_is_asked_for_once_and_untied_layers_are_placed_by_the_device(monkeypatch):
-    numel, fill = torch.Tensor.numel, plans._Filling.place_untied
+    numel, fill = torch.Tensor.numel, plans._Placer.place_untied
     asked, filled = [], []
     monkeypatch.setattr(torch.Tensor, "numel", lambda tensor: asked.append(id(tensor)) or numel(tensor))
     monkeypatch.setattr(
-        plans._Filling, "place_untied", lambda self, *span: filled.append(span) or fill(self, *span)
+        plans._Placer, "place_untied", lambda self, *span: filled.append(span) or fill(self, *span)
     )
     model = build((False, [], [(False, [2, 3], []) for _ in range(300)]))
     get_balanced_memory(model, {0: 9000, 1: 9000, 2: 9000}, low_zero=True)

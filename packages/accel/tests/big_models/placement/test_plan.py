@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from accel.big_models.placement.plan import Layer, Layout, Target, make_plan
+from accel.big_models.placement.plan import Layer, ModelLayers, Target, make_plan
 
 DISK = Target("disk", math.inf, "disk")
 
@@ -21,13 +21,13 @@ def cpu(capacity: float) -> Target:
     return Target("cpu", capacity, "cpu")
 
 
-def layout(sizes: Sequence[float], shared: Mapping[int, Mapping[int, float]] | None = None) -> Layout:
+def layout(sizes: Sequence[float], shared: Mapping[int, Mapping[int, float]] | None = None) -> ModelLayers:
     """Make a layout of layers in a row, of which some share tensors."""
     shared = shared or {}
     layers = [Layer((str(index),), size, 0, shared.get(index, {})) for index, size in enumerate(sizes)]
     tied = dict.fromkeys(sorted(shared), sorted(shared))
     spans = [(0, len(sizes)), *((index, index + 1) for index in range(len(sizes)))]
-    return Layout(layers, tied, spans)
+    return ModelLayers(layers, tied, spans)
 
 
 def test_devices_are_filled_in_order_and_none_is_returned_to():

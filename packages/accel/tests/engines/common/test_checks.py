@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
 from accel.engines.common.checks import check_whole_tensor_steps
-from accel.engines.common.missing_weights import checking_together
+from accel.engines.common.joint_checks import checking_together
 from accel.engines.deepspeed.settings import check_axes
 from accel.engines.megatron.engine import MegatronLMEngine
 from accel.engines.mesh.shard import check_layout, check_sparse
@@ -26,7 +26,7 @@ from accel_optim.local_sgd import LocalSGD
 from accel_state.handlers import TorchDynamoPlugin
 from accel_state.parallelism.config import ParallelismConfig
 from accel_world.report import WorldFailure
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -19,7 +19,7 @@ from accel.engines.mesh.unsharded import sharded_parameters
 from accel.engines.sharded.activation_checkpointing import CheckpointedForward
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -19,7 +19,7 @@ from accel.models.fp8.ao import (
 )
 from accel.models.fp8.recipes import AORecipeKwargs
 from accel_state.parallelism.config import ParallelismConfig
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed")
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -1,4 +1,4 @@
-"""What one question of `accel config` is, and how those of launch settings are made."""
+"""A question of `accel config`, and how those of launch settings are made."""
 
 from __future__ import annotations
 

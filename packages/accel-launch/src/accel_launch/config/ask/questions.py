@@ -64,7 +64,7 @@ def _place() -> list[Question]:
             "rdzv_backend",
             "How do the machines meet?",
             choices=(
-                ("static", "static: each machine is told its rank"),
+                ("static", "static: each machine is given its rank"),
                 ("c10d", "c10d: ranks are handed out, machines may restart"),
             ),
         ),

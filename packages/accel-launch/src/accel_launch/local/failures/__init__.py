@@ -1,1 +1,1 @@
-"""What is said when a run fails."""
+"""Reports of runs that fail."""

@@ -1,4 +1,4 @@
-"""What is said when a run fails: who failed first, how, with its traceback, and the others in a line each."""
+"""The summary of a failed run: the first failure with its traceback, and the others in a line each."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def describe_end(returncode: int) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What a summary says beside the failures.
+    """The facts of a run that a summary shows beside the failures.
 
     Args:
-        who: Who speaks, e.g. `accel launch`.
+        who: The command that prints it, e.g. `accel launch`.
         size: Number of workers.
         stopped: How many of them were running and were stopped, and had not failed themselves.
         command: What they ran; nothing for a function.

@@ -1,1 +1,1 @@
-"""What workers print, on its way to the console and to log files."""
+"""The output of workers, on its way to the console and to log files."""

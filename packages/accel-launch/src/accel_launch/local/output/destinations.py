@@ -11,7 +11,7 @@ from pathlib import Path
 from accel_launch.local.output.console import Console
 from accel_launch.local.output.log_file import Log
 from accel_launch.local.output.streams import Stream, copy_window_size, open_capture
-from accel_launch.plan.plan import Plan
+from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["Channel", "Output"]
 
@@ -65,7 +65,7 @@ class Output:
     log_errors: list[OSError] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: Plan, *, captured: bool = False) -> Output:
+    def of(cls, plan: LaunchPlan, *, captured: bool = False) -> Output:
         """Make the output that a plan's settings ask for, and its folder.
 
         Args:

@@ -24,10 +24,10 @@ from accel_launch.local.guard import Guard
 from accel_launch.local.ports import reserve_port
 from accel_launch.local.signals import ENDING
 from accel_launch.local.worker import Worker, adopt_orphans
-from accel_launch.outside.network import interface_of
+from accel_launch.outside.network import set_gloo_interface
 from accel_state import env
 
-__all__ = ["Event", "Place", "RayWorker"]
+__all__ = ["ActorPlace", "Event", "RayWorker"]
 
 _CHUNK = 32768
 # Signals reach the main thread alone, and this runs in another: the end is polled for.
@@ -39,7 +39,7 @@ Event = tuple[str, bytes | int | Raised]
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlace:
     """Where Ray put an actor.
 
     Args:
@@ -62,13 +62,13 @@ class RayWorker:
         self._started = threading.Event()
         self._worker: Worker | None = None
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         """Return where this is."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         address = ray.util.get_node_ip_address()
-        return Place(context.get_node_id(), address, socket.gethostname(), tuple(map(str, gpus)))
+        return ActorPlace(context.get_node_id(), address, socket.gethostname(), tuple(map(str, gpus)))
 
     def reserve(self, port: int | None, source: str) -> int:
         """Reserve the port that rank 0 will listen on, until the actor ends.
@@ -174,10 +174,7 @@ def _begin(
 
 def _environment(changes: Mapping[str, str], address: str | None) -> dict[str, str]:
     environ = {**env.snapshot(), **changes}
-    # gloo would take the interface of the host name's address, which may be the loopback one.
-    interface = None if address is None else interface_of(address)
-    if interface is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    set_gloo_interface(environ, address)
     return environ
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from accel_launch.errors import LaunchError, NotAvailableError
 from accel_launch.local.output.destinations import Output
 from accel_launch.local.signals import SignalPipe, ended_by_sigterm
-from accel_launch.local.supervisor import Member, Run
-from accel_launch.outside.ray.actor import Place, RayWorker
+from accel_launch.local.supervisor import Member, Supervision
+from accel_launch.outside.ray.actor import ActorPlace, RayWorker
 from accel_launch.outside.ray.remote import RayRemote
 from accel_launch.outside.torchrun import rendezvous_timeout
 from accel_launch.plan.environment import worker_environment
@@ -29,7 +29,7 @@ from accel_state.env import VARIABLES, CPUInformation
 from accel_state.imports.packages import install_hint
 
 if TYPE_CHECKING:
-    from accel_launch.plan.plan import Plan
+    from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["prepare", "run"]
 
@@ -39,7 +39,7 @@ _THREADS = 8  # of an actor: one runs the worker, the others send it signals
 _UNREAD = 16  # chunks of output; a worker that writes faster than they are read waits
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return what rank 0 runs, as far as it is known before Ray has placed it.
 
     Args:
@@ -59,7 +59,7 @@ def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
     )
 
 
-def run(plan: Plan) -> int:
+def run(plan: LaunchPlan) -> int:
     """Run the workers to their end.
 
     Args:
@@ -80,7 +80,7 @@ def run(plan: Plan) -> int:
             seats = _seats(ray, group, bundle, total)
             address, port = seats[0].place.address, _reserve(ray, plan, seats[0])
             with SignalPipe() as signals:
-                state = Run(plan, Output.of(plan, captured=True))
+                state = Supervision(plan, Output.of(plan, captured=True))
                 try:
                     for seat in seats:
                         state.members.append(_start(ray, state, seat, address, port, signals.wake))
@@ -92,7 +92,7 @@ def run(plan: Plan) -> int:
     return code
 
 
-def _end(state: Run) -> None:
+def _end(state: Supervision) -> None:
     """End what is left of the workers, and the threads that follow them, which use this process's pipes."""
     for member in state.members:
         member.worker.end()
@@ -146,7 +146,7 @@ class _Seat:
     """
 
     actor: Any
-    place: Place
+    place: ActorPlace
     gpus: tuple[str, ...]
     information: CPUInformation
     machine: tuple[int, int]
@@ -166,7 +166,7 @@ def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_
         for index in range(total)
     ]
     try:
-        places: list[Place] = ray.get([actor.place.remote() for actor in actors])
+        places: list[ActorPlace] = ray.get([actor.place.remote() for actor in actors])
     except ray.exceptions.RayError as error:
         raise LaunchError(
             f"Ray could not start the workers: {error}\nEach machine needs accel-launch in this version."
@@ -184,7 +184,7 @@ def _seats(ray: Any, group: Any, bundle: dict[str, float], total: int) -> list[_
     return seats
 
 
-def _resources(ray: Any, plan: Plan) -> tuple[dict[str, float], int]:
+def _resources(ray: Any, plan: LaunchPlan) -> tuple[dict[str, float], int]:
     """Return what each worker takes, and the number of workers."""
     value, cluster = plan.settings.value, ray.cluster_resources()
     gpus = 0 if value("cpu") else int(cluster.get("GPU", 0))
@@ -196,7 +196,7 @@ def _resources(ray: Any, plan: Plan) -> tuple[dict[str, float], int]:
 
 
 @contextlib.contextmanager
-def _room(ray: Any, plan: Plan, bundle: dict[str, float], total: int) -> Iterator[Any]:
+def _room(ray: Any, plan: LaunchPlan, bundle: dict[str, float], total: int) -> Iterator[Any]:
     """Let Ray set the workers' resources apart, all at once; a program of Ray's gets them back."""
     groups = import_module("ray.util.placement_group")
     # PACK: on as few machines as possible, and on several where one has no room.
@@ -208,7 +208,7 @@ def _room(ray: Any, plan: Plan, bundle: dict[str, float], total: int) -> Iterato
         groups.remove_placement_group(group)
 
 
-def _wait_for_room(ray: Any, plan: Plan, group: Any, bundle: dict[str, float], total: int) -> None:
+def _wait_for_room(ray: Any, plan: LaunchPlan, group: Any, bundle: dict[str, float], total: int) -> None:
     """Wait until Ray has set the resources apart; say what is waited for."""
     timeout_s = rendezvous_timeout(plan)
     ready = group.ready()
@@ -227,7 +227,7 @@ def _wait_for_room(ray: Any, plan: Plan, group: Any, bundle: dict[str, float], t
     )
 
 
-def _reserve(ray: Any, plan: Plan, first: _Seat) -> int:
+def _reserve(ray: Any, plan: LaunchPlan, first: _Seat) -> int:
     """Reserve the port of rank 0 on its machine."""
     port = plan.settings["main_process_port"]
     try:
@@ -236,7 +236,9 @@ def _reserve(ray: Any, plan: Plan, first: _Seat) -> int:
         raise LaunchError(str(error.cause)) from None
 
 
-def _start(ray: Any, state: Run, seat: _Seat, address: str, port: int, wake: Callable[[], None]) -> Member:
+def _start(
+    ray: Any, state: Supervision, seat: _Seat, address: str, port: int, wake: Callable[[], None]
+) -> Member:
     rank = seat.information.rank
     environ = state.output.environment(
         worker_environment(state.plan.environ, seat.information, address, port, seat.machine)

@@ -1,4 +1,4 @@
-"""What a training job takes from the command line and from tables: hyper-parameters, inputs, metrics."""
+"""Values of a training job from the command line and from tables: hyper-parameters, inputs, metrics."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from accel_launch.settings.masking import mask_text
 from accel_launch.settings.resolve import Source
 
 if TYPE_CHECKING:
-    from accel_launch.plan.plan import Plan
+    from accel_launch.plan.plan import LaunchPlan
 
 __all__ = ["prepare"]
 
@@ -27,7 +27,7 @@ _HERE = (
 )
 
 
-def prepare(plan: Plan, base: Mapping[str, str]) -> Prepared:
+def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the gcloud command that starts a launcher on each machine of the pod.
 
     The script has to be there, at the same path from the home folder; `accel tpu-config` can put it there.

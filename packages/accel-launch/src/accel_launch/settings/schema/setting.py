@@ -1,4 +1,4 @@
-"""What one launch setting is: how it is spelled, where it may come from and what it may hold."""
+"""A launch setting: its spellings, the places that it may come from, and the values that it may have."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.offloaded_state import keep_state
 from accel.big_models.hooks.prefetch import Prefetcher, bring_in
-from accel.big_models.hooks.slots import Device, Slot, TiedParameters, as_device, list_tensors, tied_key
+from accel.big_models.hooks.tensors import Device, Slot, TiedParameters, as_device, list_tensors, tied_key
 from accel.big_models.parameters import (
     META,
     bring_to,

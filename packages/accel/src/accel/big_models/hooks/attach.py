@@ -11,7 +11,7 @@ from torch import nn
 
 from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.base import add_hook_to_module
-from accel.big_models.hooks.slots import Device, TiedParameters
+from accel.big_models.hooks.tensors import Device, TiedParameters
 from accel_ckpt.weights.offload import PrefixedDataset
 
 __all__ = [
@@ -26,7 +26,7 @@ _PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 @dataclass(frozen=True)
 class _Options:
-    """What the hooks of all modules of a model share; see `AlignDevicesHook`."""
+    """The options that the hooks of all modules of a model share; see `AlignDevicesHook`."""
 
     weights_map: Mapping[str, torch.Tensor] | None
     offload_buffers: bool

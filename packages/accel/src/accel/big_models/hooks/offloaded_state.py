@@ -43,7 +43,7 @@ def keep_state(
 
 
 class _OffloadedState:
-    """What the module's hooks on state dicts do: methods, as a module with them can be copied and pickled."""
+    """The module's hooks on state dicts: methods, as a module with them can be copied and pickled."""
 
     def __init__(self, slots: Sequence[_Slot], value: Callable[[Any], torch.Tensor]) -> None:
         self.slots = slots

@@ -12,7 +12,7 @@ from torch import nn
 from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.attach import attach_align_device_hook
 from accel.big_models.hooks.base import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
-from accel.big_models.hooks.slots import Device, as_device
+from accel.big_models.hooks.tensors import Device, as_device
 from accel.big_models.offload.weights import check_not_sharded, collect, tied_params, use_prefetcher
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ops.memory import clear_device_cache
@@ -153,7 +153,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns: a model and its hook.
+    """A model and its hook, as `cpu_offload_with_hook` returns it.
 
     Args:
         model: The model.

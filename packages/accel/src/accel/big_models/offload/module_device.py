@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.big_models.hooks.align import AlignDevicesHook
-from accel.big_models.hooks.slots import Device, as_device
+from accel.big_models.hooks.tensors import Device, as_device
 from accel.big_models.offload.weights import hooks_of
 from accel.big_models.parameters import META, move
 

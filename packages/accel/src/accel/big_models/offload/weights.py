@@ -16,7 +16,7 @@ from torch import nn
 from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.base import ModelHook, SequentialHook, add_hook_to_module
 from accel.big_models.hooks.prefetch import EndOfForward, Prefetcher
-from accel.big_models.hooks.slots import TiedParameters, list_tensors, tied_key
+from accel.big_models.hooks.tensors import TiedParameters, list_tensors, tied_key
 from accel.big_models.parameters import move
 from accel_ckpt.weights.offload import (
     make_offload_folder,
@@ -276,7 +276,7 @@ def tied_params(model: nn.Module) -> TiedParameters:
                 count[id(tensor)] = count.get(id(tensor), 0) + 1
     at = Counter(tied_key(tensor) for tensor in tensors.values())
     tied = (tied_key(tensor) for key, tensor in tensors.items() if count[key] > 1)
-    # The map knows addresses alone: a hook would put the whole weight in the place of the view.
+    # The map knows addresses alone: a hook would put the whole weight in place of the view.
     return {address: {} for address in tied if at[address] == 1}
 
 

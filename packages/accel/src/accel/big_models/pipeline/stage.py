@@ -1,4 +1,4 @@
-"""What one process of a pipeline runs: a model's trace, cut where layers begin, and its inputs by name."""
+"""One process's stage of a pipeline: a model's trace, cut where layers begin, and its inputs by name."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 
 from accel.big_models.placement.layers import make_layout
 from accel.big_models.placement.memory import get_max_memory, make_targets
-from accel.big_models.placement.plan import Layout, Plan, Target, make_plan
+from accel.big_models.placement.plan import ModelLayers, PlacementPlan, Target, make_plan
 from accel_ops.module_sizes import Dtype
 from accel_state.logging.warning import warn
 
@@ -76,13 +76,13 @@ def infer_auto_device_map(
     return clean_device_map(device_map) if clean_result else device_map
 
 
-def _print_plan(layout: Layout, targets: list[Target], plan: Plan) -> None:
+def _print_plan(layout: ModelLayers, targets: list[Target], plan: PlacementPlan) -> None:
     for layer, index in zip(layout.layers, plan.targets, strict=True):
         print(f"{', '.join(layer.names)} ({layer.size:.0f} bytes): {targets[index].key}")
     print(f"Room kept for offloaded layers: {plan.reserved:.0f} bytes where they run")
 
 
-def _warn_of_unused(layout: Layout, targets: list[Target], plan: Plan, fallback: bool) -> None:
+def _warn_of_unused(layout: ModelLayers, targets: list[Target], plan: PlacementPlan, fallback: bool) -> None:
     """Warn of accelerators without layers where layers are offloaded."""
     used = {targets[index].key for index in plan.targets}
     unused = [t for t in targets if t.kind == "accelerator" and t.key not in used and t.capacity > 0]
@@ -99,7 +99,7 @@ def _warn_of_unused(layout: Layout, targets: list[Target], plan: Plan, fallback:
     )
 
 
-def _warn_of_buffers(layout: Layout, targets: list[Target], plan: Plan) -> None:
+def _warn_of_buffers(layout: ModelLayers, targets: list[Target], plan: PlacementPlan) -> None:
     """Warn of buffers of offloaded layers that no accelerator has room for."""
     left = {index: target.capacity for index, target in enumerate(targets) if target.kind == "accelerator"}
     used = dict.fromkeys(left, 0.0)

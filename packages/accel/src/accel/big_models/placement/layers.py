@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from accel.big_models.placement.plan import Layer, Layout
+from accel.big_models.placement.plan import Layer, ModelLayers
 from accel_ops.module_sizes import Dtype, size_function
 
 __all__ = ["make_layout"]
@@ -21,7 +21,7 @@ def make_layout(
     no_split_module_classes: str | Collection[str] | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
-) -> Layout:
+) -> ModelLayers:
     """Split a model into layers, in one pass over its tensors.
 
     Args:
@@ -46,7 +46,7 @@ def make_layout(
             zip(found.names, found.sizes, found.buffers, strict=True)
         )
     ]
-    return Layout(layers, _tied(found.users.values()), list(chain.from_iterable(found.levels)))
+    return ModelLayers(layers, _tied(found.users.values()), list(chain.from_iterable(found.levels)))
 
 
 @dataclass

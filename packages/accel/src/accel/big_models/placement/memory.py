@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from accel.big_models.placement.layers import make_layout
-from accel.big_models.placement.plan import Layout, Target, make_plan
+from accel.big_models.placement.plan import ModelLayers, Target, make_plan
 from accel_ckpt.weights.files import convert_file_size_to_int
 from accel_ops.module_sizes import Dtype
 from accel_state.devices.table import DEVICES, detect
@@ -18,7 +18,7 @@ from accel_state.devices.table import DEVICES, detect
 __all__ = ["STRATEGIES", "get_balanced_memory", "get_max_memory", "make_targets"]
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""What `device_map` may be in place of a map, to have one made."""
+"""The values of `device_map` that ask for a map to be made."""
 
 _NAMED = ("mps", "cpu", "disk")
 
@@ -139,7 +139,7 @@ def _limited(target: Target, size: float) -> Target:
     return replace(target, capacity=min(target.capacity, size))
 
 
-def _fits(layout: Layout, targets: Sequence[Target]) -> bool:
+def _fits(layout: ModelLayers, targets: Sequence[Target]) -> bool:
     """Whether a model fits on devices without being offloaded."""
     try:
         make_plan(layout, targets)
@@ -148,7 +148,7 @@ def _fits(layout: Layout, targets: Sequence[Target]) -> bool:
     return True
 
 
-def _smallest(layout: Layout, limited: Callable[[float], Sequence[Target]]) -> float:
+def _smallest(layout: ModelLayers, limited: Callable[[float], Sequence[Target]]) -> float:
     """Return the smallest number of bytes with which a model fits, to a thousandth of its size."""
     if _fits(layout, limited(0)):
         return 0

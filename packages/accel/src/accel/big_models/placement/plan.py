@@ -23,11 +23,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Layer", "Layout", "Plan", "Target", "make_plan"]
+__all__ = ["Layer", "ModelLayers", "PlacementPlan", "Target", "make_plan"]
 
 
 class Layer(NamedTuple):
-    """What goes to one device as a whole.
+    """A part of a model that goes to one device as a whole.
 
     Args:
         names: Its entries in a device map: the module, or the tensors that a module has itself.
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayers:
     """The layers of a model.
 
     Args:
@@ -88,7 +88,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """Where layers go.
 
     Args:
@@ -102,7 +102,7 @@ class Plan:
     reserved_on_cpu: float
 
 
-def make_plan(layout: Layout, targets: Sequence[Target], fallback: bool = False) -> Plan:
+def make_plan(layout: ModelLayers, targets: Sequence[Target], fallback: bool = False) -> PlacementPlan:
     """Choose a device for each layer.
 
     Args:
@@ -119,18 +119,20 @@ def make_plan(layout: Layout, targets: Sequence[Target], fallback: bool = False)
     """
     reserved = reserved_on_cpu = 0.0
     while True:
-        found = _Filling(layout, targets, reserved, reserved_on_cpu, fallback).run()
+        found = _Placer(layout, targets, reserved, reserved_on_cpu, fallback).run()
         largest = _largest_by_kind(layout, targets, found)
         away = max(largest.get("cpu", 0), largest.get("disk", 0))
         needed = away if "accelerator" in largest else 0
         needed_on_cpu = largest.get("disk", 0)
         if needed <= reserved and needed_on_cpu <= reserved_on_cpu:
-            return Plan(found, reserved, reserved_on_cpu)
+            return PlacementPlan(found, reserved, reserved_on_cpu)
         # Never less than before, so that the loop ends.
         reserved, reserved_on_cpu = max(reserved, needed), max(reserved_on_cpu, needed_on_cpu)
 
 
-def _largest_by_kind(layout: Layout, targets: Sequence[Target], found: Sequence[int]) -> dict[str, float]:
+def _largest_by_kind(
+    layout: ModelLayers, targets: Sequence[Target], found: Sequence[int]
+) -> dict[str, float]:
     """Return the bytes of the largest layer on each kind of device in use."""
     largest = dict.fromkeys((targets[index].kind for index in set(found)), 0.0)
     if largest.keys() == {"accelerator"}:  # nothing is offloaded, and nobody asks
@@ -143,10 +145,10 @@ def _largest_by_kind(layout: Layout, targets: Sequence[Target], found: Sequence[
 
 
 @dataclass
-class _Filling:
+class _Placer:
     """One pass over the layers, and what the device that is being filled holds."""
 
-    layout: Layout
+    layout: ModelLayers
     targets: Sequence[Target]
     reserved: float
     reserved_on_cpu: float

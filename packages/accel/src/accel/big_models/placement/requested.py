@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.hooks.slots import Device, as_device
+from accel.big_models.hooks.tensors import Device, as_device
 from accel.big_models.placement.device_map import infer_auto_device_map
 from accel.big_models.placement.memory import STRATEGIES, get_balanced_memory
 from accel_ops.module_sizes import Dtype

@@ -201,7 +201,7 @@ def _read(files: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Give a model's weights one by one, and let go of each."""
+    """Yield a model's weights one by one, and drop the reference to each."""
     for name in list(state):
         yield name, state.pop(name)
 

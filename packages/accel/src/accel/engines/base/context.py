@@ -1,4 +1,4 @@
-"""What an engine is made from, and what it is given to prepare: values that do not change."""
+"""The arguments of an engine and of its `prepare`: values that do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["EngineContext", "Prepared"]
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine may know; frozen, so that nothing it was built on moves under it.
+    """The settings and facts that an engine is made from; frozen.
 
     Attributes:
         process: Rank, sizes, device and backend of this process.

@@ -37,7 +37,7 @@ __all__ = ["Engine"]
 class Engine:
     """One process, one device. Other engines override what differs.
 
-    What they do with gradients, states and loaders is in classes of its own, which see the engine.
+    Gradients, states and loaders have classes of their own, which see the engine.
     """
 
     name = "single"
@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def gradients(self) -> Gradients:
-        """What it does with gradients."""
+        """How gradients are reduced, scaled and clipped."""
         # Made anew each time: it holds the engine alone, and so no engine is in a cycle with it.
         return self.gradients_type(self)
 
@@ -97,7 +97,7 @@ class Engine:
             check_lomo(optimizer, num_processes=self.loaders.data_shard[1], has_scaler=has_scaler)
 
     def check_together(self, objects: Prepared) -> None:
-        """Check before `prepare`; engines whose processes go on together reject on all what one rejects."""
+        """Check before `prepare`; engines whose processes train one model raise on all if one raises."""
         self.check(objects)
 
     def prepare(self, objects: Prepared) -> Prepared:
@@ -162,7 +162,7 @@ class Engine:
         return inner
 
     def release(self) -> None:
-        """Let go of what was prepared, so that it can be freed, and other objects be prepared."""
+        """Drop the references to prepared objects, so that they are freed and others can be prepared."""
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass on a loss that is already scaled for the window."""

@@ -1,4 +1,4 @@
-"""What an engine does with gradients: the second part of the engine interface."""
+"""How an engine reduces, scales and clips gradients: the second part of the engine interface."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gradients:
     """Whether backward reduces gradients unless it runs under `no_sync`; else nobody enters that."""
 
     reduction: Literal["mean", "sum"] = "mean"
-    """What the gradients of the processes of `data_shard` become: their mean or their sum."""
+    """How the gradients of the processes of `data_shard` are reduced."""
 
     @property
     def shards(self) -> int:

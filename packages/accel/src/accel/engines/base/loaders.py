@@ -52,7 +52,7 @@ class Loaders:
         return None
 
     def loader_to_prepare(self, loader: Any) -> Any:
-        """The loader whose batches are sharded, in the place of one that is to be prepared."""
+        """The loader whose batches are sharded, in place of one that is to be prepared."""
         return loader
 
     own_kinds: tuple[type, ...] = ()

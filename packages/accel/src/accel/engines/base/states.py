@@ -66,7 +66,7 @@ class States:
         return self.engine.unwrap_model(model, keep_torch_compile=False)
 
     def model_to_load(self, model: torch.nn.Module) -> Any:
-        """What a full state is loaded into: it has a state_dict and a load_state_dict."""
+        """The object that a full state is loaded into: it has a state_dict and a load_state_dict."""
         return model
 
     def check_save(self, optimizers: Iterable[Any]) -> None:
@@ -77,11 +77,11 @@ class States:
         """
 
     def optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What has the optimizer's full state on the processes that write; all processes call it."""
+        """The object with the optimizer's full state on the processes that write; all processes call it."""
         return optimizer
 
     def optimizer_to_load(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What a full optimizer state is loaded into."""
+        """The object that a full optimizer state is loaded into."""
         return optimizer
 
     def has_all_names(self, model: torch.nn.Module) -> bool:

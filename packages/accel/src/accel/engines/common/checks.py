@@ -1,4 +1,4 @@
-"""What no engine can train, or go on from, and what to do instead."""
+"""Checks for models, optimizers and checkpoints that no engine supports; each error says what to do."""
 
 from __future__ import annotations
 

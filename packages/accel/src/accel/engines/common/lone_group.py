@@ -1,4 +1,4 @@
-"""A process group for one process that nobody launched: whoever asks for a sharded engine gets it."""
+"""A process group for a single process that no launcher started, as sharded engines need one."""
 
 from __future__ import annotations
 

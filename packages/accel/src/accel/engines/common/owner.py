@@ -1,4 +1,4 @@
-"""What the owners have in common whose processes train one model together."""
+"""Base classes of owners for engines whose processes train one model together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script prepares in the place of an optimizer or a schedule that an engine makes by itself."""
+"""Objects that a script prepares in place of an optimizer or a schedule that an engine makes itself."""
 
 from __future__ import annotations
 

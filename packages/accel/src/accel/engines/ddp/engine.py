@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.engines.base import Engine, Gradients, Joining, Loaders
 from accel.engines.base.context import EngineContext, Prepared
+from accel.engines.common.joint_checks import checking_together
 from accel.engines.common.loose import parameters_of
-from accel.engines.common.missing_weights import checking_together
 from accel.engines.ddp.owner import ReplicaOwner
 from accel_optim.optimizer import AcceleratedOptimizer
 
@@ -165,7 +165,7 @@ def _is_trained(model: torch.nn.Module) -> bool:
 
 
 def _joinable(item: Any) -> Joinable | None:
-    """What takes part in a Join; None for a model without collectives (frozen, or only evaluated)."""
+    """The object that takes part in a Join; None for a model without collectives (frozen or evaluated)."""
     member = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
     if isinstance(member, torch.nn.Module):
         return _ddp(member)
@@ -201,8 +201,8 @@ def _arm_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
     if ddp.find_unused_parameters:
         raise ValueError(
             "trigger_sync_in_backward cannot work with find_unused_parameters=True: DDP looks for unused "
-            "parameters "
-            "in forward, and that forward ran under no_sync. Run the last forward outside of no_sync instead."
+            "parameters in forward, and that forward ran under no_sync. Run the last forward outside of "
+            "no_sync instead."
         )
     # Private in torch, as is the reducer: DDP has no documented way to reduce in a backward pass whose
     # forward pass ran under no_sync.

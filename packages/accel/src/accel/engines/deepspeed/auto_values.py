@@ -1,4 +1,4 @@
-"""What "auto" settings of DeepSpeed's configuration become, and whether the others fit what is prepared."""
+"""Values of "auto" settings in DeepSpeed's configuration, and checks of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is prepared together.
+    """The objects of one `prepare` call.
 
     Attributes:
         model: The model.

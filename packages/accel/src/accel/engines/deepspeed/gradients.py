@@ -95,7 +95,7 @@ def set_clipping(engine: Any, max_norm: float) -> None:
 
 
 def loss_scale(engine: Any) -> Any:
-    """What the loss was multiplied by (fp16); 1 in other precisions."""
+    """The factor that the loss was multiplied by (fp16); 1 in other precisions."""
     return getattr(engine.optimizer, "loss_scale", 1.0)
 
 

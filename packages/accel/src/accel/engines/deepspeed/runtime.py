@@ -69,7 +69,7 @@ def part(name: str) -> Any:
 
 
 def _leave_shared_memory_out() -> None:
-    """Let CPU processes speak over gloo alone.
+    """Let CPU processes communicate by gloo alone.
 
     DeepSpeed would compile an extension (shared memory between them) at the start of the first run, which
     takes minutes, needs a compiler, and hangs every later run if it is interrupted. One that was installed

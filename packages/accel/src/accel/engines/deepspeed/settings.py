@@ -1,4 +1,4 @@
-"""What the Accelerator's arguments and the plugin's settings mean under DeepSpeed."""
+"""The meaning of the Accelerator's arguments and the plugin's settings under DeepSpeed."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def register(model: torch.nn.Module, config: ParallelismConfig, batch_size: int)
 
 
 def _put_attention_back() -> None:
-    """Take DeepSpeed's attention out of transformers, before the groups that it speaks in are gone."""
+    """Take DeepSpeed's attention out of transformers, before its process groups are destroyed."""
     while _replaced:
         name, function = _replaced.popitem()
         import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS[name] = function

@@ -60,8 +60,8 @@ class DeepSpeedEngineWrapper:
         is_boundary = sync_gradients and not self._is_held_back
         if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
             loss = loss / _or_one(self._factor)
-        # By hand, as DeepSpeed counts micro-batches itself otherwise: windows of the last batches of an epoch
-        # are shorter.
+        # Set here, as DeepSpeed otherwise counts micro-batches itself: windows of the last batches of an
+        # epoch are shorter.
         self.engine.set_gradient_accumulation_boundary(is_boundary)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self.is_reduced, self.has_gathered = is_boundary, True

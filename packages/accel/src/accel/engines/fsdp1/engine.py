@@ -42,7 +42,7 @@ from accel.engines.sharded.engine import (
     warn_of_upcast,
 )
 from accel.engines.sharded.groups import aliases
-from accel.engines.sharded.initial_weights import Filling
+from accel.engines.sharded.initial_weights import WeightSource
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
@@ -280,7 +280,7 @@ class FSDP1Engine(ShardedEngine):
         return _root(model) is not None
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the model; twice is once."""
+        """Wrap the model; idempotent."""
         if self.is_done(model):
             return model
         groups = self.groups_of(model)
@@ -315,8 +315,8 @@ class FSDP1Engine(ShardedEngine):
             "limit_all_gathers": plugin.limit_all_gathers,
             "use_orig_params": bool(plugin.use_orig_params),
         }
-        filling = Filling(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
-        return flat.FlatSharding(filling, options)
+        source = WeightSource(self._mesh, device, bool(plugin.sync_module_states), plugin.param_init_fn)
+        return flat.FlatSharding(source, options)
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one of a model that is sharded already."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_
 
 from accel.engines.common.norms import Sets
 from accel.engines.sharded.groups import Groups
-from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 
 __all__ = [
     "FlatSharding",
@@ -51,11 +51,11 @@ class FlatSharding:
     """How a model is sharded.
 
     Attributes:
-        filling: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
+        source: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
         options: Those of FullyShardedDataParallel that all parts share.
     """
 
-    filling: Filling
+    source: WeightSource
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +69,7 @@ def shard_flat(model: torch.nn.Module, groups: Groups, how: FlatSharding) -> Ful
         The wrapper that trains.
     """
     # Ignored parameters stay whole on each process, so that they have to start alike.
-    keep = fill_rest(model, groups.ignored, how.filling)
+    keep = fill_rest(model, groups.ignored, how.source)
     # A module that is used in several places is wrapped once, and its wrapper put into all of them.
     places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
     for parent in model.modules():
@@ -100,16 +100,16 @@ def _wrap(
     model: torch.nn.Module, module: torch.nn.Module, keep: set[torch.nn.Parameter], how: FlatSharding
 ) -> FullyShardedDataParallel:
     inner = FullyShardedDataParallel.fsdp_modules(module)
-    fill_group(model, module, keep.union(*(part.parameters() for part in inner)), how.filling)
+    fill_group(model, module, keep.union(*(part.parameters() for part in inner)), how.source)
     with warnings.catch_warnings():
         # One process that asks for shards gets one shard, which torch calls NO_SHARD and advises against.
-        alone = how.filling.mesh.size() == 1
+        alone = how.source.mesh.size() == 1
         for message in (".*since the world size is 1", ".*NO_SHARD.* is deprecated") if alone else ():
             warnings.filterwarnings("ignore", message)
         return FullyShardedDataParallel(
             module,
-            device_mesh=how.filling.mesh,
-            device_id=how.filling.device,
+            device_mesh=how.source.mesh,
+            device_id=how.source.device,
             ignored_states=list(keep) or None,
             **how.options,
         )
@@ -124,7 +124,7 @@ def parts(models: Iterable[torch.nn.Module]) -> Iterator[tuple[FullyShardedDataP
 
 
 def free_gathered(models: Iterable[torch.nn.Module]) -> None:
-    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step.
+    """Put shards in place of gathered parameters: what is still gathered misses an optimizer's step.
 
     A forward pass without a backward one leaves them gathered. What no optimizer steps may stay so.
     """
@@ -283,7 +283,7 @@ def gradient_sets(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.
 
 
 def local_state(root: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What this process has of a model: its parts of flat parameters, and what is whole."""
+    """This process's tensors of a model: its parts of flat parameters, and whole tensors."""
     found: dict[str, torch.Tensor] = {}
     paths = {module: clean_tensor_name(name) for name, module in root.named_modules()}
     for module, handle in parts([root]):

@@ -1,4 +1,4 @@
-"""What FSDP version 1 lays into flat parameters: which took the place of which, and what does not fit."""
+"""The parameters that FSDP version 1 flattens: which replaced which, and which cannot be flattened."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["cut_states"]
 
 
 def cut_states(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
-    """Cut whole states of parameters that lie in flat ones, of which a process has a part; twice is once.
+    """Cut whole states of parameters that lie in flat ones, of which a process has a part; idempotent.
 
     Some optimizers (Adagrad) have a state from the beginning, in the shapes of whole parameters.
 

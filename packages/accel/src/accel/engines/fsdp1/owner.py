@@ -76,7 +76,7 @@ class FlatOwner(ShardOwner):
         flat.reduce(self._models)
 
     def show_present(self) -> None:
-        """Put shards in the place of gathered parameters."""
+        """Replace gathered parameters by their shards."""
         flat.free_gathered(self._models)
 
     def forget_held(self, wanted: set[int] | None) -> None:

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FlatRecord:
-    """What a model was before it was wrapped.
+    """Names and shapes of a model before it was wrapped.
 
     Attributes:
         state: Names and shapes of its state dict, in order; tied weights are one tensor, and values mean

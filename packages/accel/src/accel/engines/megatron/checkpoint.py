@@ -95,7 +95,7 @@ def _arrangement() -> tuple[int, int]:
 
 
 def _sharded(model: MegatronEngine, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
-    """What each process has of the model, as megatron-core's checkpoints take it."""
+    """This process's part of the model, as megatron-core's checkpoints take it."""
     # Of the models themselves: their wrappers load what has these names.
     models = core("utils").unwrap_model(model.parts)
     state: dict[str, Any] = {f"model{index}": part.sharded_state_dict() for index, part in enumerate(models)}

@@ -303,7 +303,7 @@ class MegatronLMEngine(Engine):
         return _STEPS[kind](accelerator, args)
 
     def prepare_scheduler(self, scheduler: Any) -> Any | None:
-        """Megatron-LM's schedule, in the place of the stand-in.
+        """Megatron-LM's schedule, in place of the stand-in.
 
         Raises:
             ValueError: If it is none, or there is no optimizer to schedule.

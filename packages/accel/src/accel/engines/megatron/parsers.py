@@ -1,4 +1,4 @@
-"""What a model's configuration means to Megatron-LM: one function per kind of model."""
+"""Megatron-LM's arguments from a model's configuration: one function per kind of model."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def check_device(device: torch.device) -> None:
 
 
 def start(args: Mapping[str, Any], process: Process) -> None:
-    """Make the process groups, and seed the generators of tensor parallelism; twice is once.
+    """Make the process groups, and seed the generators of tensor parallelism; idempotent.
 
     Args:
         args: Settings by Megatron-LM's names.

@@ -20,7 +20,7 @@ from accel.engines.mesh import unsharded
 from accel.engines.mesh.context.context_parallel import ContextParallel
 from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for
 from accel.engines.mesh.owner import MeshOwner
-from accel.engines.mesh.plan import Meshes, filling_of, find_meshes, parallelize, plan_for, sends_weights
+from accel.engines.mesh.plan import Meshes, find_meshes, parallelize, plan_for, sends_weights, weight_source
 from accel.engines.mesh.tensor.split import forget_meshes
 from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedLoaders, ShardedStates
 from accel.engines.sharded.groups import aliases
@@ -167,7 +167,7 @@ class MeshEngine(ShardedEngine):
         """Where weights come from: on the first process of each group that gets them from one."""
         sync = self.sends_weights
         # Weights are passed on axis by axis, from the first process of each group.
-        groups = filling_of(self._meshes, self.context.process.device, sync).groups
+        groups = weight_source(self._meshes, self.context.process.device, sync).groups
         return not sync or all(dist.get_rank(group) == 0 for group in groups)
 
     def check_model(self, model: torch.nn.Module) -> None:
@@ -203,7 +203,7 @@ class MeshEngine(ShardedEngine):
         return model
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Shard the model in place; twice is once."""
+        """Shard the model in place; idempotent."""
         plain = getattr(model, "_orig_mod", model)
         if not self.is_done(model):
             chosen = self.groups_of(model)

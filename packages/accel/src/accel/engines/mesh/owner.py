@@ -20,7 +20,7 @@ __all__ = ["MeshOwner"]
 
 
 class MeshOwner(ShardOwner):
-    """Parameters that `fully_shard` and tensor parallelism have put others in the place of.
+    """Parameters that `fully_shard` and tensor parallelism have replaced.
 
     A parameter is there up to three times: as the user's model had it, as the shard that optimizers step, and
     as the whole one that the module shows from a forward pass to its backward pass. All lead to the shard.
@@ -76,7 +76,7 @@ class MeshOwner(ShardOwner):
                 unsharded.reduce(model)
 
     def show_present(self) -> None:
-        """Put shards in the place of gathered parameters."""
+        """Replace gathered parameters by their shards."""
         unsharded.free_gathered(self._parts)
 
     def forget_held(self, wanted: set[int] | None) -> None:

@@ -16,7 +16,7 @@ from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.engine import warn_of_upcast
 from accel.engines.sharded.groups import Groups
-from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 from accel_state.logging.warning import warn
 from accel_state.parallelism.torch_compat import init_device_mesh
 
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["Meshes", "Plan", "filling_of", "find_meshes", "parallelize", "plan_for", "sends_weights"]
+__all__ = [
+    "Meshes",
+    "ParallelPlan",
+    "find_meshes",
+    "parallelize",
+    "plan_for",
+    "sends_weights",
+    "weight_source",
+]
 
 
 @dataclass(frozen=True)
@@ -60,11 +68,11 @@ class Meshes:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is done to one model.
+class ParallelPlan:
+    """The steps that make one model parallel.
 
     Attributes:
-        filling: Where its weights come from and go to.
+        source: Where its weights come from and go to.
         sharding: How it is sharded; None: not at all.
         tensor: How its weights are split over the tensor-parallel group; empty: not at all.
         tensor_mesh: The axis of that group.
@@ -75,7 +83,7 @@ class Plan:
         upcasts: Whether trainable parameters are kept in float32.
     """
 
-    filling: Filling
+    source: WeightSource
     sharding: Sharding | None
     tensor: dict[str, ParallelStyle]
     tensor_mesh: DeviceMesh | None
@@ -86,7 +94,7 @@ class Plan:
     upcasts: bool
 
 
-def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
+def parallelize(model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
     """Make a model parallel; the order matters."""
     if plan.upcasts:
         warn_of_upcast(model, upcast(model, plan.ignored))
@@ -97,15 +105,15 @@ def parallelize(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
 
     def split(group: torch.nn.Module) -> None:
         if plan.tensor_mesh is not None:
-            split_weights(model, group, pending, plan.tensor_mesh, plan.filling)
+            split_weights(model, group, pending, plan.tensor_mesh, plan.source)
 
     if plan.sharding is not None:
         # Group by group: sharding takes the parts that splitting leaves, and not the other way round.
         return shard(model, plan.groups, plan.ignored, plan.sharding, split)
-    keep = fill_rest(model, plan.ignored, plan.filling)
+    keep = fill_rest(model, plan.ignored, plan.source)
     split(model)
     done = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    fill_group(model, model, keep | done, plan.filling)
+    fill_group(model, model, keep | done, plan.source)
     return model
 
 
@@ -115,7 +123,7 @@ def plan_for(
     meshes: Meshes,
     context: EngineContext,
     chosen: Groups,
-) -> Plan:
+) -> ParallelPlan:
     """Decide what is done to a model, and reject what cannot be done; nothing is changed.
 
     Args:
@@ -131,7 +139,7 @@ def plan_for(
     groups, ignored = chosen.modules, chosen.ignored
     process, is_mixed = context.process, context.precision.is_mixed
     mesh = meshes.fsdp
-    filling = filling_of(meshes, process.device, sends_weights(plugin))
+    source = weight_source(meshes, process.device, sends_weights(plugin))
     # A model that was loaded with a tp_plan is split already, and may name no plan.
     needs_plan = not is_split(model, meshes.tensor_size) and meshes.tensor is not None
     tensor = tensor_plan(model, meshes.tensor_size) if needs_plan else {}
@@ -144,7 +152,7 @@ def plan_for(
     offloads = bool(plugin.activation_checkpointing_offload)
     split = (tensor, meshes.tensor, groups, ignored, chosen.checkpointed, offloads, is_mixed)
     if mesh is None:
-        return Plan(filling, None, *split)
+        return ParallelPlan(source, None, *split)
     check_ignored(model, ignored, mesh.size())
     check_dtypes(model, groups, is_mixed)
     policy = copy.copy(plugin)  # its own, as the precision is completed for this Accelerator
@@ -152,12 +160,12 @@ def plan_for(
     is_plain = meshes.has_one_shard and context.settings is None
     policy.set_mixed_precision("no" if is_plain else context.precision.name)
     sharding = Sharding(
-        filling=filling,
+        source=source,
         reshard_after_forward=plugin.reshard_after_forward and not is_plain,
         precision=policy.mixed_precision_policy,
         offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy),
     )
-    return Plan(filling, sharding, *split)
+    return ParallelPlan(source, sharding, *split)
 
 
 def find_meshes(context: EngineContext) -> Meshes:
@@ -199,9 +207,9 @@ def sends_weights(plugin: FullyShardedDataParallelPlugin) -> bool:
     return plugin.sync_module_states is not False or bool(plugin.cpu_ram_efficient_loading)
 
 
-def filling_of(meshes: Meshes, device: torch.device, sync: bool) -> Filling:
+def weight_source(meshes: Meshes, device: torch.device, sync: bool) -> WeightSource:
     """Where the weights of models on these axes come from and go to."""
     if meshes.fsdp is not None:
-        return Filling(meshes.fsdp, device, sync, tensor=meshes.tensor)
+        return WeightSource(meshes.fsdp, device, sync, tensor=meshes.tensor)
     assert meshes.tensor is not None, "one of the two axes is there"
-    return Filling(meshes.tensor, device)
+    return WeightSource(meshes.tensor, device)

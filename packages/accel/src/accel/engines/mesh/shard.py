@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from accel.engines.mesh.shared_meshes import SharedMeshes
 from accel.engines.mesh.torch_compat import fully_shard
 from accel.engines.mesh.unsharded import free_after_evaluation
-from accel.engines.sharded.initial_weights import Filling, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 
 __all__ = [
     "Sharding",
@@ -32,13 +32,13 @@ class Sharding:
     """How a model is sharded.
 
     Attributes:
-        filling: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
+        source: The mesh (one axis of shards, or replicas x shards), the device, and whose weights count.
         reshard_after_forward: Whether gathered parameters are freed after forward.
         precision: Dtypes of parameters in computing, and of gradients in reduction.
         offload: Whether shards rest on the CPU.
     """
 
-    filling: Filling
+    source: WeightSource
     reshard_after_forward: bool = True
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: bool = False
@@ -197,23 +197,23 @@ def shard(
         split: Called for each group before, to split weights over another axis.
     """
     # Buffers and ignored parameters stay whole on each process, so that they have to start alike.
-    keep = fill_rest(model, ignored, how.filling)
+    keep = fill_rest(model, ignored, how.source)
     options: dict[str, Any] = {"mp_policy": how.precision}
     # torch 2.6 lacks the option, so that it is passed only where it is needed.
     if keep:
         options["ignored_params"] = keep
     # Memory can be pinned only where there is an accelerator.
     if how.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.filling.device.type != "cpu")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.source.device.type != "cpu")
     meshes = SharedMeshes()
     for module in [*groups, model]:
         # Tensor parallelism first: `fully_shard` shards the DTensors that it leaves over a second axis.
         split(module)
         done = {item for item in module.parameters() if isinstance(item, DTensor)}
-        fill_group(model, module, keep | done, how.filling)
+        fill_group(model, module, keep | done, how.source)
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
-        sharded = fully_shard(module, how.filling.mesh, reshard, **options)
+        sharded = fully_shard(module, how.source.mesh, reshard, **options)
         meshes.put_into(sharded)
         if not reshard:
             free_after_evaluation(sharded, keeps_frozen=not how.reshard_after_forward)

@@ -1,4 +1,4 @@
-"""What `fully_shard` keeps whole: gradients whose reduction is put off, and gathered parameters.
+"""Whole tensors that `fully_shard` keeps: gradients that are reduced later, and gathered parameters.
 
 The one place that reads torch's private state of `fully_shard` (torch 2.6 to 2.15).
 """
@@ -110,7 +110,7 @@ def _zero_grad(reference: weakref.ref[Any], set_to_none: bool = True) -> None:
 
 
 def sharded_parameters(module: FSDPModule) -> Iterator[Any]:
-    """What `fully_shard` keeps of each parameter that a module shards by itself."""
+    """The state that `fully_shard` keeps of each parameter that a module shards by itself."""
     for group in _groups(module):
         yield from group.fsdp_params
 
@@ -134,7 +134,7 @@ def gathered(parts: Iterable[FSDPModule]) -> Iterator[tuple[torch.nn.Parameter, 
 
 
 def free_gathered(parts: Iterable[FSDPModule]) -> None:
-    """Put shards in the place of gathered parameters: what is still gathered misses an optimizer's step.
+    """Put shards in place of gathered parameters: what is still gathered misses an optimizer's step.
 
     What no optimizer steps may stay gathered.
     """

@@ -1,1 +1,1 @@
-"""What the engines share that shard models: FSDP in both versions, and the mesh."""
+"""Code that the engines that shard models share: FSDP in both versions, and the mesh."""

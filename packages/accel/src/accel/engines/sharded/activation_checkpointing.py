@@ -34,7 +34,7 @@ class CheckpointedForward:
 
 
 def apply_activation_checkpointing(modules: Iterable[torch.nn.Module], offload: bool) -> None:
-    """Checkpoint the activations of modules; twice is once.
+    """Checkpoint the activations of modules; idempotent.
 
     Args:
         modules: The modules.

@@ -1,4 +1,4 @@
-"""What the engines have in common whose models are sharded: FSDP in both versions, and the mesh."""
+"""The base of engines that shard models: FSDP in both versions, and the mesh."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
 from accel.engines.common import norms
 from accel.engines.common.checks import mapped_devices
+from accel.engines.common.joint_checks import checking_together
 from accel.engines.common.lone_group import ensure_group
 from accel.engines.common.loose import parameters_of
-from accel.engines.common.missing_weights import checking_together
 from accel.engines.mesh.shard import check_layout, check_sparse, check_unshared
 from accel.engines.sharded.groups import Groups, choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin

@@ -34,7 +34,7 @@ class Groups:
 
 
 def choose_groups(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> Groups:
-    """What the plugin says of a model.
+    """The groups of a model that the plugin asks for.
 
     Raises:
         ValueError: If the policy, ignored modules or activation checkpointing mean nothing in this model.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "Filling",
+    "WeightSource",
     "ensure_weights_retied",
     "fill_group",
     "fill_rest",
@@ -28,7 +28,7 @@ ParamInitFn = Callable[[torch.nn.Module], None]
 
 
 @dataclass(frozen=True)
-class Filling:
+class WeightSource:
     """Where weights come from and go to.
 
     Attributes:
@@ -55,7 +55,7 @@ class Filling:
 
 
 def fill_rest(
-    model: torch.nn.Module, ignored: set[torch.nn.Parameter], how: Filling
+    model: torch.nn.Module, ignored: set[torch.nn.Parameter], how: WeightSource
 ) -> set[torch.nn.Parameter]:
     """Fill buffers and ignored parameters; returns the latter, new objects where they were on meta."""
     for module in model.modules():
@@ -71,7 +71,7 @@ def fill_rest(
 
 
 def fill_group(
-    model: torch.nn.Module, group: torch.nn.Module, done: set[torch.nn.Parameter], how: Filling
+    model: torch.nn.Module, group: torch.nn.Module, done: set[torch.nn.Parameter], how: WeightSource
 ) -> None:
     """Fill the parameters of a group, in place where they have memory.
 
@@ -142,13 +142,13 @@ def _initialise(group: torch.nn.Module, done: set[torch.nn.Parameter], initialis
 
 
 def put_parameter(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
-    """Put a parameter into a model in the place of the one of this name."""
+    """Put a parameter into a model in place of the one of this name."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, parameter)
 
 
 def _fill_parameter(
-    model: torch.nn.Module, parameter: torch.nn.Parameter, names: Sequence[str], how: Filling
+    model: torch.nn.Module, parameter: torch.nn.Parameter, names: Sequence[str], how: WeightSource
 ) -> torch.nn.Parameter:
     if not parameter.is_meta:
         # In place, so that optimizers and ties keep the parameter.
@@ -161,7 +161,7 @@ def _fill_parameter(
 
 
 @torch.no_grad()
-def _filled(value: torch.Tensor, how: Filling) -> torch.Tensor:
+def _filled(value: torch.Tensor, how: WeightSource) -> torch.Tensor:
     """The tensor on the device, as the first process has it."""
     if value.is_meta:
         # There is nothing to copy from the meta device; the broadcast below fills the memory.

@@ -105,7 +105,7 @@ def convert_model_to_fp8_ao(
 
 
 def apply(model: torch.nn.Module, recipe: AORecipeKwargs, gathers: bool) -> None:
-    """Convert a model as a recipe says; twice is once.
+    """Convert a model as a recipe says; idempotent.
 
     Args:
         model: The model.

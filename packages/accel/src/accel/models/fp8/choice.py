@@ -37,7 +37,7 @@ class Fp8:
     recipe: Any
 
     def convert(self, model: torch.nn.Module, gathers: bool = False) -> None:
-        """Replace a model's layers by those of the library, in place; twice is once.
+        """Replace a model's layers by those of the library, in place; idempotent.
 
         Args:
             model: The model, before an engine wraps it.

@@ -1,4 +1,4 @@
-"""Transformer Engine: its layers in the place of torch's, and forward in its fp8 autocast."""
+"""Transformer Engine: its layers in place of torch's, and forward in its fp8 autocast."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _fits(layer: Any) -> bool:
 
 
 def recipe_arguments(handler: TERecipeKwargs, known: tuple[str, ...]) -> dict[str, Any]:
-    """What a handler's settings mean for one of the library's recipe classes, but for the number format.
+    """The arguments of one of the library's recipe classes for a handler's settings, without the format.
 
     Args:
         handler: The settings.
@@ -234,7 +234,7 @@ class Fp8Forward:
 
 
 def apply(model: torch.nn.Module, recipe: TERecipeKwargs) -> None:
-    """Convert a model as a recipe says; twice is once.
+    """Convert a model as a recipe says; idempotent.
 
     Args:
         model: The model.

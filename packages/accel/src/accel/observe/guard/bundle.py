@@ -21,7 +21,7 @@ from accel_state import env
 from accel_state.env.table import VARIABLES
 
 if TYPE_CHECKING:
-    from accel.observe.guard.record import Recorder
+    from accel.observe.guard.record import WindowRecorder
     from accel.training.run import Run
 
 __all__ = ["Bundle", "read_facts", "read_window", "shown", "window_file", "write"]
@@ -35,7 +35,7 @@ _PREFIXES = ("ACCELERATE_", "FSDP_")
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle is about.
+    """The step that a bundle is about.
 
     Attributes:
         step: The number of the step that was wrong.
@@ -59,7 +59,7 @@ def shown(folder: Path) -> str:
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
-def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: Recorder) -> Path:
+def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: WindowRecorder) -> Path:
     """Write a bundle; every process calls it.
 
     Args:

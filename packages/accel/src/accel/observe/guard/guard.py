@@ -15,7 +15,7 @@ from accel.observe.attach import Undo, put
 from accel.observe.guard.bundle import Bundle, shown, write
 from accel.observe.guard.errors import GuardError
 from accel.observe.guard.gradients import BackwardOrder, Measured, measure, parameter_names
-from accel.observe.guard.record import Recorder
+from accel.observe.guard.record import WindowRecorder
 from accel.observe.guard.report import Finding, Spikes, describe
 from accel.observe.observer import Observer
 from accel_ops.collectives import operations
@@ -68,7 +68,7 @@ class Guard(Observer):
         self._spikes: WeakKeyDictionary[Any, Spikes] = WeakKeyDictionary()
         self._row = self._skipped = self._written = 0
         self._has_told_of_none = False
-        self._recorder = Recorder(run) if settings.bundle is not None else None
+        self._recorder = WindowRecorder(run) if settings.bundle is not None else None
         engine = run.engine
         self._undo: list[Undo] = [
             put(engine, "backward", partial(self._backward, engine.backward)),
@@ -209,7 +209,7 @@ class Guard(Observer):
         return action == "skip"
 
     def _judge(self, optimizer: Any) -> tuple[str, str] | None:
-        """What is wrong with a step, and what became of its bundle; None if nothing is, on any process."""
+        """A message about a step and one about its bundle; None if nothing is wrong on any process."""
         process = self._run.process
         measured = self._measured.get(id(optimizer), Measured())
         facts = self._facts(measured)[None]
@@ -270,7 +270,7 @@ class Guard(Observer):
         return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
 
     def _find(self, measured: Measured, is_spike: bool) -> Finding:
-        """What this process knows of a step that is wrong; waits for the device."""
+        """This process's findings about a step that is wrong; waits for the device."""
         names = parameter_names(self._run)
         parameters = []
         for parameter in measured.broken:

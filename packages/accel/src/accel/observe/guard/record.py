@@ -1,4 +1,4 @@
-"""What recomputes the losses of an accumulation window, kept until its step: batches, generators, buffers."""
+"""Records of an accumulation window to recompute its losses from: batches, generators, buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel.training.run import Run
 
-__all__ = ["Recorder", "called", "model_buffers"]
+__all__ = ["WindowRecorder", "called", "model_buffers"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _MicroBatch:
         return {"handed": handed, "buffers": self.buffers, "losses": losses}
 
 
-class Recorder:
+class WindowRecorder:
     """Keeps an accumulation window of a run.
 
     Args:

@@ -86,7 +86,7 @@ class _Replay(Observer):
         put(optimizer, "step", MethodType(step, optimizer))
 
     def loader_prepared(self, loader: Any) -> None:
-        """Hand out the bundle's batches in the place of its own."""
+        """Hand out the bundle's batches in place of its own."""
         follow(loader, partial(self._hand_on, len(self._run.loaders) - 1))
 
     def _hand_on(self, number: int, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What the guard found in a step, and how it says so."""
+"""The guard's findings in a step, and their description."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Finding", "Spikes", "describe", "named_ranks"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one process found.
+    """The findings of one process.
 
     Attributes:
         rank: Its rank.

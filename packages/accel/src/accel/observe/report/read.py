@@ -38,7 +38,7 @@ class Table:
 
 @dataclass
 class LoggedRun:
-    """What one run has logged so far.
+    """The values that one run has logged so far.
 
     Attributes:
         name: Its name, for headings.

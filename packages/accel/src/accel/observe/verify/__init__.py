@@ -1,1 +1,1 @@
-"""What `accel verify` does in the runs that it compares, and how it compares them."""
+"""`accel verify`: recording runs, and comparing the records."""

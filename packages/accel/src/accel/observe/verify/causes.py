@@ -10,7 +10,7 @@ __all__ = ["find_causes"]
 
 
 def find_causes(runs: RecordedRuns, kind: str, step: int) -> Iterator[str]:
-    """What is known to make the first difference of two runs, and is there.
+    """Known causes of the first difference of two runs that were found in their records.
 
     Args:
         runs: What was recorded.

@@ -1,4 +1,4 @@
-"""What `accel verify` changes in the runs that it compares: functions, batches, schedules and dropout."""
+"""Changes that `accel verify` makes in the runs that it compares: functions, batches, schedules, dropout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["enlarge_batches", "replace_function", "replace_methods", "switch_off
 
 
 def replace_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
-    """Have `wrapper(original, *args, **kwargs)` run in the place of a function; returns what takes it off.
+    """Have `wrapper(original, *args, **kwargs)` run in place of a function; returns what takes it off.
 
     Args:
         owner: A module, class or object.
@@ -40,12 +40,12 @@ def replace_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo
 
 
 def replace_methods(engine: Engine, kind: str, **methods: Callable[..., Any]) -> Undo:
-    """Have `method(part, original, *args)` run in the place of methods of a part of an engine.
+    """Have `method(part, original, *args)` run in place of methods of a part of an engine.
 
     Args:
         engine: The engine.
         kind: The attribute that holds the part's class.
-        **methods: What runs in the place of which method.
+        **methods: What runs in place of which method.
 
     Returns:
         What takes it off.
@@ -65,7 +65,7 @@ def _in_place_of(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
 
 
 def enlarge_batches(factor: int, loader: Any) -> Any:
-    """Make the batches of a loader larger, in place; twice is once.
+    """Make the batches of a loader larger, in place; idempotent.
 
     Args:
         factor: How many times as large.

@@ -1,4 +1,4 @@
-"""What `accel verify` keeps of tensors: digests of samples, and sketches of parameters."""
+"""Fingerprints of tensors for `accel verify`: digests of samples, and sketches of parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.debug.digest import as_integers
+from accel_ops.debug.digest import FACTOR, as_integers
 from accel_ops.trees.walk import children, flatten
 
 __all__ = ["PROJECTIONS", "sample_digests", "sketch"]
@@ -18,7 +18,6 @@ PROJECTIONS = 6
 """Numbers in a sketch: the mean of as many squares estimates a distance to within about a third."""
 
 _CHUNK = 2**16  # elements that are projected at once
-_FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd: multiples of it are spread over all integers
 
 
 def sample_digests(batch: Any) -> list[int]:
@@ -43,7 +42,7 @@ def sample_digests(batch: Any) -> list[int]:
     total = torch.zeros(size, dtype=torch.int64)
     for item in tensors:
         if len(item) == size and item.layout == torch.strided:
-            total = total * _FACTOR + _digests_of_rows(item.detach().cpu(), mask)
+            total = total * FACTOR + _digests_of_rows(item.detach().cpu(), mask)
     return total.tolist()
 
 
@@ -63,7 +62,7 @@ def _digests_of_rows(item: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
         rows = [row[keep] for row, keep in zip(item, chosen, strict=True)]
         return torch.stack([_digests_of_rows(row.reshape(1, -1), None)[0] for row in rows])
     numbers = as_integers(item).view(len(item), -1).long()
-    places = torch.arange(1, numbers.shape[1] + 1) * _FACTOR | 1
+    places = torch.arange(1, numbers.shape[1] + 1) * FACTOR | 1
     mixed = numbers * places  # 0 for zeros, wherever they are
     return (mixed ^ (mixed >> 29)).sum(dim=1)
 

@@ -1,4 +1,4 @@
-"""What `accel verify` records of the first steps of a run: samples, losses, gradients and parameters.
+"""The recorder of `accel verify`: samples, losses, gradients and parameters of a run's first steps.
 
 The recorder works in a process that is there for it, and ends it after enough steps. It sees batches as
 loaders yield them, or else the arguments of the model; losses on their way to backward; gradients before and
@@ -40,7 +40,7 @@ from accel_state.devices import table
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["RecordKwargs", "Recorder", "Step"]
+__all__ = ["RecordKwargs", "Step", "TrainingRecorder"]
 
 
 @dataclass
@@ -61,12 +61,12 @@ class RecordKwargs(ObserverKwargs):
             )
         if (folder / f"rank-{run.process.rank}.json").exists():
             return Observer()
-        return Recorder(run, folder, **json.loads((folder / "settings.json").read_text()))
+        return TrainingRecorder(run, folder, **json.loads((folder / "settings.json").read_text()))
 
 
 @dataclass
 class Step:
-    """What led to one step of an optimizer, and what came of it.
+    """One step of an optimizer: its inputs and its result.
 
     Attributes:
         optimizer: Which one, in the order in which they first stepped.
@@ -87,7 +87,7 @@ class Step:
     parameters: dict[str, list[float]] = field(default_factory=dict)
 
 
-class Recorder(Observer):
+class TrainingRecorder(Observer):
     """Records a run, and ends its process after enough steps of each optimizer.
 
     Args:

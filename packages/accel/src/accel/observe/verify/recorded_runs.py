@@ -1,4 +1,4 @@
-"""What was recorded of one process and of many, and how far two values of them are apart."""
+"""The records of a run of one process and a run of many, and distances between their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 Record = dict[str, Any]
-"""What the recorder wrote of one process (see `accel.observe.verify.record`)."""
+"""The record of one process (see `accel.observe.verify.record`)."""
 Sketches = dict[str, list[float]]
 """The norm and the projections of tensors, by name (see `accel.observe.verify.fingerprint`)."""
 

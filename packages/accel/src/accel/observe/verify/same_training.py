@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the comparison found.
+    """The result of the comparison.
 
     Args:
         rows: The steps that both runs made.
@@ -262,7 +262,7 @@ class _Comparison(RecordedRuns):
 
 
 def _notes(comparison: _Comparison, length: int) -> Iterator[str]:
-    """What the comparison leaves out, and what is wrong without a difference."""
+    """Values that were not compared, and mistakes that make no difference."""
     left = sorted({name for record in (comparison.one, *comparison.many) for name in record["not_compared"]})
     if left:
         first = left[0] + (", ..." if len(left) > 1 else "")

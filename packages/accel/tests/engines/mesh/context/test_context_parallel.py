@@ -14,7 +14,7 @@ from accel.engines.mesh.context.ring import balanced_part
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -15,7 +15,7 @@ from accel.engines.mesh.tensor.plugin import TorchTensorParallelPlugin
 from accel.engines.mesh.tensor.split import get_model_tp_size, tensor_plan
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.parallelism.config import ParallelismConfig, TorchTensorParallelConfig
-from accel_world.told import warns_once
+from accel_world.warned import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -1,4 +1,4 @@
-"""What a batch is and what its loss is, for each kind of model that Megatron-LM trains."""
+"""Batches, forward steps and losses of each kind of model that Megatron-LM trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class StepOutput(NamedTuple):
-    """What a model returns under Megatron-LM.
+    """The output of a model under Megatron-LM.
 
     Attributes:
         loss: The mean over micro-batches and data-parallel processes, a tensor without dimensions, the same

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from accel.engines.mesh.context.ring import Ring, balanced_part, ring_attention
-from accel.engines.mesh.context.sequence_part import Part
+from accel.engines.mesh.context.sequence_shard import SequenceShard
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -35,9 +35,9 @@ class ContextParallel:
 
     def __init__(self, mesh: DeviceMesh, rotation: str) -> None:
         self.ring = Ring(mesh, rotation)
-        self.part: Part | None = None
-        """What this process has of the sequences, inside `sharing`."""
-        self._left: Part | None = None
+        self.part: SequenceShard | None = None
+        """The part of the sequences that this process has, inside `sharing`."""
+        self._left: SequenceShard | None = None
 
     @contextlib.contextmanager
     def sharing(
@@ -46,7 +46,7 @@ class ContextParallel:
         dims: Sequence[int] | None,
         no_restore: Set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Put this process's part in the place of whole sequences, in place, for forward and backward.
+        """Put this process's part in place of whole sequences, in place, for forward and backward.
 
         Args:
             buffers: Tensors with one entry per position along one dimension; the same on all processes of the
@@ -65,7 +65,7 @@ class ContextParallel:
         device = next(iter(whole.values()))[0].device
         # What an earlier step left without a backward pass is over.
         self._left = None
-        self.part = part = Part(balanced_part(length, rank, size, device), length, whole, size)
+        self.part = part = SequenceShard(balanced_part(length, rank, size, device), length, whole, size)
         # Replaced in torch's module, where models look it up by name; other names for it are noticed by
         # `check_used`.
         attention = F.scaled_dot_product_attention
@@ -81,7 +81,7 @@ class ContextParallel:
             part.leave({id(buffer) for buffer in no_restore or ()})
             self.part = None
 
-    def present(self) -> Part | None:
+    def present(self) -> SequenceShard | None:
         """The part that this process works on now."""
         return self.part
 
@@ -97,7 +97,7 @@ class ContextParallel:
 
 def _attend(
     ring: Ring,
-    part: Part,
+    part: SequenceShard,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -1,8 +1,8 @@
-"""What language models in the manner of transformers need when they see a part of each sequence.
+"""Inputs of transformers' language models that see a part of each sequence.
 
 Such a model counts positions from 0, makes masks for what it sees, and pairs each token with its right
-neighbour to compute a loss. Of a part all of this is wrong, in silence; a hook before its forward puts it
-right.
+neighbour to compute a loss. For a part all of this is wrong, without an error; a hook before its forward
+corrects it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel.engines.mesh.context.sequence_part import Part
+from accel.engines.mesh.context.sequence_shard import SequenceShard
 
 __all__ = ["check_language_models", "complete_inputs_for", "text_config"]
 
@@ -65,7 +65,7 @@ def check_language_models(model: torch.nn.Module) -> None:
             )
 
 
-def complete_inputs_for(model: torch.nn.Module, part_of_now: Callable[[], Part | None]) -> None:
+def complete_inputs_for(model: torch.nn.Module, part_of_now: Callable[[], SequenceShard | None]) -> None:
     """Complete the inputs of a model's language models from now on, where there is a part.
 
     Args:
@@ -77,7 +77,7 @@ def complete_inputs_for(model: torch.nn.Module, part_of_now: Callable[[], Part |
 
 
 def _complete(
-    part_of_now: Callable[[], Part | None], module: torch.nn.Module, args: Any, kwargs: Any
+    part_of_now: Callable[[], SequenceShard | None], module: torch.nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     part = part_of_now()
     if part is None:
@@ -100,7 +100,7 @@ def _complete(
     return (), given
 
 
-def _check_length(module: torch.nn.Module, name: str, tensor: torch.Tensor, part: Part) -> None:
+def _check_length(module: torch.nn.Module, name: str, tensor: torch.Tensor, part: SequenceShard) -> None:
     if tensor.shape[1] != len(part.positions):
         raise ValueError(
             f"{type(module).__name__} got {name} of {tensor.shape[1]} tokens inside maybe_context_parallel, "
@@ -108,7 +108,7 @@ def _check_length(module: torch.nn.Module, name: str, tensor: torch.Tensor, part
         )
 
 
-def _check_window(module: torch.nn.Module, part: Part) -> None:
+def _check_window(module: torch.nn.Module, part: SequenceShard) -> None:
     config = text_config(module)
     kinds = getattr(config, "layer_types", None) or _WHOLE_LAYERS
     for name, layer in (
@@ -130,7 +130,7 @@ def text_config(module: torch.nn.Module) -> Any:
 
 
 def _whole_mask(
-    module: torch.nn.Module, mask: torch.Tensor | None, tokens: torch.Tensor, part: Part
+    module: torch.nn.Module, mask: torch.Tensor | None, tokens: torch.Tensor, part: SequenceShard
 ) -> torch.Tensor:
     """A mask that hides nothing, of which the model makes none; padding at the end is hidden by causality."""
     ones = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
@@ -154,7 +154,7 @@ def _whole_mask(
     return ones
 
 
-def _shifted(module: torch.nn.Module, given: dict[str, Any], part: Part) -> dict[str, torch.Tensor]:
+def _shifted(module: torch.nn.Module, given: dict[str, Any], part: SequenceShard) -> dict[str, torch.Tensor]:
     """Labels shifted as a whole, and their number, of which the mean over all processes is."""
     if given.get("shift_labels") is not None:
         return {}

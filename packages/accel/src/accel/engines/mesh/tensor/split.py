@@ -14,7 +14,7 @@ from accel.engines.mesh.context.language_models import text_config
 from accel.engines.mesh.tensor.replicated_weights import SummedGradients
 from accel.engines.mesh.torch_compat import parallelize_module
 from accel.engines.sharded.groups import aliases
-from accel.engines.sharded.initial_weights import Filling, fill_group, put_parameter
+from accel.engines.sharded.initial_weights import WeightSource, fill_group, put_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,7 +145,7 @@ def split_weights(
     group: torch.nn.Module,
     pending: dict[str, ParallelStyle],
     mesh: DeviceMesh,
-    filling: Filling,
+    source: WeightSource,
 ) -> None:
     """Split the weights of the planned modules of a group in place, each as soon as it is filled.
 
@@ -156,7 +156,7 @@ def split_weights(
         group: The model, or a module of it.
         pending: What `tensor_plan` returned; what is split is taken out.
         mesh: The axis of tensor parallelism.
-        filling: Where weights come from and go to.
+        source: Where weights come from and go to.
     """
     inside = set(group.modules())
     shared = [names for names in aliases(model).values() if len(names) > 1]
@@ -164,7 +164,7 @@ def split_weights(
         # Taken out of the plan: each module is split once, with the innermost group that has it.
         module, style = model.get_submodule(name), pending.pop(name)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
-        fill_group(model, module, done, filling)
+        fill_group(model, module, done, source)
         parallelize_module(module, mesh, style)
         for names in shared:
             # `parallelize_module` makes new parameters, which unties those of other modules.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_ckpt.weights.placement import memory_device
+from accel_ops.modules import unsaved_buffers
 from accel_state.process.state import current_process
 
 __all__ = ["Device", "Slot", "TiedParameters", "as_device", "list_tensors", "tied_key"]
@@ -80,5 +81,5 @@ def list_tensors(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[dic
                 yield part._parameters, leaf, prefix + leaf, "parameter"
         for leaf, buffer in part._buffers.items():
             if buffer is not None:
-                kind = "own buffer" if leaf in part._non_persistent_buffers_set else "buffer"
+                kind = "own buffer" if leaf in unsaved_buffers(part) else "buffer"
                 yield part._buffers, leaf, prefix + leaf, kind

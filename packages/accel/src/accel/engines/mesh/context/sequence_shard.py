@@ -1,4 +1,4 @@
-"""One process's part of sequences, while it stands in the place of the whole."""
+"""One process's shard of the sequences, which replaces the whole tensors in one step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 import torch
 
-__all__ = ["Part"]
+__all__ = ["SequenceShard"]
 
 
-class Part:
-    """The part of one step.
+class SequenceShard:
+    """The shard of one step.
 
     Args:
         positions: Which positions (part,) this process has, ascending.
@@ -59,7 +59,7 @@ class Part:
         return tensor.index_select(dim, self.positions.to(tensor.device))
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor | None:
-        """What a buffer holds a part of; None for other tensors."""
+        """The whole tensor that a buffer holds a part of; None for other tensors."""
         return self._whole.get(id(buffer))
 
     # What is rejected

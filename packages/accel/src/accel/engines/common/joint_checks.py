@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_ops.collectives import operations
+from accel_ops.modules import unsaved_buffers
 
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
@@ -89,6 +90,5 @@ def _derived(model: torch.nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        # A private of torch.nn.Module (2.13), which has no public list of them.
-        for name in module._non_persistent_buffers_set
+        for name in unsaved_buffers(module)
     }

@@ -21,17 +21,17 @@ def warns_once(kind: type[Warning], match: str) -> Iterator[list[str]]:
     Yields:
         A list that has the matching messages afterwards.
     """
-    told: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield told
+        yield messages
     for warning in caught:
         if issubclass(warning.category, kind) and re.search(match, str(warning.message)):
-            told.append(str(warning.message))
+            messages.append(str(warning.message))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     rank = _rank()
-    assert bool(told) == (rank == 0), f"process {rank} warned {len(told)} times of {match!r}"
+    assert bool(messages) == (rank == 0), f"process {rank} warned {len(messages)} times of {match!r}"
 
 
 def _rank() -> int:
