@@ -236,7 +236,7 @@ from accel_ops.debug import watchdog
 from accel_state.process.state import PartialState
 
 def stop():
-    subprocess.Popen(["sh", "-c", f"sleep 13; kill -9 {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep 17; kill -9 {os.getpid()}"])
     time.sleep(0.5)  # gloo's thread may still be sending what another process waits for
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -260,7 +260,7 @@ for name, (size, body, abort, port) in scenarios.items():
         if name != "well":  # called last
             atexit.register(lambda: os._exit(int(hasattr(sys, "last_value"))))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
-        watchdog.ANSWER_S = 5 if name.startswith("stops") else 30  # patient on a busy machine
+        watchdog.ANSWER_S = 9 if name.startswith("stops") else 30  # patient on a busy machine
         watchdog.Watchdog(PartialState().process, 5.0 if name == "well" else 1.5, abort)
         # Else one that starts late is reported in place of what the scenario is about.
         open(f"{folder}/started {name} {rank}", "w").close()
