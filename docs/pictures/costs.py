@@ -10,7 +10,7 @@ from pictures.svg import COLORS, WIDTH, line, picture, rect, text
 __all__ = ["Row", "draw", "rows"]
 
 PEERS = ("accel", "accelerate", "lightning-fabric")
-LEAST, MOST, BAR, HEAD = 0.4, 130.0, 11, 22
+LEAST, MOST, BAR, HEAD = 0.1, 200.0, 11, 22
 
 
 class Row(NamedTuple):
