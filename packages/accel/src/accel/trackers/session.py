@@ -49,8 +49,7 @@ class TrackerControl:
         """
         self.finish_trackers()
         self.failed_trackers = set()
-        init_kwargs = init_kwargs or {}
-        self._warn_unknown("init_kwargs", init_kwargs)
+        init_kwargs = self._checked("init_kwargs", init_kwargs)
         for item in self.log_with:
             # An object may have a name of its own, which its class does not have.
             asked = item if isinstance(item, GeneralTracker) else tracker_class(item)
@@ -91,10 +90,9 @@ class TrackerControl:
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Log `values` to each tracker, with the further arguments that `log_kwargs` has under its name."""
-        if log_kwargs:
-            self._warn_unknown("log_kwargs", log_kwargs)
+        own = self._checked("log_kwargs", log_kwargs)
         for tracker in self.trackers:
-            options = (log_kwargs.get(tracker.name) or {}) if log_kwargs else {}
+            options = own.get(tracker.name) or {}
             self._attempt(tracker.name, "log", tracker.log, values, **{"step": step, **options})
 
     def log_images(
@@ -108,10 +106,9 @@ class TrackerControl:
             step: The step.
             log_kwargs: Further arguments, by tracker name.
         """
-        if log_kwargs:
-            self._warn_unknown("log_kwargs", log_kwargs)
+        own = self._checked("log_kwargs", log_kwargs)
         for tracker in self.trackers:
-            options = (log_kwargs.get(tracker.name) or {}) if log_kwargs else {}
+            options = own.get(tracker.name) or {}
             self._attempt(tracker.name, "log_images", tracker.log_images, values, **{"step": step, **options})
 
     def log_table(
@@ -133,11 +130,10 @@ class TrackerControl:
             step: The step.
             log_kwargs: Further arguments, by tracker name.
         """
-        if log_kwargs:
-            self._warn_unknown("log_kwargs", log_kwargs)
+        own = self._checked("log_kwargs", log_kwargs)
         table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
         for tracker in self.trackers:
-            options = (log_kwargs.get(tracker.name) or {}) if log_kwargs else {}
+            options = own.get(tracker.name) or {}
             self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **{**table, **options})
 
     def finish_trackers(self) -> None:
@@ -192,11 +188,14 @@ class TrackerControl:
             )
         return None
 
-    def _warn_unknown(self, argument: str, options: dict[str, Any]) -> None:
-        """Warn of options that no tracker gets."""
+    def _checked(self, argument: str, options: dict[str, Any] | None) -> dict[str, Any]:
+        """Return options by tracker name, and warn of those that no tracker gets."""
+        if not options:
+            return {}
         asked = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
         for name in options:
             # Scripts hold options for several trackers, and ask for one of them.
             if name not in asked and not is_known(name):
                 hint = did_you_mean(name, [*TRACKERS, *asked])
                 warn(f"{argument} has {name!r}, and there is no tracker of that name.{hint}")
+        return options
