@@ -78,7 +78,8 @@ def entry_of(package: Package) -> str:
 def check_changelog(package: Package) -> list[str]:
     """Return what is wrong with a changelog.
 
-    It begins with what is not released yet, or with the present version; then come the versions before it.
+    The present version has an entry, as have the versions before it. What changed since then stands above, under
+    Unreleased; a release renames this heading to the new version. Without such changes there is no heading.
 
     Args:
         package: The package.
@@ -97,10 +98,10 @@ def check_changelog(package: Package) -> list[str]:
     problems += _check_order(released, Version(package.version))
     if _UNRELEASED in entries and next(iter(entries)) != _UNRELEASED:
         problems.append(f"{_UNRELEASED} is not the first entry")
-    if _UNRELEASED not in entries and package.version not in entries:
+    if package.version not in entries:
         problems.append(
-            f"has neither an entry for version {package.version} nor one of what is {_UNRELEASED}: write "
-            f"'## {package.version}' or '## {_UNRELEASED}', with what changed"
+            f"has no entry for version {package.version}: write '## {package.version}' with what changed, which "
+            f"'## {_UNRELEASED}' becomes at a release"
         )
     return [f"{path}: {problem}" for problem in problems]
 

@@ -149,7 +149,7 @@ def test_a_new_version_is_followed_by_ranges_changelogs_and_files(repository):
     found = "\n".join(check_release.problems(repository))
     assert found.count("write accel-state>=0.3,<0.4") == 1
     assert found.count("write accel-ops>=0.3,<0.4") == 1
-    assert found.count("has neither an entry for version 0.3.0 nor one of what is Unreleased") == 3
+    assert found.count("has no entry for version 0.3.0: write '## 0.3.0'") == 3
     assert found.count("0.3.0.tar.gz is missing; run hatch run wheels:build") == 3
     assert found.count("0.2.0-py3-none-any.whl is of no present version") == 3
 
@@ -161,7 +161,8 @@ def test_a_new_version_is_followed_by_ranges_changelogs_and_files(repository):
         ("# Changes\n\n## 0.2.0\n\n- New.\n", "does not begin with '# Changelog of accel'"),
         ("## 0.2.0\n\n## 0.1.0\n\n- Old.\n", "0.2.0 has no text"),
         ("## Unreleased\n\n## 0.2.0\n\n- Old.\n", "Unreleased has no text"),
-        ("## 0.1.0\n\n- Old.\n", "has neither an entry for version 0.2.0 nor one of what is Unreleased"),
+        ("## 0.1.0\n\n- Old.\n", "has no entry for version 0.2.0: write '## 0.2.0'"),
+        ("## Unreleased\n\n- Next.\n\n## 0.1.0\n\n- Old.\n", "has no entry for version 0.2.0"),
         (
             "## 0.3.0\n\n- Next.\n\n## 0.2.0\n\n- New.\n",
             "has an entry for 0.3.0, but the package's version is 0.2.0",
