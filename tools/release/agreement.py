@@ -78,8 +78,8 @@ def entry_of(package: Package) -> str:
 def check_changelog(package: Package) -> list[str]:
     """Return what is wrong with a changelog.
 
-    The present version has an entry, as have the versions before it. What changed since then stands above, under
-    Unreleased; a release renames this heading to the new version. Without such changes there is no heading.
+    The present version has an entry, as have the versions before it. What changed since then stands above,
+    under Unreleased; a release renames this heading to the new version. Without such changes there is none.
 
     Args:
         package: The package.
@@ -100,8 +100,8 @@ def check_changelog(package: Package) -> list[str]:
         problems.append(f"{_UNRELEASED} is not the first entry")
     if package.version not in entries:
         problems.append(
-            f"has no entry for version {package.version}: write '## {package.version}' with what changed, which "
-            f"'## {_UNRELEASED}' becomes at a release"
+            f"has no entry for version {package.version}: write '## {package.version}' with what changed; "
+            f"at a release '## {_UNRELEASED}' is renamed to it"
         )
     return [f"{path}: {problem}" for problem in problems]
 
