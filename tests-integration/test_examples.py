@@ -187,8 +187,9 @@ def test_five_lines_are_five_lines():
     assert [line[2:].strip() for line in changed_lines() if line.startswith("-")] == ["loss.backward()"]
 
 
-def test_readme_shows_the_five_lines():
-    diff = re.search(r"```diff .*?\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/quickstart.md"])
+def test_pages_show_the_five_lines(page):
+    diff = re.search(r"```diff .*?\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert diff is not None
     shown = diff[1].splitlines()
 
