@@ -46,11 +46,13 @@ def _statements(module: str) -> list[ast.stmt]:
 
 @cache
 def exported(module: str) -> tuple[str, ...]:
-    """Return the names that a module exports, its `__all__`."""
-    assigned = _defined(module).get("__all__")
+    """Return the names that a module exports: its `__all__`, or what it defines without an underscore."""
+    defined = _defined(module)
+    assigned = defined.get("__all__")
     if isinstance(assigned, ast.Assign) and isinstance(assigned.value, (ast.List, ast.Tuple)):
         return tuple(ast.literal_eval(assigned.value))
-    return tuple(getattr(import_module(module), "__all__", ()))  # computed, as where names come lazily
+    computed = getattr(import_module(module), "__all__", None)  # as where names come lazily
+    return tuple(sorted(name for name in defined if name[0] != "_") if computed is None else computed)
 
 
 @cache

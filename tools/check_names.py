@@ -1,4 +1,4 @@
-"""Check that every public module exports what its `__all__` says, with a docstring for each name.
+"""Check that every public name has a docstring, and that no `__all__` repeats the public names.
 
 Run from anywhere: `python tools/check_names.py [repository]`, with the packages installed.
 """

@@ -5,7 +5,7 @@
 - `declared`: what a package imports stands in its pyproject.toml.
 - `torch_free`: the launcher's modules can be imported without torch.
 - `limits`: one file reads the environment; modules and functions stay short.
-- `names`: `__all__` and docstrings.
+- `names`: docstrings of public names, and `__all__` where there is one.
 - `documented`: the documented interface, and what is still missing of it.
 - `signatures`: comparing a signature with a documented one.
 """

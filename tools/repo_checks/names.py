@@ -1,7 +1,7 @@
-"""`__all__` of every public module is what it exports, and every exported name says what it is.
+"""Every public name says what it is, and is listed once.
 
-A module of re-exports alone, each written `from x import y as y`, has no `__all__`: it would be a second list
-of the same names.
+A module exports what it defines without a leading underscore, and what it imports as `from x import y as y`.
+`__all__` stands only where it says more than that: where it is computed, or has names of another module.
 
 The style checker sees what is written; this check imports the modules and sees what is there: lazy names,
 re-exports, and names that a module promises and does not have.
@@ -46,15 +46,17 @@ def check_module(module: Module, loaded: ModuleType) -> Iterator[str]:
     exported = getattr(loaded, "__all__", None)
     defined = _defined(loaded)
     if exported is None:
-        if defined:
-            yield f"has no __all__, but defines {', '.join(sorted(defined))}"
+        for name in sorted(defined):
+            yield from _undocumented(module, name, getattr(loaded, name))
         return
+    written = _written_out(module.tree)
     public = defined | _reexported(module.tree)
+    # A package's own file says what may be imported from the folder, which is not all that it has.
+    if written and public <= set(exported) <= _assigned(module.tree) and module.path.name != "__init__.py":
+        yield "__all__ repeats the public names; leave it out"
     if len(set(exported)) != len(exported):
         yield f"__all__ repeats {', '.join(sorted({name for name in exported if exported.count(name) > 1}))}"
-    if not _written_out(module.tree) and list(exported) != sorted(
-        exported
-    ):  # else the style checker sorts it
+    if not written and list(exported) != sorted(exported):  # else the style checker sorts it
         yield "the computed __all__ is not sorted"
     for name in sorted(public - set(exported)):
         yield f"{name} is public and not in __all__; add it, or give it a leading underscore"
@@ -86,6 +88,18 @@ def _reexported(tree: ast.Module) -> set[str]:
         for alias in node.names
         if alias.asname == alias.name and not alias.name.startswith("_")
     }
+
+
+def _assigned(tree: ast.Module) -> set[str]:
+    """Return the names that the statements of a module define, and no import."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 def _written_out(tree: ast.Module) -> bool:

@@ -76,7 +76,6 @@ def test_a_sound_module(problems_of):
         ('"""A thing."""', "", "Thing has no docstring"),
         ('"""Act."""', "...", "Thing.act has no docstring"),
         ('"""Its size."""', "...", "Thing.size has no docstring"),
-        ('__all__ = ["LIMIT", "Thing", "join", "make"]', "", "has no __all__, but defines Thing, make"),
     ],
 )
 def test_a_fault_is_named(problems_of, old, new, expected):
@@ -89,10 +88,23 @@ def test_a_module_of_re_exports_needs_no_list_of_them(problems_of):
     assert problems_of("from os.path import join as join\nfrom os.path import split as split") == []
 
 
+ALONE = SOUND.replace("    from os.path import join as join\n", "").replace('"join", ', "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("", "", "__all__ repeats the public names; leave it out"),
+        ('__all__ = ["LIMIT", "Thing", "make"]', "", None),
+    ],
+)
+def test_own_names_alone_need_no_list(problems_of, old, new, expected):
+    assert problems_of(ALONE.replace(old, new) if old else ALONE) == ([expected] if expected else [])
+
+
 def test_the_generated_docstring_of_a_dataclass_does_not_count(problems_of):
     source = """
         from dataclasses import dataclass
-        __all__ = ["Point"]
         @dataclass
         class Point:
             x: int
@@ -102,7 +114,6 @@ def test_the_generated_docstring_of_a_dataclass_does_not_count(problems_of):
 
 def test_a_method_may_have_its_base_docstring(problems_of):
     source = '''
-        __all__ = ["Base", "Derived"]
         class Base:
             """Base."""
             def act(self):

@@ -25,8 +25,6 @@ from accel_ckpt.run.weight_parts import frozen_names
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.process.state import current_process
 
-__all__ = ["load", "save", "verify"]
-
 Folder = str | os.PathLike[str]
 
 _STEP = "training_step"  # in the facts of the manifest

@@ -6,8 +6,6 @@ CheckpointError (a RuntimeError): a checkpoint could not be written or read.
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CorruptCheckpointError"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says what was wrong and what to do."""

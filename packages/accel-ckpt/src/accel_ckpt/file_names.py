@@ -27,36 +27,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = [
-    "CHECKPOINTS_DIR",
-    "ENGINE_ROLES",
-    "MANIFEST",
-    "SCALER",
-    "buffers_file",
-    "checkpoint_dir",
-    "custom_file",
-    "custom_folder",
-    "gathered_model_file",
-    "gradients_file",
-    "index_file",
-    "is_index",
-    "is_shard",
-    "iteration_of",
-    "loader_file",
-    "local_state_file",
-    "model_file",
-    "model_files",
-    "optimizer_file",
-    "random_states_file",
-    "rank_of",
-    "role_of",
-    "sampler_file",
-    "scheduler_file",
-    "shard_file",
-    "sharded_model_folder",
-    "sharded_optimizer_folder",
-]
-
 MANIFEST = "accel_manifest.json"
 SCALER = "scaler.pt"
 CHECKPOINTS_DIR = "checkpoints"

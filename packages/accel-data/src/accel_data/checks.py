@@ -12,19 +12,6 @@ from torch.utils.data._utils import signal_handling
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "check_divides",
-    "check_length",
-    "check_loader",
-    "check_order",
-    "check_place",
-    "check_rng_types",
-    "check_seed",
-    "check_single",
-    "check_skip",
-    "explained",
-]
-
 _DEATH_S = 1.0  # how long it may take until it is known that a worker has ended
 
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from accel_data.checks import check_order, check_seed
 
-__all__ = ["DataLoaderConfiguration"]
-
 
 @dataclass
 class DataLoaderConfiguration:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["LoaderPlan", "prepare_data_loader"]
-
 
 @dataclass(frozen=True)
 class LoaderPlan:

@@ -21,8 +21,6 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from accel_data.order.global_order import IsolatedRNG
 from accel_data.order.mixing import mix_seed
 
-__all__ = ["WithKey", "keyed", "pass_key", "sample_generator", "sample_rng", "sample_seed"]
-
 
 class _Reading(threading.local):
     """The key of the pass whose samples this thread fetches; a tensor of shape (1,) in a worker."""

@@ -14,8 +14,6 @@ from accel_data.order.skipping import SkipBatchSampler
 from accel_data.torchdata.stateful import is_stateful, loader_class
 from accel_state.logging.warning import warn
 
-__all__ = ["skip_first_batches"]
-
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Make a loader without the first batches of another one, which it does not read where it need not.

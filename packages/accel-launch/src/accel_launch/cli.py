@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import argparse
     from importlib.metadata import EntryPoint
 
-__all__ = ["config_main", "launch_main", "main"]
-
 # name: (module of accel_launch.commands:function that returns the parser, what it does)
 _COMMANDS = {
     "launch": (

@@ -7,8 +7,6 @@ NotAvailableError(LaunchError, NotImplementedError)
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "LaunchError", "NotAvailableError"]
-
 
 class LaunchError(ValueError):
     """The command cannot be started; nothing has been started."""

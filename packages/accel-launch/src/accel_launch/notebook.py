@@ -29,8 +29,6 @@ from accel_state import env
 from accel_state.logging.warning import warn
 from accel_state.process import hooks
 
-__all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
-
 
 class PrepareForLaunch:
     """Makes a function one worker of a run: sets its rank, then calls it.

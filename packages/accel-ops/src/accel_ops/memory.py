@@ -11,13 +11,6 @@ from typing import Any
 from accel_state.devices.table import row
 from accel_state.process.state import current_process
 
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "release_memory",
-    "should_reduce_batch_size",
-]
-
 # What allocators and libraries say when memory does not suffice.
 _OUT_OF_MEMORY = (
     "out of memory",

@@ -13,15 +13,6 @@ import torch
 from accel_ops.module_tensors import named_module_tensors, read_dtype
 from accel_state.enums import CustomDtype
 
-__all__ = [
-    "calculate_maximum_sizes",
-    "compute_module_sizes",
-    "dtype_byte_size",
-    "get_max_layer_size",
-    "size_function",
-    "tensor_sizes",
-]
-
 Dtype = str | torch.dtype | CustomDtype
 
 # torch has no dtypes for these, and counts a bool as a byte; sizes here are those of packed weights.

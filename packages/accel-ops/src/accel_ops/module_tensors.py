@@ -15,17 +15,6 @@ from accel_ops.torch_compat import own_part
 from accel_state.devices.table import DEVICES, existing_device
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "find_tied_parameters",
-    "moved",
-    "named_module_tensors",
-    "read_dtype",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-]
-
 Device = int | str | torch.device
 
 

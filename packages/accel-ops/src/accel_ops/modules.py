@@ -11,20 +11,6 @@ from weakref import ref
 
 import torch
 
-__all__ = [
-    "WeakForward",
-    "extract_model_from_parallel",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "is_compiled_module",
-    "model_has_dtensor",
-    "model_is_sharded",
-    "recursive_getattr",
-    "unsaved_buffers",
-    "weak_forward",
-]
-
 # Containers that keep the model in `.module`. A model can only be in one whose module is loaded.
 _CONTAINERS = (
     ("torch.nn.parallel", "DistributedDataParallel"),

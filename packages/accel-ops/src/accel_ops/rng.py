@@ -17,8 +17,6 @@ from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
-
 
 def set_seed(
     seed: int, device_specific: bool = False, deterministic: bool = False, *, process: Process | None = None

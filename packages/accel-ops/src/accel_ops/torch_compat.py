@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["own_part"]
-
 
 def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Cut this process's part out of a whole tensor that every process has; nothing is sent.

@@ -11,8 +11,6 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-__all__ = ["AgreeingGradScaler"]
-
 
 class AgreeingGradScaler(ShardedGradScaler):
     """Torch's ShardedGradScaler, which also takes gradients that are DTensors, on one mesh or on several.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["register"]
-
 Hook = Callable[[Any, Any], Any]
 
 _POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)

@@ -13,8 +13,6 @@ from accel_state.handlers import KwargsHandler
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["AutocastKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs"]
-
 _HOOK_OPTIONS = ("comm_hook", "comm_wrapper", "comm_state_option")
 _WRAPPERS = ("no", "fp16", "bf16")
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from accel_state.process.facts import Process
 
-__all__ = ["LocalSGD"]
-
 # Under these no process has a whole model with gradients of its own.
 _SHARDED = (
     DistributedType.FSDP,

@@ -13,8 +13,6 @@ import torch
 
 from accel_state.logging.warning import warn
 
-__all__ = ["check_lomo", "find_lomo", "lomo_backward", "steps_in_backward", "warn_of_clipping"]
-
 
 def steps_in_backward(optimizer: Any) -> bool:
     """Return whether an optimizer steps in its `fused_backward`, and not in `step`."""

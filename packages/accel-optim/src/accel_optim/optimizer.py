@@ -19,8 +19,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["AcceleratedOptimizer", "move_to_device", "patch_optimizer_step"]
-
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
     """Move the tensors of an optimizer state to a device.

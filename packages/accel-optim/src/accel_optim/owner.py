@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ParameterOwner"]
-
 
 class ParameterOwner:
     """Parameters and their gradients are where the user sees them. Engines override what differs.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from accel_optim.handlers import AutocastKwargs
 
-__all__ = ["autocast", "get_mixed_precision_context_manager"]
-
 # fp8 kernels replace single layers; the rest computes in bf16.
 _COMPUTE: Mapping[str, tuple[str, torch.dtype]] = {
     "fp16": ("fp16", torch.float16),

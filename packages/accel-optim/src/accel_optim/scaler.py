@@ -22,20 +22,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from accel_state.enums import DistributedType
 from accel_state.process.state import current_process
 
-__all__ = [
-    "agreed",
-    "begin_step",
-    "end_round",
-    "end_step",
-    "forget_round",
-    "get_fsdp2_grad_scaler",
-    "get_grad_scaler",
-    "has_gradients",
-    "share",
-    "skip_step",
-    "unscale",
-]
-
 
 class _Wrapper(Protocol):
     """An optimizer's wrapper."""

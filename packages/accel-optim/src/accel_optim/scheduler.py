@@ -11,8 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR
 from accel_state.gradient import GradientState
 from accel_state.process.state import current_process
 
-__all__ = ["AcceleratedScheduler"]
-
 
 class AcceleratedScheduler:
     """Wraps a scheduler: it may be stepped in every micro-batch, and moves when its optimizers stepped.

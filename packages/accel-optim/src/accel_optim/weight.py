@@ -24,8 +24,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Gradients", "Weight", "WindowWeight", "check_weight", "positive", "ratio"]
-
 Weight: TypeAlias = "float | torch.Tensor"
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from accel_optim.weight import Gradients
 
-__all__ = ["Window"]
-
 
 class Window:
     """Counts micro-batches and decides at which of them gradients are complete.

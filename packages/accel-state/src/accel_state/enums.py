@@ -10,18 +10,6 @@ from enum import Enum, EnumMeta
 
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DistributedType",
-    "DynamoBackend",
-    "LoggerType",
-    "PrecisionType",
-    "RNGType",
-    "SageMakerDistributedType",
-]
-
 
 class _ContainsValues(EnumMeta):
     """Lets `"fp16" in PrecisionType` ask for a value (as Python 3.12 does by itself)."""

@@ -15,8 +15,6 @@ from accel_state.process.shared_dict import shared_dict
 if TYPE_CHECKING:
     from accel_state.handlers import GradientAccumulationPlugin
 
-__all__ = ["GradientState"]
-
 
 class _Loaders(list["weakref.ref[Any]"]):
     """The loaders that are being iterated, outermost first; a copy reads none."""

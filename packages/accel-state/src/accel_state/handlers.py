@@ -15,15 +15,7 @@ from accel_state.logging.suggestion import did_you_mean
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "ProfileKwargs",
-    "TorchDynamoPlugin",
-]
-
-Activity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+_Activity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 _SCHEDULE_KEYS = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
@@ -115,7 +107,7 @@ class ProfileKwargs(KwargsHandler):
         ValueError: If an activity, a key or value of the schedule, or the number of rows is not allowed.
     """
 
-    activities: list[Activity] | None = None
+    activities: list[_Activity] | None = None
     schedule_option: dict[str, int] | None = None
     on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False

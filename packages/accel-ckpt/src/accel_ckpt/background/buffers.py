@@ -16,8 +16,6 @@ from accel_state.devices.table import row
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["Memory"]
-
 # 64 MiB: few mappings for large states, and little unused for small ones.
 _SLAB_BYTES = 2**26
 # A cache line; torch aligns its own memory so too.

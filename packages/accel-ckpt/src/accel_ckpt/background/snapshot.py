@@ -12,8 +12,6 @@ import torch
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.files.tensors import split_tied, write_safe
 
-__all__ = ["freeze"]
-
 
 class _Records:
     """Takes what torch.save writes into its archive, in place of the archive's writer."""

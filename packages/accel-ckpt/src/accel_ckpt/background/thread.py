@@ -14,8 +14,6 @@ from accel_state.process.rendezvous import before_destroy, gloo_group
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["group_for", "in_flight", "join", "start", "wait"]
-
 
 class _Save:
     """A save in a thread. The interpreter waits for it before it exits."""

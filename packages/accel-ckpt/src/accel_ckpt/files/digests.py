@@ -16,17 +16,6 @@ from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.safetensors_header import shortened, tensors_between
 from accel_ckpt.files.threads import Threads
 
-__all__ = [
-    "CHUNK_BYTES",
-    "THREADS",
-    "FileEntry",
-    "kind_of",
-    "plain_file",
-    "regular_file",
-    "regular_size",
-    "verify",
-]
-
 _T = TypeVar("_T")
 
 # Large enough that threads are kept busy, small enough that a large file is shared among them.

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["flush", "replacing"]
-
 
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""

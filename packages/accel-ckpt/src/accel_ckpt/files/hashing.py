@@ -11,8 +11,6 @@ import xxhash
 
 from accel_ckpt.files.page_cache import cached_part
 
-__all__ = ["ALGORITHM", "ALGORITHMS", "digest_chunk"]
-
 ALGORITHM = "xxh3_128"
 """The digest algorithm of new checkpoints."""
 

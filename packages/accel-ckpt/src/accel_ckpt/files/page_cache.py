@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cached_part"]
-
 
 @contextmanager
 def cached_part(path: Path, start: int, length: int) -> Iterator[memoryview | None]:

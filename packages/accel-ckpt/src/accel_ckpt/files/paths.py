@@ -8,8 +8,6 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files.digests import plain_file
 
-__all__ = ["check_inside", "is_inside", "listed_file"]
-
 
 def is_inside(name: str) -> bool:
     """Return whether the name of a file stays inside its folder, on every system.

@@ -8,8 +8,6 @@ from typing import Any
 
 from accel_state.imports.packages import require
 
-__all__ = ["Progress"]
-
 AFTER_S = 2.0
 """How long nothing is shown (seconds)."""
 

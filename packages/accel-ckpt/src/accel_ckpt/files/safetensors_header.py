@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_HEADER_BYTES", "read_header", "shortened", "tensors_between"]
-
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that safetensors take."""
 

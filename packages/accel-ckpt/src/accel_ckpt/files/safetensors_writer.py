@@ -17,8 +17,6 @@ import torch
 
 from accel_ops.collectives.pack_parts import as_bytes
 
-__all__ = ["DTYPES", "dump", "make_header"]
-
 _NAMES = {  # in the order of the library: by size, and then its own
     "bool": "BOOL",
     "uint8": "U8",

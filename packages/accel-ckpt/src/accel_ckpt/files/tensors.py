@@ -24,22 +24,6 @@ from accel_ckpt.files.safetensors_header import shortened, tensors_between
 from accel_ckpt.files.safetensors_writer import DTYPES, dump
 from accel_state.process.state import current_process
 
-__all__ = [
-    "clean_state_dict_for_safetensors",
-    "id_tensor_storage",
-    "is_zip",
-    "load",
-    "save",
-    "split_tied",
-    "tied_groups",
-    "torch_load",
-    "write",
-    "write_safe",
-    "write_tensors",
-    "write_to",
-    "writing",
-]
-
 # The framework of the tensors: transformers writes the same, and its earlier versions reject other files.
 _FORMAT = {"format": "pt"}
 

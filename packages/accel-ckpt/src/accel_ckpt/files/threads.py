@@ -13,8 +13,6 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Threads"]
-
 _T = TypeVar("_T")
 _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 

@@ -20,8 +20,6 @@ from accel_ckpt.files.hashing import digest_chunk
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.threads import Threads
 
-__all__ = ["Writer"]
-
 # torch.save writes headers of a few bytes between its tensors.
 _BUFFER_BYTES = 2**20
 _FLUSH_BYTES = 2**26  # how far the disk is behind at most, before a flush begins

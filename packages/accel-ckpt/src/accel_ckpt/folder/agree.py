@@ -13,8 +13,6 @@ from accel_ops.collectives.objects import broadcast_object_list, gather_object
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["agree", "collect", "from_main", "together"]
-
 _T = TypeVar("_T")
 
 

@@ -32,8 +32,6 @@ from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import manifest
 from accel_ckpt.folder.recovery import discard, folders_of, is_needed, move_out, sweep
 
-__all__ = ["commit", "new_token", "seal", "staging_path"]
-
 
 def new_token() -> str:
     """Return a name for one save, with the machine and the process that work on it."""

@@ -23,8 +23,6 @@ from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.files.paths import check_inside
 
-__all__ = ["Manifest", "files_in", "is_checkpoint", "is_complete", "read", "write"]
-
 FORMAT = "accel-checkpoint"
 # Goes up when an older reader would misread a manifest; facts may gain keys without that.
 VERSION = 2

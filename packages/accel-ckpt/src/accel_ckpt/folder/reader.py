@@ -22,8 +22,6 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 
-__all__ = ["Reading", "open_checkpoint"]
-
 
 @dataclass
 class Reading:

@@ -18,20 +18,6 @@ from accel_ckpt.files.disk import flush
 from accel_ckpt.folder import manifest
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "abandon",
-    "check_room",
-    "discard",
-    "find",
-    "finish",
-    "folders_of",
-    "is_needed",
-    "move_out",
-    "restore_name",
-    "sweep",
-    "sweep_folder",
-]
-
 # On another machine no process can be asked for: no save takes a day.
 _ABANDONED_S = 24 * 3600
 _TOKEN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")

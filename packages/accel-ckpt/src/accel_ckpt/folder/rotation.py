@@ -15,8 +15,6 @@ from accel_ckpt.file_names import iteration_of
 from accel_ckpt.folder import commit, manifest, recovery
 from accel_state.logging.warning import warn
 
-__all__ = ["checkpoints", "latest", "next_number", "next_sequence", "prune"]
-
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """List the complete checkpoints of a project, in the order of their commits.

@@ -31,8 +31,6 @@ from accel_ckpt.folder.links import Earlier, earlier_than
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["Staging", "opened_at", "release_memory", "staged"]
-
 
 @dataclass(frozen=True)
 class Staging:

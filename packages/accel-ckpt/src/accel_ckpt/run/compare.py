@@ -8,8 +8,6 @@ from typing import Any
 
 from accel_ckpt import file_names
 
-__all__ = ["Expected", "Findings", "audit"]
-
 _PER_RANK = ("random", "gradients", "buffers")
 _IN_PARTS = ("sharded", "registered")
 

@@ -10,8 +10,6 @@ import torch
 from accel_ckpt.errors import CheckpointError
 from accel_ops.modules import extract_model_from_parallel
 
-__all__ = ["get_gradients", "set_gradients"]
-
 
 def get_gradients(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Read the gradients that this process has gathered.

@@ -32,8 +32,6 @@ from accel_state.process.state import current_process
 if TYPE_CHECKING:
     from accel_ckpt.sharded.save_load import Parts
 
-__all__ = ["Objects", "load_accelerator_state", "load_custom_state", "restore"]
-
 Folder = str | os.PathLike[str]
 
 

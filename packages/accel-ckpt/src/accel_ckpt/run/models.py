@@ -13,8 +13,6 @@ from accel_ckpt.folder.reader import Reading
 from accel_ckpt.run.optimizer_groups import without_wrapper_names
 from accel_ops.modules import extract_model_from_parallel
 
-__all__ = ["compare_models", "load_models"]
-
 
 def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[str]:
     """Return a line for each weight that is missing on one side, or has another shape.

@@ -9,8 +9,6 @@ import torch
 
 from accel_ops.modules import extract_model_from_parallel
 
-__all__ = ["match_groups", "schedules_of", "without_wrapper_names"]
-
 
 def match_groups(
     file: str, index: int, state: Any, optimizer: Any, models: Sequence[Any]

@@ -27,14 +27,6 @@ from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import children, keys, rebuild
 from accel_state.process.facts import Process
 
-__all__ = [
-    "check_local_parts",
-    "digest",
-    "load_registered_parts",
-    "save_registered",
-    "save_registered_parts",
-]
-
 # The key of a dict that stands for a tensor in parts; unlikely as the only key of a user's dict.
 _NAME = "accel_ckpt.part"
 

@@ -13,8 +13,6 @@ from accel_state.devices.table import row
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["device_key", "get_rng_state", "set_rng_state"]
-
 
 def get_rng_state(process: Process) -> dict[str, Any]:
     """Read the state of all generators.

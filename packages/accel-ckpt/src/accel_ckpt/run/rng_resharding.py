@@ -23,8 +23,6 @@ from accel_ckpt.run.rng import device_key
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["fingerprints", "random_states_for"]
-
 
 def fingerprints(states: dict[str, Any]) -> dict[str, str]:
     """Return a digest of the state of each generator, by which ranks learn whether it was the same on all."""

@@ -17,8 +17,6 @@ from accel_ckpt.run.weight_parts import parts_of_model
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["save_accelerator_state", "save_custom_state"]
-
 Folder = str | os.PathLike[str]
 
 

@@ -12,8 +12,6 @@ from accel_ckpt import file_names
 from accel_ckpt.files.tensors import tied_groups
 from accel_ops.modules import extract_model_from_parallel
 
-__all__ = ["frozen_names", "parts_of_model"]
-
 
 def frozen_names(model: torch.nn.Module) -> frozenset[str]:
     """Return the names of the weights of a model that do not train.

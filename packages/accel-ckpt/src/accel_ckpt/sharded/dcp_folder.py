@@ -19,8 +19,6 @@ from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
 
-__all__ = ["read_folder", "read_index", "write_folder"]
-
 
 def write_folder(
     state: dict[str, Any], folder: Path, process: Process, group: Any = None, *, flush: bool = True

@@ -26,8 +26,6 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.files.paths import listed_file
 
-__all__ = ["METADATA", "Piece", "SafePlanner", "SafeReader", "pieces_of", "read_metadata", "read_piece"]
-
 METADATA = ".metadata"
 
 _INDEX_TYPES = {

@@ -25,8 +25,6 @@ from accel_ckpt.sharded.dcp_reader import METADATA, Piece, pieces_of, read_metad
 from accel_ops.collectives.pack_parts import as_bytes
 from accel_state.logging.warning import warn
 
-__all__ = ["merge_fsdp_weights"]
-
 
 def merge_fsdp_weights(
     checkpoint_dir: str | os.PathLike[str],

@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import Any
 
-__all__ = ["main", "register"]
-
 
 def register(subparsers: Any) -> None:
     """Add the subcommand.

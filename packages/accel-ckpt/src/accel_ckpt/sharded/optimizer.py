@@ -28,17 +28,6 @@ from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_state.process.facts import Process
 
-__all__ = [
-    "different_state",
-    "load_state_in_parts",
-    "parts_to_save",
-    "quiet",
-    "set_state",
-    "state_to_read",
-    "state_to_save",
-    "unchanged_by_failure",
-]
-
 # A sixteenth of the gradients and values is held at a time, beside the state.
 _SHARES = 16
 

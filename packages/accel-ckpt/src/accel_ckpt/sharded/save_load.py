@@ -39,16 +39,6 @@ from accel_ops.trees.walk import recursively_apply
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = [
-    "Comparison",
-    "Parts",
-    "compare_parts",
-    "load_parts",
-    "load_sharded_state",
-    "save_sharded_state",
-    "write_parts",
-]
-
 Folder = str | os.PathLike[str]
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Slots"]
-
 
 class Slots:
     """Where the weights of a model are, also those that have several names.

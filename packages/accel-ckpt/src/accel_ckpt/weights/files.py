@@ -25,8 +25,6 @@ from accel_ckpt.files.disk import flush, replacing
 from accel_ckpt.files.paths import listed_file
 from accel_state.logging.warning import warn
 
-__all__ = ["convert_file_size_to_int", "find_weight_files", "read_index", "save_weights", "split_by_size"]
-
 SAFE_NAME, TORCH_NAME = "model.safetensors", "pytorch_model.bin"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)(I?)(B)", re.IGNORECASE)
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}

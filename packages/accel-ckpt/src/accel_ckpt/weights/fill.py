@@ -19,8 +19,6 @@ from accel_ckpt.files.safetensors_writer import DTYPES
 from accel_ckpt.files.threads import Threads
 from accel_ops.collectives.pack_parts import as_bytes
 
-__all__ = ["fill"]
-
 _PIECE_BYTES = 2**22  # that one thread reads
 
 

@@ -18,8 +18,6 @@ from accel_ckpt.files.digests import regular_file, regular_size
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.files.safetensors_writer import DTYPES
 
-__all__ = ["SafetensorsFiles", "converted", "map_tensor", "read_pages"]
-
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 
 # Mapping takes longer than reading this many bytes that the system has in its cache.

@@ -32,18 +32,6 @@ from accel_ckpt.weights.mapped import SafetensorsFiles, map_tensor
 from accel_ckpt.weights.readers import check_not_in_use, note_reader
 from accel_ops.collectives.pack_parts import as_bytes
 
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "make_offload_folder",
-    "offload_state_dict",
-    "offload_weight",
-    "read_offload_index",
-    "save_offload_index",
-]
-
 INDEX = "index.json"
 
 Folder = str | os.PathLike[str]

@@ -17,8 +17,6 @@ from accel_ckpt.weights.readers import check_not_in_use, readers_of
 from accel_ops.module_tensors import read_dtype
 from accel_state.process.state import current_process
 
-__all__ = ["DeviceMap", "Placing", "device_for", "memory_device"]
-
 DeviceMap = Mapping[str, int | str | torch.device]
 Folder = str | os.PathLike[str]
 

@@ -11,8 +11,6 @@ from weakref import WeakValueDictionary
 
 from accel_ckpt.files.safetensors_header import shortened
 
-__all__ = ["check_not_in_use", "note_reader", "readers_of"]
-
 
 class _Reader(Protocol):
     """Weights of a folder that are read when they are used, as of OffloadedWeightsLoader."""

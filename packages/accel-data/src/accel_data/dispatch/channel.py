@@ -27,8 +27,6 @@ import torch.distributed as dist
 from accel_data.dispatch.wire import Packer, Packet, Unpacker, check_alike
 from accel_data.order.shares import Fill
 
-__all__ = ["ABSENT", "Line", "Message", "Receiver", "Sender", "open_line"]
-
 ABSENT: Any = object()
 """Stands for the batch of a process that has none in the last step."""
 

@@ -32,8 +32,6 @@ from accel_state.process.state import current_process
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DataLoaderDispatcher", "Joined"]
-
 
 class DataLoaderDispatcher(PreparedLoader):
     """A DataLoader that is read by process 0 alone, which hands each process its batches.

@@ -10,8 +10,6 @@ from accel_data.checks import explained
 from accel_data.dispatch.channel import Message, Receiver, Sender, open_line
 from accel_data.order.shares import Fill
 
-__all__ = ["Link", "Parts", "hand_out"]
-
 Parts = tuple[list[Any], Fill | None, bool]
 """The batches of all processes in one step, what is known of them, and whether it is the last step."""
 

@@ -16,8 +16,6 @@ from accel_data.order.shares import Fill, spread_out
 from accel_data.stream.dataset import count_rows
 from accel_ops.trees.tensors import concatenate, slice_tensors
 
-__all__ = ["Read", "Round", "Rounds", "extend", "real_in", "resize"]
-
 
 class Read(NamedTuple):
     """A batch as process 0 has read it.

@@ -16,9 +16,6 @@ from accel_ops.collectives.pack_parts import as_bytes
 from accel_ops.trees.tensors import TensorInformation, is_tensor_information
 from accel_ops.trees.walk import children, find_path, keys, recursively_apply
 
-__all__ = ["Packer", "Packet", "Unpacker", "check_alike"]
-
-
 # Leaves that several batches may share, as nobody can change them.
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 

@@ -25,15 +25,6 @@ from accel_data.stream.dataset import BlockReader, CollateBlock, IterableDataset
 from accel_data.torchdata.state import Plain, from_torchdata, is_from_torchdata, to_torchdata
 from accel_data.torchdata.stateful import stateful_class
 
-__all__ = [
-    "DataLoaderAdapter",
-    "Unbatched",
-    "get_sampler",
-    "innermost",
-    "part_of",
-    "settings",
-]
-
 # Attributes of torch.utils.data.DataLoader that are also arguments of it; its sampling is replaced.
 _KEPT = (
     "num_workers",

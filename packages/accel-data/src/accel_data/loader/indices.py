@@ -9,8 +9,6 @@ from typing import Any
 from accel_data.loader.base import DataLoaderAdapter
 from accel_data.order.samplers import AllShards
 
-__all__ = ["IndexNotes"]
-
 
 class IndexNotes:
     """Notes the indices of a loader's batches, in the order in which it hands them out.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from accel_state.gradient import GradientState
 
-__all__ = ["Item", "PreparedLoader", "look_ahead", "noted", "noted_ahead"]
-
 Item = tuple[Any, Fill | None, bool]
 """A batch, what the processes have in its step, and whether it is the last one."""
 

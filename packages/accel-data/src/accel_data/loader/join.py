@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from accel_ops.debug.session import default_store
 
-__all__ = ["PARTS", "SHARDS", "Attendance", "Missing"]
-
 SHARDS = (
     "`datasets` has given each process a shard of the stream, and the shards differ in size",
     "pass dispatch_batches=True (in a DataLoaderConfiguration), so that process 0 reads for all evenly",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from accel_state.gradient import GradientState
 
-__all__ = ["DataLoaderStateMixin"]
-
 
 class DataLoaderStateMixin:
     """Mixin with the facts of the current batch, while the loader is iterated.

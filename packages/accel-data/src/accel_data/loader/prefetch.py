@@ -14,8 +14,6 @@ from accel_ops.trees.send import send_to_device
 from accel_ops.trees.walk import children, find_path, flatten, recursively_apply
 from accel_state.devices.table import DEVICES, DeviceRow
 
-__all__ = ["Copy", "SideStream", "copied_ahead"]
-
 
 class Copy(NamedTuple):
     """A batch on its way to the device.

@@ -16,9 +16,6 @@ import torch
 from accel_data.order.global_order import IsolatedRNG, global_states
 from accel_state.devices.table import row
 
-__all__ = ["RandomUse", "read_ahead"]
-
-
 _BRIEF_S = 0.0002
 """A step that is used no longer than this is done with before waking a thread has paid for itself."""
 
@@ -28,7 +25,7 @@ class _Step(Protocol):
     def last(self) -> bool: ...
 
 
-T = TypeVar("T", bound=_Step)
+_T = TypeVar("_T", bound=_Step)
 
 
 class RandomUse:
@@ -54,7 +51,7 @@ def _as_bytes(state: Any) -> bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
-def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[T, None, None]:
+def read_ahead(read: Callable[[], _T | None], device: torch.device) -> Generator[_T, None, None]:
     """Call a function again and again, one call ahead of what is taken.
 
     The first call is made by the calling thread, which waits for it anyway. If it uses the global random
@@ -92,7 +89,7 @@ def read_ahead(read: Callable[[], T | None], device: torch.device) -> Generator[
         reader.close()
 
 
-class _Reader(Generic[T]):
+class _Reader(Generic[_T]):
     """A thread that makes one call whenever it is asked to.
 
     Two queues do what an executor's futures do in a quarter of the time.
@@ -102,13 +99,13 @@ class _Reader(Generic[T]):
         device: Its current device.
     """
 
-    def __init__(self, read: Callable[[], T | None], device: torch.device) -> None:
+    def __init__(self, read: Callable[[], _T | None], device: torch.device) -> None:
         self._read = read
         self._device = device
         # Of the thread that made this: a new thread starts with gradients on.
         self._grad = torch.is_grad_enabled()
         self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._done: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
         # A daemon: the interpreter does not wait for it for ever, but asks it to end (see _close_all).
         self._thread = threading.Thread(target=self._run, name="accel-data", daemon=True)
         self._thread.start()
@@ -118,7 +115,7 @@ class _Reader(Generic[T]):
         """Let it make the next call."""
         self._asked.put(True)
 
-    def take(self) -> T | None:
+    def take(self) -> _T | None:
         """Wait for what the call returns, or raise what it raises."""
         result, error = self._done.get()
         try:
@@ -140,7 +137,7 @@ class _Reader(Generic[T]):
         while self._asked.get():
             self._done.put(self._attempt())
 
-    def _attempt(self) -> tuple[T | None, BaseException | None]:
+    def _attempt(self) -> tuple[_T | None, BaseException | None]:
         try:
             return self._read(), None
         except BaseException as error:  # it belongs to who takes the result
@@ -157,7 +154,7 @@ def _close_all() -> None:
         reader.close()
 
 
-def _in_turn(read: Callable[[], T | None], result: T | None) -> Generator[T, None, None]:
+def _in_turn(read: Callable[[], _T | None], result: _T | None) -> Generator[_T, None, None]:
     while result is not None:
         yield result
         if result.last:

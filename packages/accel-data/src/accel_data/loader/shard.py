@@ -8,8 +8,6 @@ from torch.utils.data import IterableDataset
 
 from accel_data.loader.iteration import PreparedLoader
 
-__all__ = ["DataLoaderShard", "SkipDataLoader"]
-
 
 class DataLoaderShard(PreparedLoader):
     """A DataLoader that gives one process its share, on its device.

@@ -10,8 +10,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-__all__ = ["reading_batches_at_once"]
-
 
 @contextmanager
 def reading_batches_at_once(loader: DataLoader[Any]) -> Iterator[None]:

@@ -13,8 +13,6 @@ from accel_data.resume.cursor import Pass
 from accel_data.resume.stream_position import Mark
 from accel_state.process.drain import drain_gloo
 
-__all__ = ["handed_on", "opened"]
-
 
 def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple[Any, Fill | None]]:
     """Hand on what workers have read, and note where they were.

@@ -21,22 +21,6 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from accel_data.order.mixing import mix_seed
 from accel_data.order.permutation import KeyedPermutation
 
-__all__ = [
-    "KEYED_FROM",
-    "IsolatedRNG",
-    "Order",
-    "SeedableRandomSampler",
-    "draw",
-    "drawing_from",
-    "draws_at_once",
-    "global_states",
-    "order_of",
-    "sampler_generator",
-    "seeks",
-    "take",
-    "walk",
-]
-
 Order = range | torch.Tensor | KeyedPermutation | list[Any] | Iterator[Any]
 """Random access (all but an iterator), or an iterator where the sampler has no length."""
 

@@ -13,8 +13,6 @@ from accel_state.process.state import current_process
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Place", "find_data_ranks", "find_place", "mesh_data_ranks"]
-
 _SAME_DATA = frozenset({"tp", "cp", "sp"})
 """Axes along which processes work on the same samples."""
 

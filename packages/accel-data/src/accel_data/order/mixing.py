@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["mix_seed"]
-
 # SplitMix64 counts modulo 2**64, where Python's integers have no end.
 _MASK = 2**64 - 1
 

@@ -14,8 +14,6 @@ import torch
 
 from accel_data.order.mixing import mix_seed
 
-__all__ = ["KeyedPermutation"]
-
 # With six, numbers of one column differ from random ones in tests; see order/test_permutation_statistics.py.
 _ROUNDS = 8
 _TABLE = 2**14  # up to here it is a table, as rounds over few rows and columns would show in statistics

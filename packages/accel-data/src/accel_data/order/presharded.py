@@ -20,8 +20,6 @@ from accel_data.stream.dataset import IterableDatasetShard
 from accel_ops.collectives.objects import gather_object
 from accel_state.logging.warning import warn
 
-__all__ = ["Split", "find_split", "split_everywhere"]
-
 _PAIRS = (
     ("rank", "num_replicas"),
     ("rank", "world_size"),

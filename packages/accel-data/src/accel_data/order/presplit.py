@@ -10,8 +10,6 @@ from torch.utils.data.distributed import DistributedSampler
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.shares import Fill, Share
 
-__all__ = ["PresplitBatchSampler"]
-
 
 class PresplitBatchSampler(BatchSamplerShard):
     """A batch sampler that gives the share of this process already.

@@ -15,8 +15,6 @@ from accel_data.order.global_order import Order, SeedableRandomSampler, draw, or
 from accel_data.order.shares import Fill, Layout, Share, cut, spread_out
 from accel_data.order.wrapper import BatchSamplerWrapper
 
-__all__ = ["AllShards", "BatchSamplerShard"]
-
 
 class BatchSamplerShard(BatchSamplerWrapper):
     """Gives one process its part of the batches of a batch sampler.

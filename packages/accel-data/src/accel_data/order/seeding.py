@@ -20,8 +20,6 @@ from accel_data.order.global_order import SeedableRandomSampler, sampler_generat
 from accel_data.order.mixing import mix_seed
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
 
-__all__ = ["Seeding", "agreed_order"]
-
 _prepared: WeakKeyDictionary[object, Counter[bool]] = WeakKeyDictionary()
 """Loaders that got a seed, per owner: those with an order of their own, and the others."""
 

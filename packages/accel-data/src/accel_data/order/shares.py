@@ -18,8 +18,6 @@ import torch
 from accel_data.order.global_order import Order, take
 from accel_data.order.permutation import KeyedPermutation
 
-__all__ = ["Fill", "Layout", "Share", "counted", "cut", "spread_out"]
-
 _ENTRIES = 2048  # turned into lists at once; more would leave the processor's cache before they are used
 _COMPUTED = 8192  # of an order that is computed, whose calls have to pay for themselves
 

@@ -13,8 +13,6 @@ from accel_data.order.global_order import SeedableRandomSampler, order_of, seeks
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.wrapper import BatchSamplerWrapper
 
-__all__ = ["SkipBatchSampler"]
-
 
 class SkipBatchSampler(BatchSamplerWrapper):
     """A batch sampler without its first batches.

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-__all__ = ["BatchSamplerWrapper"]
-
 
 class BatchSamplerWrapper(BatchSampler):
     """A batch sampler that wraps another one of any class.

@@ -14,8 +14,6 @@ import torch
 
 from accel_data.resume.stream_position import StreamPosition, Trail
 
-__all__ = ["Cursor", "Kind", "Pass", "Progress", "from_state", "to_state"]
-
 # To be raised when the states of before would be read wrongly.
 _VERSION = 1
 

@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any, NamedTuple
 
-__all__ = ["Mark", "PartPosition", "StreamPosition", "Trail"]
-
-
 _MARKS = 64  # noted before those are looked through that are not needed any more
 
 

@@ -20,16 +20,6 @@ from accel_data.resume.stream_position import Mark, StreamPosition
 from accel_data.stream.reader import Reading, Source, read
 from accel_ops.trees.tensors import ignorant_find_batch_size
 
-__all__ = [
-    "Block",
-    "BlockReader",
-    "CollateBlock",
-    "IterableDatasetShard",
-    "PresplitStream",
-    "WholeStream",
-    "count_rows",
-]
-
 
 class Block(NamedTuple):
     """The samples of one batch of one process.

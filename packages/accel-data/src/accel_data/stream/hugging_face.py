@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["digest", "has_shards_for", "is_table", "row_digests", "steps_of", "stream_digest", "take_shard"]
-
 
 def is_table(dataset: Any) -> bool:
     """Whether a dataset is a map-style one of Hugging Face."""

@@ -15,8 +15,6 @@ from torch.utils.data._utils import worker as torch_worker
 from accel_data.resume.stream_position import Mark, PartPosition, StreamPosition
 from accel_data.stream.hugging_face import steps_of
 
-__all__ = ["Counted", "Reading", "Source", "Stream", "has_state", "open_stream", "read"]
-
 
 class Stream(NamedTuple):
     """A dataset that is being read, maybe in a worker of a loader.

@@ -18,8 +18,6 @@ from accel_data.resume.cursor import Cursor
 from accel_data.resume.stream_position import StreamPosition
 from accel_data.stream.reader import has_state
 
-__all__ = ["Plain", "from_torchdata", "is_from_torchdata", "to_torchdata"]
-
 _FINISHED = "_iterator_finished"
 
 

@@ -12,8 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from accel_data.order.global_order import SeedableRandomSampler
 from accel_state.imports.packages import require
 
-__all__ = ["as_plain", "is_stateful", "loader_class", "stateful_class"]
-
 _LOADERS = "torchdata.stateful_dataloader"
 _SAMPLERS = "torchdata.stateful_dataloader.sampler"
 

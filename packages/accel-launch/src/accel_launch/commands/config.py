@@ -15,8 +15,6 @@ from accel_launch.plan.machine import Machine
 from accel_launch.settings.parser import command_parser
 from accel_state import env
 
-__all__ = ["config_parser"]
-
 
 def config_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel config`."""

@@ -11,14 +11,6 @@ from accel_launch.plan.plan import How, Prepared
 from accel_launch.plan.starters import STARTERS
 from accel_state import env
 
-__all__ = [
-    "is_port_in_use",
-    "prepare_deepspeed_cmd_env",
-    "prepare_multi_gpu_env",
-    "prepare_simple_launcher_cmd_env",
-    "test_launch",
-]
-
 
 def is_port_in_use(port: int | None = None) -> bool:
     """Return whether a port of this machine is taken.

@@ -18,8 +18,6 @@ from accel_launch.settings.masking import mask_values
 from accel_launch.settings.parser import command_parser
 from accel_state import env
 
-__all__ = ["env_parser", "environment_report"]
-
 _PACKAGES = (
     "accel",
     "accel-ckpt",

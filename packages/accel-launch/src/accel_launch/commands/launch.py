@@ -21,8 +21,6 @@ from accel_state.enums import ComputeEnvironment
 if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
 
-__all__ = ["launch_command", "launch_command_parser", "plan_of", "read_config"]
-
 
 def launch_command(args: argparse.Namespace) -> None:
     """Start what parsed arguments ask for.

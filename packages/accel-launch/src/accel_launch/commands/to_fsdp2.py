@@ -10,8 +10,6 @@ from accel_launch.config.file import LaunchConfig, load_config_from_file
 from accel_launch.errors import ConfigError
 from accel_launch.settings.parser import command_parser
 
-__all__ = ["convert", "to_fsdp2_command", "to_fsdp2_command_parser"]
-
 # FSDP1's strategies that keep gathered parameters until backward (ZeRO 2) do not reshard after forward.
 _RESHARDS = {
     "FULL_SHARD": True,

@@ -16,8 +16,6 @@ from accel_launch.settings.masking import mask_command
 from accel_launch.settings.parser import command_parser
 from accel_state import env
 
-__all__ = ["setup_command", "tpu_command_launcher", "tpu_command_parser"]
-
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel tpu-config`.

@@ -21,8 +21,6 @@ from accel_launch.settings.schema import (
 )
 from accel_state.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 
-__all__ = ["LaunchConfig", "load_config_from_file"]
-
 
 @dataclass(frozen=True)
 class LaunchConfig:

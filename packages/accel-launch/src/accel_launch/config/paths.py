@@ -7,8 +7,6 @@ from pathlib import Path
 
 from accel_state import env
 
-__all__ = ["config_path", "default_config_file"]
-
 
 def config_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return the default config file's path, whether it exists or not.

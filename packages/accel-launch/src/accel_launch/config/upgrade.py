@@ -9,8 +9,6 @@ from accel_launch.errors import ConfigError
 from accel_launch.settings.schema import SETTINGS, config_setting
 from accel_state.env import str_to_bool
 
-__all__ = ["upgrade"]
-
 _OBSOLETE = {
     "use_xpu": "the device is found by itself",
     "ipex_config": "IPEX is part of torch",

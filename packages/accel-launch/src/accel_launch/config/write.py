@@ -10,8 +10,6 @@ from accel_launch.config.paths import config_path
 from accel_launch.plan.machine import Machine
 from accel_state import env
 
-__all__ = ["basic_values", "write_basic_config"]
-
 
 def basic_values(mixed_precision: str, machine: Machine) -> dict[str, Any]:
     """Return the config of one machine with all its GPUs, or of one process where there is none.

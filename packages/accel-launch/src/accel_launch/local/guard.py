@@ -13,8 +13,6 @@ import os
 import signal
 import warnings
 
-__all__ = ["Guard"]
-
 
 class Guard:
     """The launcher's handle on its guard process.

@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 
 from accel_launch.local.failures.record import Raised
 
-__all__ = ["Supervised"]
-
 
 class Supervised(ABC):
     """A worker and its process group.

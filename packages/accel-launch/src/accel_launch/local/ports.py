@@ -7,8 +7,6 @@ import socket
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["DEFAULT_PORT", "reserve_port"]
-
 DEFAULT_PORT = 29500
 """Where processes meet if nothing says so: torch's own."""
 

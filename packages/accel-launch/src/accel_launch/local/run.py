@@ -22,8 +22,6 @@ from accel_launch.plan.environment import worker_environment
 from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_state.env import CPUInformation
 
-__all__ = ["prepare", "run_local"]
-
 
 def run_local(plan: LaunchPlan) -> int:
     """Run the workers of one machine to their end.

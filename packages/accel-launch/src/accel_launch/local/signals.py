@@ -11,8 +11,6 @@ from types import FrameType, TracebackType
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["ENDING", "SignalPipe", "ended_by_sigterm", "known_signals", "signal_name"]
-
 
 def known_signals(*names: str) -> tuple[signal.Signals, ...]:
     """Return those of the signals that this system has: Windows lacks most of them.

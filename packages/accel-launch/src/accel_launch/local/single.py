@@ -10,8 +10,6 @@ from accel_launch.plan.plan import Prepared
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["prepare"]
-
 
 def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the script's own command.

@@ -24,8 +24,6 @@ from accel_launch.plan.plan import LaunchPlan
 if TYPE_CHECKING:
     from accel_launch.local.failures.summary import Failure
 
-__all__ = ["Member", "Supervision"]
-
 # After a failure the others wait in a collective and have nothing to save; asked to end, they may save.
 _FAILURE_GRACE_S = 5.0
 _REQUEST_GRACE_S = 30.0

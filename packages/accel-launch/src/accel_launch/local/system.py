@@ -6,8 +6,6 @@ import sys
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["require_posix"]
-
 
 def require_posix(what: str, instead: str) -> None:
     """Raise an error on Windows.

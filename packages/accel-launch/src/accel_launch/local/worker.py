@@ -15,8 +15,6 @@ from pathlib import Path
 from accel_launch.local.failures.record import read_record
 from accel_launch.local.member import Supervised
 
-__all__ = ["Worker", "adopt_orphans"]
-
 # Numbers of linux/prctl.h; Python has no names for them.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

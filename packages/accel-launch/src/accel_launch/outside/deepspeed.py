@@ -20,8 +20,6 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["is_needed", "prepare"]
-
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 
 

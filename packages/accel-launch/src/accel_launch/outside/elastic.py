@@ -14,8 +14,6 @@ from typing import Any
 from accel_launch.local.failures.record import Raised, read_record
 from accel_launch.local.failures.summary import Failure, Report, failure_summary
 
-__all__ = ["HANDLED", "elastic_summary", "log_lines_dropped", "set_handlers", "signal_handlers_kept"]
-
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """The signals that the agent handles."""
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from accel_launch.errors import LaunchError
 from accel_launch.settings.schema import nearest
 
-__all__ = ["Host", "read_hostfile"]
-
 # Open MPI's keys; only slots counts here, and its limits are for mpirun to check.
 _KEYS = ("slots", "max_slots", "max-slots")
 

@@ -19,8 +19,6 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["mpirun_command", "mpirun_environment", "mpirun_port", "prepare"]
-
 
 def prepare(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the mpirun that starts the workers.

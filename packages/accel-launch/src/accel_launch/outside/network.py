@@ -11,8 +11,6 @@ import ipaddress
 import socket
 import struct
 
-__all__ = ["interface_of", "is_listening", "is_local", "is_loopback", "local_address", "set_gloo_interface"]
-
 # Linux's ioctl for the address of an interface; Python has no name for it.
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # a datagram socket that is connected sends nothing

@@ -8,8 +8,6 @@ from accel_launch.plan.environment import worker_environment
 from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_launch.plan.relaunch import accel_launch_command
 
-__all__ = ["prepare_srun", "prepare_task"]
-
 
 def prepare_task(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
     """Return the worker that this task becomes.

@@ -19,15 +19,6 @@ from accel_launch.outside.network import (
 from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_state import env
 
-__all__ = [
-    "prepare",
-    "reach_machine_0",
-    "rendezvous_timeout",
-    "torchrun_command",
-    "torchrun_environment",
-    "torchrun_port",
-]
-
 _DEFAULT_TIMEOUT_S = 600.0  # torch's own, for the static rendezvous
 _NOTE_AFTER_S = 5.0
 _RETRY_S = 0.2

@@ -12,8 +12,6 @@ from accel_launch.errors import LaunchError
 from accel_state import env
 from accel_state.imports.packages import install_hint
 
-__all__ = ["drop_in_environment"]
-
 
 def drop_in_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with the switch of `accel.drop_in` on.

@@ -10,8 +10,6 @@ from accel_launch.settings.schema import SETTINGS
 from accel_state import env
 from accel_state.env import CPUInformation
 
-__all__ = ["common_environment", "outside_any_run", "worker_environment"]
-
 # A worker that believes to run under torchrun would wait for torchrun's store instead of opening its own.
 _TORCHRUN = (
     "TORCHELASTIC_USE_AGENT_STORE",

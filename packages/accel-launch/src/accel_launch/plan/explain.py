@@ -10,8 +10,6 @@ from accel_launch.settings.masking import mask_command, mask_values
 from accel_launch.settings.resolve import Settings
 from accel_launch.settings.schema import GROUPS, SETTINGS
 
-__all__ = ["dry_run_text", "explain_text"]
-
 
 def explain_text(settings: Settings) -> str:
     """Return every effective setting with its value and where it came from, by group.

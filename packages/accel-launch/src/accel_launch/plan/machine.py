@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Machine"]
-
 
 @dataclass(frozen=True)
 class Machine:

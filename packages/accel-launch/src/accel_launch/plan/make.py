@@ -14,8 +14,6 @@ from accel_launch.plan.script import worker_command
 from accel_launch.plan.starters import choose_elsewhere, choose_here, warn_unused
 from accel_launch.settings.resolve import Effective, Settings, Source
 
-__all__ = ["make_plan"]
-
 
 def make_plan(
     settings: Settings,

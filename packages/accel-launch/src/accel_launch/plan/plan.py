@@ -11,8 +11,6 @@ from accel_launch.settings.resolve import Settings
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["How", "LaunchPlan", "Prepared"]
-
 How = Literal["exec", "local", "torchrun", "mpirun", "task", "srun", "deepspeed", "pod", "ray"]
 
 

@@ -12,8 +12,6 @@ from accel_launch.settings.schema import SETTINGS
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["accel_launch_command"]
-
 # These act on this launcher alone; keys of an account are not passed on.
 _HERE = ("dry_run", "explain", "aws_access_key_id", "aws_secret_access_key")
 

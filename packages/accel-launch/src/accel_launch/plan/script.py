@@ -12,8 +12,6 @@ from pathlib import Path
 from accel_launch.errors import LaunchError
 from accel_launch.settings.resolve import Settings
 
-__all__ = ["worker_command"]
-
 
 def worker_command(
     settings: Settings, script: str, arguments: Sequence[str], environ: Mapping[str, str]

@@ -21,15 +21,6 @@ from accel_launch.plan.plan import How, Prepared
 from accel_launch.settings.resolve import Settings, Source
 from accel_launch.settings.schema import SETTINGS
 
-__all__ = [
-    "STARTERS",
-    "Starter",
-    "become",
-    "choose_elsewhere",
-    "choose_here",
-    "warn_unused",
-]
-
 
 @dataclass(frozen=True)
 class Starter:

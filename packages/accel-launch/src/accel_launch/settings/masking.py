@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["MASK", "is_secret", "mask_command", "mask_text", "mask_values"]
-
 MASK = "***"
 
 _WORD = re.compile(r"[\w.-]+")

@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 from accel_launch.settings.schema import GROUPS, SETTINGS, Setting, nearest
 
-__all__ = ["LaunchParser", "command_parser", "launch_flags_parser"]
-
 _RENAMED = {
     "--fp16": "--mixed_precision=fp16",
     "--fsdp_backward_prefetch_policy": "--fsdp_backward_prefetch",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from accel_launch.config import LaunchConfig
     from accel_launch.settings.slurm_job import Step
 
-__all__ = ["Effective", "Settings", "Source", "resolve"]
-
 
 class Source(IntEnum):
     """Where a value came from; a higher one wins."""

@@ -20,8 +20,6 @@ from accel_launch.errors import LaunchError
 from accel_state.env import CPUInformation
 from accel_state.process.slurm import tasks_on_machine
 
-__all__ = ["Step", "find_step", "first_host", "step_to_follow"]
-
 # Pseudo steps: the batch script, the external one and interactive shells run on one machine of the job.
 _PSEUDO_STEPS = range(0xFFFFFFF0, 0x100000000)
 _FIRST_PORT, _PORTS = 10000, 20000  # below those that the system hands out

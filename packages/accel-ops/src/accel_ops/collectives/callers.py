@@ -15,8 +15,6 @@ from accel_ops.debug.session import default_store, prefixed
 from accel_state.logging.warning import user_frame
 from accel_state.process.facts import Process
 
-__all__ = ["who_calls"]
-
 _PAUSES_S = 0.001, 0.05  # between looks into the store: the first, and the longest
 
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from accel_ops.trees.walk import find_path
 from accel_state.process.facts import Process
 
-__all__ = ["require_devices", "require_group", "require_plain", "require_rank"]
-
 # Asked in every collective, and the same as long as a group lives.
 _movable_by_group: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 

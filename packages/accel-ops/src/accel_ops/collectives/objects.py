@@ -16,8 +16,6 @@ from accel_ops.trees.walk import is_namedtuple
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["broadcast_object_list", "gather_object"]
-
 
 def gather_object(object: Any, *, process: Process | None = None) -> list[Any]:
     """Collect the objects of all processes in one list, in rank order, on every process.

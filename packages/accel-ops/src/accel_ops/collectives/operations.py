@@ -23,8 +23,6 @@ from accel_ops.trees.walk import find_path, flatten
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["broadcast", "copy_tensor_to_devices", "gather", "reduce"]
-
 # Exact types that need no further check; DTensor and other subclasses take the slow way.
 _USUAL = {torch.Tensor, torch.nn.Parameter}
 _REDUCTIONS = ("mean", "sum", "max", "none")

@@ -18,8 +18,6 @@ import torch
 
 from accel_ops.collectives.pack_parts import SHARED_BYTES, Part
 
-__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Buffers", "Pack", "Plan", "plan"]
-
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size (bytes) are packed.
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors
 
-__all__ = ["SHARED_BYTES", "WORDS", "Part", "as_bytes"]
-
 SHARED_BYTES = 32 * 1024
 """Results that are together no larger than this (bytes) stay in one block of memory; others get their own.
 

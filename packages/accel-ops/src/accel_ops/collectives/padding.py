@@ -14,8 +14,6 @@ from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"]
-
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor was to be padded across processes, and came back as it is."""

@@ -16,8 +16,6 @@ import torch
 
 from accel_ops.collectives.pack_parts import SHARED_BYTES, WORDS
 
-__all__ = ["Buffers", "Kind", "Stack", "stack_if_alike"]
-
 _dtype = attrgetter("dtype")
 
 

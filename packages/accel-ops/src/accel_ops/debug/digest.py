@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FACTOR", "as_integers", "digest"]
-
 FACTOR = -7046029254386353131
 """2**64 / golden ratio, odd: its multiples are spread over all 64-bit integers."""
 

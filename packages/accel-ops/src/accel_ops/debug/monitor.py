@@ -13,8 +13,6 @@ from accel_ops.debug.stack import whereabouts
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Monitor"]
-
 _EVERY_S = 0.1
 _JOIN_S = 1.0  # it may hang in a store that does not answer
 # Nobody asks before having waited longer than this, so until then the store is left in peace.

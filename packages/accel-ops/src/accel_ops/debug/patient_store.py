@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["PatientStore", "StoreSilentError"]
-
 _R = TypeVar("_R")
 _Call: TypeAlias = "tuple[Callable[[Store], Any], Future[Any]]"
 _JOIN_S = 1.0

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from accel_ops.debug.stack import find_site
 
-__all__ = ["Sampler", "Status", "group_ranks"]
-
 _LONGEST = 160  # characters of an error's text: those of gloo are long, and all processes show it
 
 

@@ -26,17 +26,6 @@ from accel_state.process.facts import Process
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "DistributedOperationException",
-    "Session",
-    "call_at_the_end",
-    "current_session",
-    "default_store",
-    "first_line",
-    "leave",
-    "prefixed",
-]
-
 WARN_AFTER_S = 5.0
 """After so long a wait for others (seconds) there is one warning that says where they are."""
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from accel_state.logging.warning import stands_between
 
-__all__ = ["Site", "failed_in_collective", "failure_place", "find_site", "whereabouts", "why_exiting"]
-
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )

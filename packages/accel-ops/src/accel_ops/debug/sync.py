@@ -26,8 +26,6 @@ from accel_state.enums import RNGType
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-__all__ = ["verify_sync"]
-
 _BEGIN = "Processes are out of step:"
 _RNG_HINT = (
     "Seed it alike on all processes (set_seed), draw from it on all or on none, or leave the generators out "

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from accel_ops.debug.progress import Status
 
-__all__ = ["Stuck", "find_stuck", "report"]
-
 _SHOWN = 8  # groups that a report lists; those of a mesh wait for each other
 _SILENT = "does not answer: it is stopped, hangs outside Python, was killed, or runs without a watchdog"
 _UNKNOWN = "not known"

@@ -32,8 +32,6 @@ from accel_state.process.facts import Process
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["StuckCollectiveError", "Watchdog"]
-
 ANSWER_S = 5.0
 """How long to wait (seconds) for the other processes to say how far they are."""
 

@@ -11,8 +11,6 @@ import torch
 
 from accel_ops.trees.walk import recursively_apply
 
-__all__ = ["ConvertOutputsToFp32", "convert_outputs_to_fp32", "convert_to_fp32"]
-
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Convert the fp16 and bf16 tensors of a tree to fp32.

@@ -10,8 +10,6 @@ import torch
 
 from accel_ops.trees.walk import children, keys, rebuild
 
-__all__ = ["send_to_device"]
-
 # What every batch is made of is known by its type alone: looking for a method of another object is slow.
 _PLAIN_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 _SEQUENCES = frozenset({list, tuple})

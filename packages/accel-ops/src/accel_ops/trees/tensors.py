@@ -10,19 +10,6 @@ import torch
 
 from accel_ops.trees.walk import children, find_path, is_torch_tensor, keys, rebuild, recursively_apply
 
-__all__ = [
-    "TensorInformation",
-    "concatenate",
-    "find_batch_size",
-    "find_device",
-    "get_data_structure",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_tensor_information",
-    "listify",
-    "slice_tensors",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:

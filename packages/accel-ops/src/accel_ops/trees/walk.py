@@ -14,19 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "children",
-    "find_path",
-    "flatten",
-    "honor_type",
-    "is_namedtuple",
-    "is_torch_tensor",
-    "keys",
-    "merge_dicts",
-    "rebuild",
-    "recursively_apply",
-]
-
 
 def is_torch_tensor(tensor: Any) -> bool:
     """Return whether `tensor` is a `torch.Tensor` (or an instance of a subclass)."""

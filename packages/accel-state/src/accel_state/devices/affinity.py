@@ -11,8 +11,6 @@ from accel_state import env
 from accel_state.devices.table import detect
 from accel_state.logging.warning import warn
 
-__all__ = ["override_numa_affinity", "set_numa_affinity"]
-
 _logger = logging.getLogger(__name__)
 _SYSFS = Path("/sys")
 

@@ -17,8 +17,6 @@ from accel_state import env
 from accel_state.devices import probes
 from accel_state.devices.ram import available_ram
 
-__all__ = ["CPU", "CUDA", "HPU", "MPS", "XLA", "cpu_is_available", "xla_is_available"]
-
 Calls = Mapping[str, Callable[..., Any]]
 
 

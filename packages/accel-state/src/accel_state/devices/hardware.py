@@ -9,8 +9,6 @@ import subprocess
 
 from accel_state.logging.warning import warn
 
-__all__ = ["check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info"]
-
 # nvidia-smi loads the driver where nothing has done so, which takes seconds.
 _TIMEOUT_S = 20
 _OLDEST_LINUX = (5, 5)  # older ones can hang in a training of several processes

@@ -13,27 +13,6 @@ from accel_state import env
 from accel_state.imports.packages import compare_versions, is_package_available, is_torch_version
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "check_cuda_fp8_capability",
-    "is_bf16_available",
-    "is_cuda_available",
-    "is_fp16_available",
-    "is_habana_gaudi1",
-    "is_hpu_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_musa_available",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_rocm_available",
-    "is_sdaa_available",
-    "is_torch_xla_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_xccl_available",
-    "is_xpu_available",
-]
-
-
 # Devices
 
 

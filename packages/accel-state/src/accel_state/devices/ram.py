@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_ram"]
-
 _PROC = Path("/proc/meminfo")
 # A container sees its own control group here: (limit, used, statistics) of versions 2 and 1.
 _GROUPS = (

@@ -14,8 +14,6 @@ import torch
 from accel_state import env
 from accel_state.enums import DistributedType, RNGType
 
-__all__ = ["DeviceRow"]
-
 
 @dataclass(frozen=True)
 class DeviceRow:

@@ -11,8 +11,6 @@ from typing import Any, TypeVar, cast
 
 from accel_state.env import keep_accelerate_environment
 
-__all__ = ["purge_accelerate_environment"]
-
 # The decorator returns what it got, for type checkers.
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 

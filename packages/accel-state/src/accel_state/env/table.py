@@ -10,8 +10,6 @@ from typing import Any
 from accel_state.enums import DynamoBackend, PrecisionType, SageMakerDistributedType
 from accel_state.env.variable import FALSE_WORDS, TRUE_WORDS, Variable
 
-__all__ = ["VARIABLES"]
-
 
 def _group(prefix: str, *rows: tuple[Any, ...]) -> list[Variable]:
     """Make one variable per row: (name without prefix, kind, default, help[, choices[, aliases]])."""

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FALSE_WORDS", "TRUE_WORDS", "Variable", "parse_flag"]
-
 Kind = Literal["flag", "flags", "int", "float", "str", "list"]
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})

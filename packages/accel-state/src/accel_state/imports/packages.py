@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from packaging.version import Version
 
-__all__ = ["compare_versions", "install_hint", "is_package_available", "is_torch_version", "require"]
-
 _OPERATIONS = {
     ">": operator.gt,
     ">=": operator.ge,

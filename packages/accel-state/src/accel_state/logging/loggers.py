@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 else:
     _Adapter = logging.LoggerAdapter  # Python 3.10 cannot subscript it
 
-__all__ = ["MultiProcessAdapter", "get_logger"]
-
 _COUNTS_OWN_FRAMES = sys.version_info < (3, 11)  # whether a stacklevel counts the frames of logging too
 
 

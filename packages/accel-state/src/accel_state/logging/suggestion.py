@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean"]
-
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return a sentence that names the known word nearest to an unknown one, or "" if none is near.

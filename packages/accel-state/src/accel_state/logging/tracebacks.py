@@ -9,8 +9,6 @@ from accel_state import env
 from accel_state.imports.available import is_rich_available
 from accel_state.logging.warning import warn
 
-__all__ = ["set_tracebacks"]
-
 
 def set_tracebacks() -> None:
     """Let rich write the tracebacks of uncaught exceptions, if ACCELERATE_ENABLE_RICH says so.

@@ -7,8 +7,6 @@ import warnings
 from types import FrameType
 from typing import Literal
 
-__all__ = ["stands_between", "user_frame", "warn"]
-
 # What calls other code for the user: these packages, torch, and what `with`, decorators, enumerations,
 # dataclasses and loggers put between.
 _BETWEEN = frozenset(

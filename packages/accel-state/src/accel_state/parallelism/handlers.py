@@ -7,15 +7,6 @@ from typing import Any
 
 from accel_state import env
 
-__all__ = [
-    "DeepSpeedSequenceParallelConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-    "check_choice",
-    "check_count",
-    "or_environment",
-]
-
 
 @dataclasses.dataclass
 class TorchTensorParallelConfig:

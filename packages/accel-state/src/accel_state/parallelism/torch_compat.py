@@ -11,8 +11,6 @@ from accel_state.imports.packages import is_torch_version
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["init_device_mesh"]
-
 _last_world: weakref.ref[Any] | None = None
 
 

@@ -22,8 +22,6 @@ from accel_state.process.split import split
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["ProcessControl", "describe", "wait"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

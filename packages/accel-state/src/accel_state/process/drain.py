@@ -17,8 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["drain_gloo"]
-
 _THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # Linux; elsewhere there is the first short wait alone
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")

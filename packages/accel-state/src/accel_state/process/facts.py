@@ -10,8 +10,6 @@ from accel_state.enums import DistributedType
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Process"]
-
 
 @dataclass(frozen=True)
 class Process:

@@ -16,8 +16,6 @@ from types import TracebackType
 
 from accel_state import env
 
-__all__ = ["record", "record_uncaught"]
-
 _path: str | None = None  # of the file that a launcher asked for
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["joined", "leaves", "register", "waits"]
-
 
 @dataclass(frozen=True)
 class _Calls:

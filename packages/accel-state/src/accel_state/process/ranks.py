@@ -13,8 +13,6 @@ from accel_state.env import CPUInformation
 from accel_state.process.rendezvous import has_group
 from accel_state.process.slurm import tasks_on_machine
 
-__all__ = ["device_index", "find_place"]
-
 
 def find_place(row: DeviceRow, options: Mapping[str, Any]) -> CPUInformation:
     """Return this process's place in the run.

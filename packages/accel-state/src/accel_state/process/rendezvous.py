@@ -29,18 +29,6 @@ from accel_state.logging.warning import warn
 from accel_state.process.drain import drain_gloo
 from accel_state.process.stores import open_store
 
-__all__ = [
-    "backend_for",
-    "barrier",
-    "before_destroy",
-    "check_options",
-    "destroy",
-    "gloo_group",
-    "has_group",
-    "start",
-    "warn_ignored",
-]
-
 _FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
 
 

@@ -6,8 +6,6 @@ import threading
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["ThreadLocalSharedDict", "shared_dict"]
-
 
 class ThreadLocalSharedDict(threading.local):
     """A class attribute that is one dictionary per thread, shared by the instances which live in the thread.

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from accel_state import env
 
-__all__ = ["tasks_on_machine"]
-
 _NAMES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # the step's own first
 
 

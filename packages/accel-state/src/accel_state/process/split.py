@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["share", "split"]
-
 
 def share(length: int, rank: int, size: int, padded: bool = False) -> range:
     """Return the positions that belong to one process.

@@ -24,8 +24,6 @@ from accel_state.process.facts import Process
 from accel_state.process.ranks import device_index, find_place
 from accel_state.process.shared_dict import shared_dict
 
-__all__ = ["PartialState", "current_process", "wait_for_everyone"]
-
 
 class PartialState(ProcessControl):
     """The facts of this process; making the first one joins or makes the process group.

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from accel_state import env
 
-__all__ = ["open_store"]
-
 
 @dataclass
 class _Open:

@@ -36,8 +36,6 @@ from accel_ckpt.weights.load import device_for, load_placed
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ckpt.weights.placement import Placing
 
-__all__ = ["dispatch_model", "load_checkpoint_and_dispatch"]
-
 Folder = str | os.PathLike[str]
 DeviceMap = Mapping[str, Device]
 

@@ -17,8 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import env
 
-__all__ = ["init_empty_weights", "init_on_device"]
-
 # Of a module, a name and a tensor; returns what is registered in the tensor's place, or None.
 Hook = Callable[..., Any]
 

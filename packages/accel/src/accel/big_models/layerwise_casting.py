@@ -10,8 +10,6 @@ from torch import nn
 
 from accel.big_models.hooks.base import Arguments, ModelHook, SequentialHook, add_hook_to_module
 
-__all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
-
 # Norms and embeddings are small, or lose more by rounding than they save.
 _CAST = (
     nn.Linear,

@@ -10,8 +10,6 @@ from torch.nn.utils import prune
 
 from accel_ops.module_tensors import moved
 
-__all__ = ["META", "bring_to", "check_no_computed_weights", "int8_states", "move", "on_meta"]
-
 META = torch.device("meta")
 
 # Classes of torch's own hooks that compute a weight before a module's forward, with what takes their place.

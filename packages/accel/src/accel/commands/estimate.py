@@ -13,8 +13,6 @@ from accel.estimate.formulas import ENGINES, ModelSize, training_bytes
 from accel.estimate.mesh import BYTES, OPTIMIZER_STATES, MeshSizes, mesh_bytes
 from accel_launch.settings.parser import command_parser
 
-__all__ = ["estimate_command", "estimate_command_parser", "estimate_rows", "main", "mesh_rows", "register"]
-
 _AXES = {
     "dp_replicate": "replicas",
     "dp_shard": "processes that shard a replica",

@@ -15,8 +15,6 @@ from accel_launch.settings.parser import command_parser
 from accel_state import env
 from accel_state.env.table import VARIABLES
 
-__all__ = ["register", "replay_command", "replay_command_parser"]
-
 _DESCRIPTION = (
     "Recompute the losses of a bundle (GuardKwargs(bundle=...)) on one process. The script runs as it did "
     "until its loop gets the first batch: there it gets the weights, the batches and the random generators "

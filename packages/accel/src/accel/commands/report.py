@@ -9,8 +9,6 @@ from typing import Any
 from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import command_parser
 
-__all__ = ["register", "report_command", "report_command_parser"]
-
 
 def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel report`.

@@ -20,8 +20,6 @@ from accel_optim.handlers import GradScalerKwargs
 from accel_state.gradient import GradientState
 from accel_state.handlers import GradientAccumulationPlugin
 
-__all__ = ["CHECKS", "main"]
-
 _STEPS = 6
 _BATCH = 4  # samples per process and step
 # Largest relative difference between the losses of many processes and of one in fp32. Reduced precisions

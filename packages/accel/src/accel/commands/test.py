@@ -8,8 +8,6 @@ from typing import Any
 from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import launch_flags_parser
 
-__all__ = ["register", "test_command", "test_command_parser"]
-
 _DESCRIPTION = (
     "Start the processes of the current configuration and check that they communicate, share out data, train "
     "as one process would, and save and load. Takes the flags of `accel launch`."

@@ -19,8 +19,6 @@ from accel_launch.errors import LaunchError
 from accel_launch.settings.parser import LaunchParser, launch_flags_parser
 from accel_state import env
 
-__all__ = ["register", "verify_command", "verify_command_parser"]
-
 _DESCRIPTION = (
     "Run the first optimizer steps of a script on one process and on many, with the same global batch, and "
     "say whether they are the same training: samples, losses, gradients and parameters. What differs first "

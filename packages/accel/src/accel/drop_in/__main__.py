@@ -9,8 +9,6 @@ from accel_launch.errors import LaunchError
 from accel_launch.plan.drop_in import drop_in_environment
 from accel_state import env
 
-__all__ = ["main"]
-
 _NAME = "accel.drop_in"
 _USAGE = (
     f"usage: python -m {_NAME} [-m] SCRIPT [arguments]\n\nRun a program that imports accelerate on accel."

@@ -18,8 +18,6 @@ from accel.drop_in.interface import INTERFACE_VERSION
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["AccelFinder", "AccelLoader", "Accelerate", "install", "is_active"]
-
 _NAME = "accelerate"
 # The logger of accelerate above that of each package: the functions of three are documented in its utils.
 _PACKAGES = {

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-__all__ = ["INTERFACE_VERSION"]
-
 INTERFACE_VERSION = "1.15.0"
 """The release of accelerate whose documented interface accel has; programs compare it."""

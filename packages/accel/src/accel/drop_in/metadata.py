@@ -9,8 +9,6 @@ from typing import Any
 
 from accel.drop_in.interface import INTERFACE_VERSION
 
-__all__ = ["AccelDistribution"]
-
 # Programs compare: sentence-transformers trains only with the accelerate whose home page is Hugging Face's.
 _FILES = {
     "METADATA": f"""\

@@ -14,8 +14,6 @@ from accel_state.enums import DistributedType
 from accel_state.logging.warning import warn
 from accel_state.parallelism.config import ParallelismConfig
 
-__all__ = ["Choice", "choose"]
-
 
 @dataclass(frozen=True)
 class Choice:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from accel.engines.base import Engine
 
-__all__ = ["SingleEngine"]
-
 
 class SingleEngine(Engine):
     """One process on one device."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient import GradientState
 
-__all__ = ["start_engine"]
-
 _logger = get_logger("accel.engines")
 
 

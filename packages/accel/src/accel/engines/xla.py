@@ -23,8 +23,6 @@ from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scaler import get_grad_scaler
 from accel_state.enums import DistributedType
 
-__all__ = ["XLAEngine", "XLAGradients", "XLALoader", "XLALoaders", "XLAOptimizer", "XLAStates"]
-
 
 def _xla_model() -> Any:
     # Imported on use, as torch_xla need not be installed.

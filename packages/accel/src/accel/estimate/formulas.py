@@ -22,8 +22,6 @@ from functools import cached_property
 
 from accel.estimate.mesh import BYTES, OPTIMIZER_STATES, MeshSizes, block_of, mesh_bytes
 
-__all__ = ["ENGINES", "ModelSize", "convert_bytes", "training_bytes"]
-
 ENGINES = ("one process", "DDP", "FSDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 """Ways to train whose memory is estimated."""
 

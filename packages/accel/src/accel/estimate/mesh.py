@@ -22,15 +22,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-__all__ = [
-    "BYTES",
-    "OPTIMIZER_STATES",
-    "MeshBytes",
-    "MeshSizes",
-    "block_of",
-    "mesh_bytes",
-]
-
 BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
 """Bytes of one parameter by the dtype in which it is stored."""
 

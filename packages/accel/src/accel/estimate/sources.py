@@ -17,8 +17,6 @@ from accel_ckpt.weights.files import find_weight_files
 from accel_launch.errors import LaunchError
 from accel_state.imports.packages import require
 
-__all__ = ["Tensors", "find_tensors"]
-
 _FILES = (".bin", ".json", ".pt", ".pth", ".safetensors")
 
 

@@ -15,8 +15,6 @@ from accel_optim.precision import autocast
 from accel_state.enums import PrecisionType
 from accel_state.logging.warning import warn
 
-__all__ = ["AutocastForward", "Precision", "wrap_forward"]
-
 
 @dataclass(frozen=True)
 class Precision:

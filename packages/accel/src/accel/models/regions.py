@@ -15,8 +15,6 @@ import torch
 
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 
-__all__ = ["compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2", "repeated_blocks"]
-
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
     """Compile the repeated blocks of a model in place; without any, the model itself. Twice is once.

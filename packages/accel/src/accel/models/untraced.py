@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_untraced"]
-
 
 def run_untraced(function: Callable[..., None], *args: Any) -> None:
     """Call a function that changes a model or reads files; a compiler does not look into it.

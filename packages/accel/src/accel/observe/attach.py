@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
-__all__ = ["Undo", "follow", "put"]
-
 Undo = Callable[[], None]
 """Takes off what was attached."""
 

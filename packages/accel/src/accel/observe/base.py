@@ -12,8 +12,6 @@ from accel_state.handlers import KwargsHandler
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["ObserverKwargs", "observed"]
-
 
 class ObserverKwargs(KwargsHandler):
     """Base of the settings of observers, which `kwargs_handlers` takes one of each kind of."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Observer"]
-
 
 class Observer:
     """Observes one run; each method does nothing by default.

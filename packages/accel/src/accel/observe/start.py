@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel.observe.base import ObserverKwargs
     from accel.training.run import Run
 
-__all__ = ["start_observers"]
-
 # The variable that asks for an observer, and its settings; imported when it is set.
 _ASKED_BY: dict[str, tuple[str, str]] = {
     "ACCELERATE_GUARD": ("accel.observe.guard.settings", "GuardKwargs"),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_state.process.facts import Process
 
-__all__ = ["verify_before_save", "verify_sync"]
-
 
 def verify_sync(
     run: Run, models: Sequence[torch.nn.Module], *, buffers: bool = True, rng: bool = True

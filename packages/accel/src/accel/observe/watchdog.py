@@ -15,8 +15,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["WatchdogKwargs"]
-
 DEFAULT_TIMEOUT_S = 120.0
 """Longer than a checkpoint or an evaluation on the main process usually keeps the others waiting."""
 

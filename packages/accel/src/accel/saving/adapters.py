@@ -12,8 +12,6 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.imports.available import is_peft_available
 from accel_state.imports.packages import require
 
-__all__ = ["adapter_names", "is_peft_model", "under_own_names", "with_wrappers"]
-
 _WRAPPER = "_fsdp_wrapped_module"  # what FSDP's version 1 calls the module that it wraps; a private of torch
 
 

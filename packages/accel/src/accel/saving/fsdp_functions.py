@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
     from accel.training.run import HasRun, Run
 
-__all__ = ["load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"]
-
 Folder = str | os.PathLike[str]
 
 

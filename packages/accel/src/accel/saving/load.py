@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_ckpt.sharded.save_load import Parts
 
-__all__ = ["load_state"]
-
 
 def load_state(
     run: Run,

@@ -19,8 +19,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["CheckpointControl"]
-
 
 class CheckpointControl:
     """Mixin with everything that saves and loads.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from accel_ckpt.folder.reader import Reading
     from accel_ckpt.folder.staging import Staging
 
-__all__ = ["load_own_buffers", "save_own_buffers"]
-
 
 def save_own_buffers(run: Run, staging: Staging) -> None:
     """Write the buffers of this process, if they differ between processes; every process calls it."""

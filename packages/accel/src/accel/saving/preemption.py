@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_state.process.facts import Process
 
-__all__ = ["Preemption", "announced_end"]
-
 
 class Preemption:
     """Notes the signals that announce the end, and asks whether any process has got one.

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from accel_ckpt.config import ProjectConfiguration
     from accel_state.process.facts import Process
 
-__all__ = [
-    "folder_saved",
-    "free_number",
-    "models_of_hooks",
-    "parts_of",
-    "register",
-    "save_model",
-    "save_state",
-]
-
 
 def save_model(
     run: Run,

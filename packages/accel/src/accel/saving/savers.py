@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_state.process.facts import Process
 
-__all__ = ["PATIENCE_S", "savers"]
-
 PATIENCE_S = 30.0
 """How long the main process waits for the others, in seconds, before it saves alone."""
 

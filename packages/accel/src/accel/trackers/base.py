@@ -10,8 +10,6 @@ from accel.trackers.values import table_rows
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
-__all__ = ["BlankTracker", "GeneralTracker", "on_main_process"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -13,16 +13,6 @@ from accel_state.imports.packages import install_hint, is_package_available
 from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "TRACKERS",
-    "TrackerRow",
-    "filter_trackers",
-    "get_available_trackers",
-    "is_known",
-    "register_tracker_class",
-    "tracker_class",
-]
-
 
 @dataclass(frozen=True)
 class TrackerRow:

@@ -8,8 +8,6 @@ from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.values import plain
 from accel_state.imports.packages import require
 
-__all__ = ["RunTracker"]
-
 
 class RunTracker(GeneralTracker):
     """Logs to a run that the library's `init(project=..., **kwargs)` begins and the run's `finish()` ends.

@@ -14,8 +14,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["TrackerControl"]
-
 
 class TrackerControl:
     """Mixin with everything that tracks experiments.

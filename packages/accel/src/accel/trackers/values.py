@@ -12,18 +12,6 @@ import torch
 
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "flatten",
-    "images",
-    "is_number",
-    "named_images",
-    "numbers",
-    "plain",
-    "table_rows",
-    "unchanged",
-    "warn_left_out",
-]
-
 
 def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """Convert to dicts with string keys, lists, numbers, strings, booleans and None.

@@ -13,8 +13,6 @@ from accel_state.process.rendezvous import gloo_group
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["Agreement"]
-
 
 class Agreement:
     """A question that every process answers in rounds, and whose outcome is the same on all of them.

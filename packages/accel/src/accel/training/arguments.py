@@ -29,20 +29,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.engines import Engine
 
-__all__ = [
-    "UNSET",
-    "Handlers",
-    "check_steps",
-    "resolve_accumulation",
-    "resolve_dataloader_config",
-    "resolve_dynamo",
-    "resolve_old_spellings",
-    "resolve_project",
-    "resolve_rng_types",
-    "sort_handlers",
-    "warn_unread",
-]
-
 _logger = get_logger(__name__)
 
 UNSET: Any = object()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.process.facts import Process
 
-__all__ = ["RunAttributes"]
-
 _T = TypeVar("_T")
 
 

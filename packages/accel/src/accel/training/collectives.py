@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from accel.training.agreement import Agreement
     from accel.training.run import Run
 
-__all__ = ["CollectiveControl"]
-
 
 class CollectiveControl:
     """Mixin with the collectives; all processes call each of them.

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_state.parallelism.config import ParallelismConfig
 
-__all__ = ["MeshCoordinates"]
-
 
 class MeshCoordinates:
     """Mixin with the mesh of a parallelism configuration, and this process's coordinates in it.

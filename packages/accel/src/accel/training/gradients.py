@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from accel_optim.weight import Weight
     from accel_optim.window import Window
 
-__all__ = ["GradientControl", "drop_gradients", "has_gradients"]
-
 
 def drop_gradients(run: Run) -> None:
     """Drop the gradients of everything prepared, also those that an engine holds back."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from accel_data.loader.join import Attendance
     from accel_state.process.facts import Process
 
-__all__ = ["gather_for_metrics"]
-
 
 def gather_for_metrics(
     data: Any,

@@ -22,8 +22,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["Watch"]
-
 # Runs whose steps are checked. Weakly, as torch keeps the hook for all optimizers, and must not keep a run.
 # No WeakSet: going through one takes microseconds, in each step of loops that never call `backward` here.
 _checked_runs: list[ref[Run]] = []

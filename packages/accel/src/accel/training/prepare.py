@@ -24,16 +24,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = [
-    "check_kind",
-    "holds_any",
-    "prepare",
-    "prepare_loader",
-    "prepare_models_and_optimizers",
-    "prepare_scheduler",
-    "prepared_optimizer",
-]
-
 _made_from: WeakKeyDictionary[DataLoader[Any], tuple[ref[DataLoader[Any]], tuple[Any, ...]]] = (
     WeakKeyDictionary()
 )

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accel_state.gradient import GradientState
     from accel_state.process.facts import Process
 
-__all__ = ["EndNotice", "HasRun", "Run", "Watcher"]
-
 
 class Watcher(Protocol):
     """Checks the first steps of a run; see `accel.training.misuse`."""

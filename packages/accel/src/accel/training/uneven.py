@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_data.loader.join import Missing
 
-__all__ = ["join_uneven_inputs", "warn_of_missing", "warn_of_uneven"]
-
 
 @contextlib.contextmanager
 def join_uneven_inputs(run: Run, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["tqdm"]
-
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Make a tqdm progress bar; the other processes of a machine get a silent one.

@@ -9,8 +9,6 @@ from typing import Any
 from accel_launch.config.ask.question import Answers, Question, Test, answered, ask, asked_if, needed, several
 from accel_launch.settings.schema import SETTINGS
 
-__all__ = ["engine_questions"]
-
 _ENGINES = (
     ("ddp", "each process has the whole model (DDP)"),
     ("fsdp", "the model is sharded over the processes (FSDP)"),

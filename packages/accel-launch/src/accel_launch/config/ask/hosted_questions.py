@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from accel_launch.config.ask.question import Question, answered, ask, asked_if, is_sagemaker, is_tpu, needed
 
-__all__ = ["sagemaker_questions", "tpu_questions"]
-
 
 def tpu_questions() -> list[Question]:
     """Return the questions about TPUs, in order."""

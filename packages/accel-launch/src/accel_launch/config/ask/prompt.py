@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from accel_launch.errors import LaunchError
 from accel_state import env
 
-__all__ = ["Back", "LinePrompt", "Prompt", "TerminalPrompt", "open_prompt"]
-
 _KEYS = {
     b"\x1b[A": "up",
     # Terminals in application mode send ESC O in place of ESC [.

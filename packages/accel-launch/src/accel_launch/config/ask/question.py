@@ -10,20 +10,6 @@ from typing import Any
 
 from accel_launch.settings.schema import SETTINGS, Setting
 
-__all__ = [
-    "Answers",
-    "Question",
-    "Test",
-    "answered",
-    "ask",
-    "asked_if",
-    "is_gpu",
-    "is_sagemaker",
-    "is_tpu",
-    "needed",
-    "several",
-]
-
 Answers = Mapping[str, Any]
 Test = Callable[[Answers], bool]
 

@@ -13,9 +13,6 @@ from accel_launch.config.file import LaunchConfig
 from accel_launch.settings.masking import mask_values
 from accel_launch.settings.schema import CLUSTER_KEYS, SAGEMAKER_KEYS, SETTINGS
 
-__all__ = ["answers_of", "ask_all", "config_values"]
-
-
 _ELSEWHERE = {"pod": "tpu", "sagemaker": "sagemaker"}  # what is trained on where this machine does not count
 _KINDS = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron": "MEGATRON_LM"}
 

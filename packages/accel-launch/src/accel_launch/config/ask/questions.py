@@ -24,8 +24,6 @@ from accel_launch.config.ask.question import (
     several,
 )
 
-__all__ = ["questions"]
-
 
 def _check_machines(value: Any, answers: Answers) -> None:
     if not isinstance(value, int) or value < 2:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from accel_state import env
 
-__all__ = ["Raised", "read_record", "record_folder"]
-
 
 @dataclass(frozen=True)
 class Raised:

@@ -19,8 +19,6 @@ from accel_launch.local.failures.tracebacks import (
 from accel_launch.local.signals import known_signals, signal_name
 from accel_launch.settings.masking import mask_command
 
-__all__ = ["Failure", "Report", "describe_end", "failure_summary", "first_failure"]
-
 _OTHERS = 8  # lines for workers that failed later
 _CRASHES = tuple(-number for number in known_signals("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL"))
 # Not SIGABRT: a worker whose peers are gone may abort.

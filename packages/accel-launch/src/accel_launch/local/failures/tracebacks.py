@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from itertools import groupby
 
-__all__ = ["FOLDED", "HEADER", "clean", "fold_frames", "last_exception", "library_folders"]
-
 HEADER = "Traceback (most recent call last):"
 """How a traceback begins."""
 

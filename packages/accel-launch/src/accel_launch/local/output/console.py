@@ -7,8 +7,6 @@ import select
 
 from accel_state import env
 
-__all__ = ["Console", "has_colour"]
-
 _ATOMIC = 4096  # what a pipe or terminal takes without blocking once poll calls it writable
 # 1 MiB: more than any burst of tracebacks, and little memory.
 _FULL = 1 << 20

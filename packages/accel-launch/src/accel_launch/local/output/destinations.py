@@ -13,8 +13,6 @@ from accel_launch.local.output.log_file import Log
 from accel_launch.local.output.streams import Stream, copy_window_size, open_capture
 from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["Channel", "Output"]
-
 
 @dataclass(frozen=True)
 class Channel:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["Log"]
-
 
 class Log:
     """A copy of one stream in a file.

@@ -15,8 +15,6 @@ from pathlib import Path
 from accel_launch.local.output.console import Console
 from accel_launch.local.output.log_file import Log
 
-__all__ = ["TRACEBACK", "Stream", "copy_window_size", "open_capture"]
-
 TRACEBACK = b"Traceback (most recent call last):"
 """How a traceback begins."""
 

@@ -27,8 +27,6 @@ from accel_launch.local.worker import Worker, adopt_orphans
 from accel_launch.outside.network import set_gloo_interface
 from accel_state import env
 
-__all__ = ["ActorPlace", "Event", "RayWorker"]
-
 _CHUNK = 32768
 # Signals reach the main thread alone, and this runs in another: the end is polled for.
 _LOOK_S = 0.05

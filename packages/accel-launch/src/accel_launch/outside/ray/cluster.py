@@ -31,8 +31,6 @@ from accel_state.imports.packages import install_hint
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["prepare", "run"]
-
 _NOTE_AFTER_S = 5.0
 _JOIN_S = 5.0
 _THREADS = 8  # of an actor: one runs the worker, the others send it signals

@@ -12,8 +12,6 @@ from typing import Any
 from accel_launch.local.member import Supervised
 from accel_launch.local.output.destinations import Channel
 
-__all__ = ["RayRemote"]
-
 _STOP_S = 1.0
 
 

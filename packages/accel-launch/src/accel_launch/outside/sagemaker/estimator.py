@@ -13,8 +13,6 @@ from accel_launch.plan.environment import common_environment
 from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
 
-__all__ = ["prepare_sagemager_args_inputs"]
-
 _DISTRIBUTIONS: dict[str, dict[str, Any] | None] = {
     "NO": None,
     "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},

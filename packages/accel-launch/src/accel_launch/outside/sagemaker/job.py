@@ -14,8 +14,6 @@ from accel_launch.settings.masking import mask_values
 from accel_state.env import patch_environment
 from accel_state.imports.packages import install_hint
 
-__all__ = ["job_text", "run_job"]
-
 
 def job_text(config: LaunchConfig, args: argparse.Namespace) -> str:
     """Return what would be started, as text.

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from accel_launch.errors import ConfigError, LaunchError
 
-__all__ = ["Value", "hyperparameters", "read_inputs", "read_metrics"]
-
 Value = bool | int | float | str
 
 

@@ -6,8 +6,6 @@ import importlib.util
 import subprocess
 import sys
 
-__all__ = ["install_xla"]
-
 
 def install_xla(upgrade: bool = False) -> None:
     """Install the torch_xla that fits the installed torch, in a Google Colab notebook.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from accel_launch.errors import LaunchError
 
-__all__ = ["pod_command"]
-
 
 def pod_command(name: str | None, zone: str | None, command: str) -> list[str]:
     """Return the command, as Google documents it for TPU VMs.

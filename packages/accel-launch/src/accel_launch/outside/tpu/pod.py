@@ -18,8 +18,6 @@ from accel_launch.settings.resolve import Source
 if TYPE_CHECKING:
     from accel_launch.plan.plan import LaunchPlan
 
-__all__ = ["prepare"]
-
 # They choose the pod, or stand for something on this machine alone.
 _HERE = (
     *("tpu", "tpu_cluster", "no_tpu_cluster", "tpu_name", "tpu_zone", "tpu_use_sudo", "vm", "env"),

@@ -19,8 +19,6 @@ from accel_launch.errors import LaunchError
 from accel_launch.settings.schema import nearest
 from accel_state.imports.packages import install_hint
 
-__all__ = ["Call", "main"]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from accel_launch.settings.resolve import Settings
 from accel_state import env
 
-__all__ = ["prepare_tpu", "tpu_settings"]
-
 
 def prepare_tpu(
     args: argparse.Namespace, current_env: Mapping[str, str], pod: bool = False

@@ -11,8 +11,6 @@ from typing import Any
 from accel_launch.settings.schema.setting import Group, Setting
 from accel_state.env import VARIABLES, Variable
 
-__all__ = ["ENGINES", "ENGINE_GROUPS"]
-
 ENGINE_GROUPS = {
     "engines": Group("Engines"),
     "dynamo": Group(

@@ -10,8 +10,6 @@ from typing import Any
 from accel_launch.settings.schema.setting import Group, Setting
 from accel_state.env import VARIABLES, Variable
 
-__all__ = ["GENERAL", "GENERAL_GROUPS", "machine_range"]
-
 GENERAL_GROUPS = {
     "launch": Group("What to start"),
     "resources": Group("Processes and devices"),

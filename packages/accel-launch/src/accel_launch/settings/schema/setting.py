@@ -8,8 +8,6 @@ from typing import Any
 
 from accel_state.env import Variable
 
-__all__ = ["Group", "Setting"]
-
 
 @dataclass(frozen=True)
 class Group:

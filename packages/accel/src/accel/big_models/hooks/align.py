@@ -26,8 +26,6 @@ from accel.models.untraced import run_untraced
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.tensors import find_device
 
-__all__ = ["AlignDevicesHook"]
-
 
 class AlignDevicesHook(ModelHook):
     """Bring a module's weights and inputs to one device for its forward.

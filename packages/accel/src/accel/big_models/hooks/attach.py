@@ -14,12 +14,6 @@ from accel.big_models.hooks.base import add_hook_to_module
 from accel.big_models.hooks.tensors import Device, TiedParameters
 from accel_ckpt.weights.offload import PrefixedDataset
 
-__all__ = [
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-]
-
 # torch's own modules that use the weights of modules inside of them without calling these.
 _PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 

@@ -12,15 +12,6 @@ from torch import nn
 
 from accel_ops.modules import WeakForward, weak_forward
 
-__all__ = [
-    "HookedForward",
-    "ModelHook",
-    "SequentialHook",
-    "add_hook_to_module",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
-
 # Positional and keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -11,8 +11,6 @@ from torch import nn
 from accel.big_models.hooks.base import ModelHook
 from accel_state.logging.warning import warn
 
-__all__ = ["MoveGuard"]
-
 # Methods of torch.nn.Module, and those that other backends add to it.
 _MOVES = ("to", "cpu", "cuda", "hpu", "ipu", "mlu", "mtia", "musa", "npu", "sdaa", "xpu")
 

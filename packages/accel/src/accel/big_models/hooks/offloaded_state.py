@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["keep_state"]
-
 
 class _Slot(Protocol):
     @property

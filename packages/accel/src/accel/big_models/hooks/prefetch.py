@@ -15,8 +15,6 @@ from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.models.untraced import run_untraced
 from accel_ckpt.weights.mapped import read_pages
 
-__all__ = ["EndOfForward", "Prefetcher", "bring_in"]
-
 _Weights = dict[str, torch.Tensor]
 
 # Modules are read ahead until they have this many bytes, as starting a thread for each takes 0.1 ms.

@@ -13,8 +13,6 @@ from accel_ckpt.weights.placement import memory_device
 from accel_ops.modules import unsaved_buffers
 from accel_state.process.state import current_process
 
-__all__ = ["Device", "Slot", "TiedParameters", "as_device", "list_tensors", "tied_key"]
-
 Device = int | str | torch.device
 
 # By `tied_key` of a tied weight: its copies by device, of which each is made once.

@@ -19,8 +19,6 @@ from accel_ops.memory import clear_device_cache
 from accel_ops.trees.send import send_to_device
 from accel_state.process.state import PartialState, current_process
 
-__all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload", "cpu_offload_with_hook", "disk_offload"]
-
 
 def cpu_offload(
     model: nn.Module,

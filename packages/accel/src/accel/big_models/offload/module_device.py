@@ -13,8 +13,6 @@ from accel.big_models.hooks.tensors import Device, as_device
 from accel.big_models.offload.weights import hooks_of
 from accel.big_models.parameters import META, move
 
-__all__ = ["align_module_device", "has_offloaded_params"]
-
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether a module has a hook that offloads its weights.

@@ -27,18 +27,6 @@ from accel_ckpt.weights.offload import (
 from accel_ckpt.weights.readers import check_not_in_use, readers_of
 from accel_ops.modules import model_is_sharded
 
-__all__ = [
-    "Offloaded",
-    "check_not_sharded",
-    "collect",
-    "fill_meta",
-    "hooks_of",
-    "named_tensors",
-    "offloaded_values",
-    "tied_params",
-    "use_prefetcher",
-]
-
 Index = dict[str, dict[str, Any]]
 
 

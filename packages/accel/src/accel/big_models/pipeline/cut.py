@@ -9,8 +9,6 @@ from torch import nn
 
 from accel_ckpt.weights.files import convert_file_size_to_int
 
-__all__ = ["first_modules", "generate_device_map"]
-
 
 @dataclass(frozen=True)
 class _Unit:

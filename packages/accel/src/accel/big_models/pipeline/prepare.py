@@ -25,8 +25,6 @@ from accel_ops.trees.walk import children, find_path, flatten, recursively_apply
 from accel_state.process.facts import Process
 from accel_state.process.state import PartialState, current_process
 
-__all__ = ["build_pipeline", "find_pippy_batch_size", "pippy_forward", "prepare_pippy"]
-
 
 def prepare_pippy(
     model: nn.Module,

@@ -13,8 +13,6 @@ from torch import fx, nn
 
 from accel_ops.trees.walk import children, flatten, keys, rebuild
 
-__all__ = ["Inputs", "Stage", "trace_stages"]
-
 
 class Inputs:
     """The inputs of a model as a list of tensors, in one order however they are passed.

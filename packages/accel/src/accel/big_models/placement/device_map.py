@@ -13,8 +13,6 @@ from accel.big_models.placement.plan import ModelLayers, PlacementPlan, Target, 
 from accel_ops.module_sizes import Dtype
 from accel_state.logging.warning import warn
 
-__all__ = ["check_device_map", "clean_device_map", "infer_auto_device_map"]
-
 Device = int | str | torch.device
 
 

@@ -11,8 +11,6 @@ import torch
 from accel.big_models.placement.plan import Layer, ModelLayers
 from accel_ops.module_sizes import Dtype, size_function
 
-__all__ = ["make_layout"]
-
 _NOTHING: Mapping[int, float] = {}
 
 

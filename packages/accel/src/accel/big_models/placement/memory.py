@@ -15,8 +15,6 @@ from accel_ckpt.weights.files import convert_file_size_to_int
 from accel_ops.module_sizes import Dtype
 from accel_state.devices.table import DEVICES, detect
 
-__all__ = ["STRATEGIES", "get_balanced_memory", "get_max_memory", "make_targets"]
-
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """The values of `device_map` that ask for a map to be made."""
 

@@ -23,8 +23,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Layer", "ModelLayers", "PlacementPlan", "Target", "make_plan"]
-
 
 class Layer(NamedTuple):
     """A part of a model that goes to one device as a whole.

@@ -13,8 +13,6 @@ from accel.big_models.placement.device_map import infer_auto_device_map
 from accel.big_models.placement.memory import STRATEGIES, get_balanced_memory
 from accel_ops.module_sizes import Dtype
 
-__all__ = ["check_placement", "find_main_device", "make_device_map", "offloaded_kinds"]
-
 DeviceMap = Mapping[str, Device]
 
 

@@ -9,8 +9,6 @@ import torch
 
 from accel_state.enums import CustomDtype
 
-__all__ = ["BnbQuantizationConfig"]
-
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

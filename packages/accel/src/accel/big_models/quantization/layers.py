@@ -14,8 +14,6 @@ from accel_ckpt.weights.by_name import Slots
 from accel_ckpt.weights.placement import Placing, device_for, memory_device
 from accel_state.imports.packages import require
 
-__all__ = ["QuantizedLayers", "check_weights"]
-
 
 class QuantizedLayers:
     """Layers that wait for their weights.

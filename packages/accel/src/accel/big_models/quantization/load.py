@@ -23,8 +23,6 @@ from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
-__all__ = ["has_4bit_bnb_layers", "load_and_quantize_model"]
-
 Folder = str | os.PathLike[str]
 
 

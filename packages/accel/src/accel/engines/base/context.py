@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from accel_state.parallelism.config import ParallelismConfig
     from accel_state.process.facts import Process
 
-__all__ = ["EngineContext", "Prepared"]
-
 
 @dataclass(frozen=True)
 class EngineContext:

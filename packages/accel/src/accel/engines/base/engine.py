@@ -31,8 +31,6 @@ from accel_optim.lomo import check_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.owner import ParameterOwner
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """One process, one device. Other engines override what differs.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from accel.engines.base.context import EngineContext
     from accel.engines.base.loaders import Loaders
 
-__all__ = ["Gradients", "gradients_of", "multiply"]
-
 
 class _Engine(Protocol):
     context: EngineContext

@@ -13,8 +13,6 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Joining", "Loaders"]
-
 
 @dataclass
 class Joining:

@@ -14,8 +14,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.engines.base.context import EngineContext
 
-__all__ = ["States"]
-
 
 class _Engine(Protocol):
     name: str

@@ -12,17 +12,6 @@ from accel_ckpt.errors import CheckpointError
 from accel_state import env
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "check_foreign",
-    "check_fp16",
-    "check_offloaded_training",
-    "check_spread_training",
-    "check_whole_tensor_steps",
-    "mapped_devices",
-    "named_parameters",
-    "warn_of_ignored",
-]
-
 Present = Callable[[torch.Tensor], torch.Tensor]
 
 _FP16 = (

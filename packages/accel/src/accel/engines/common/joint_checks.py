@@ -14,8 +14,6 @@ from accel_ops.modules import unsaved_buffers
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["checking_together"]
-
 
 @contextlib.contextmanager
 def checking_together(

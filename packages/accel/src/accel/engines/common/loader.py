@@ -6,8 +6,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-__all__ = ["EngineLoader"]
-
 _Loader = TypeVar("_Loader", bound="EngineLoader")
 
 

@@ -13,8 +13,6 @@ from accel_state.process import rendezvous
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["ensure_group"]
-
 
 def ensure_group(process: Process) -> None:
     """Make a group of one process where none was launched.

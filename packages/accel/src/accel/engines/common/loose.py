@@ -12,8 +12,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["LooseTensors", "average_gradients", "parameters_of"]
-
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     """All that some optimizers step."""

@@ -15,8 +15,6 @@ from accel.engines.sharded.initial_weights import local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Sets", "norm_of_sets", "scale", "total_norm"]
-
 Sets = list[tuple[list[torch.Tensor], list[dist.ProcessGroup]]]
 """This process's parts of gradients, each list with the groups over which they are parts."""
 

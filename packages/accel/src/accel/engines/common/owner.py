@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from accel_state.process.facts import Process
 
-__all__ = ["ShardOwner", "TrainingOwner"]
-
 
 class TrainingOwner(ParameterOwner):
     """Parameters of models that several processes train, and of tensors beside them.

@@ -15,8 +15,6 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["ReplicaCheck"]
-
 
 class ReplicaCheck:
     """Compares parameters between the processes that have them alike, before a step.

@@ -11,8 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.torch_compat import own_part
 
-__all__ = ["Replaced", "repoint", "shard_like"]
-
 
 class Replaced:
     """Which parameter took the place of which; forgets a parameter when nobody else has it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OptimizerStandIn", "SchedulerStandIn"]
-
 
 class OptimizerStandIn:
     """Base of what stands for an optimizer; `prepare` hands it to the engine with the models."""

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from accel.engines.common.repoint import shard_like
 
-__all__ = ["WholeModel", "WholeOptimizer", "gather_whole", "stand_ins", "with_names"]
-
 
 def gather_whole(state: Any, keep: bool) -> Any:
     """Replace every sharded tensor in a tree by the whole one, on the CPU; every process calls it.

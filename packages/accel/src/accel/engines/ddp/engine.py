@@ -20,8 +20,6 @@ from accel.engines.common.loose import parameters_of
 from accel.engines.ddp.owner import ReplicaOwner
 from accel_optim.optimizer import AcceleratedOptimizer
 
-__all__ = ["DDPEngine", "DDPGradients", "DDPLoaders", "sync_in_backward"]
-
 # Fields of DistributedDataParallelKwargs that configure the communication hook and not the constructor.
 _HOOK_FIELDS = frozenset({"comm_hook", "comm_wrapper", "comm_state_option"})
 

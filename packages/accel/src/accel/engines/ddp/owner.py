@@ -17,8 +17,6 @@ from accel_ops.trees.walk import flatten
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["ReplicaOwner"]
-
 
 class ReplicaOwner(TrainingOwner):
     """Parameters that every process has whole, in DDP wrappers or beside them.

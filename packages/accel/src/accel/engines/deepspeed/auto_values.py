@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 
-__all__ = ["Facts", "complete"]
-
 _ALL = "train_batch_size"
 _BATCH = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"

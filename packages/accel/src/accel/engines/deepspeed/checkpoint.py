@@ -22,8 +22,6 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.tensors import torch_load
 from accel_ops.modules import extract_model_from_parallel
 
-__all__ = ["ShardedModel", "check", "gather_whole", "is_sharded", "load", "save"]
-
 # DeepSpeed writes a folder of this name.
 _TAG = "pytorch_model"
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from accel_state.imports.available import is_transformers_available
 
-__all__ = ["AUTO", "HfDeepSpeedConfig", "autos", "find", "put", "show_to_transformers"]
-
 _TRANSFORMERS = "transformers.integrations.deepspeed"
 
 AUTO = "auto"

@@ -30,8 +30,6 @@ from accel.models.regions import compile_regions_deepspeed
 if TYPE_CHECKING:
     from accel.engines.deepspeed.plugin import DeepSpeedPlugin
 
-__all__ = ["DeepSpeedEngine", "DeepSpeedGradients", "DeepSpeedLoaders", "DeepSpeedStates"]
-
 
 class DeepSpeedStates(States):
     """DeepSpeed's own checkpoint of what it trains, and whole states of what it shards."""

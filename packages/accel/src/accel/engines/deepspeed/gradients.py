@@ -15,19 +15,6 @@ import torch
 
 from accel.engines.deepspeed.runtime import part
 
-__all__ = [
-    "check_all_given",
-    "count_parts_once",
-    "discard",
-    "forget_trial_step",
-    "in_parameters",
-    "loss_scale",
-    "norm",
-    "scale_now",
-    "scaled",
-    "set_clipping",
-]
-
 
 def in_parameters(engine: Any) -> bool:
     """Whether the gradients are in `parameter.grad`, as they are at stage 0."""

@@ -15,8 +15,6 @@ from accel_state import env
 from accel_state.imports.packages import require
 from accel_state.logging.warning import warn
 
-__all__ = ["DeepSpeedPlugin"]
-
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 _VARIABLES = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from accel_state.process.facts import Process
 
-__all__ = ["GatheredParameters", "deepspeed_required", "forget_groups", "load", "part", "started"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _group: weakref.ref[Any] | None = None  # the default group that DeepSpeed's own groups belong to

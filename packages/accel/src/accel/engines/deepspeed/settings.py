@@ -11,8 +11,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.engines.base.context import EngineContext
 
-__all__ = ["check_axes", "check_precision", "precision_under", "steps_under", "warn_of_unused"]
-
 
 def steps_under(plugins: Any) -> int | None:
     """The steps of a window that DeepSpeed's configuration asks for, if it does."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
 
-__all__ = ["DummyOptim", "DummyScheduler"]
-
 
 class DummyOptim(OptimizerStandIn):
     """Stands for the optimizer of DeepSpeed's configuration; `prepare` returns the real one.

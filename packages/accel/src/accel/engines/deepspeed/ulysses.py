@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from accel_state.parallelism.config import ParallelismConfig
 
-__all__ = ["SequenceParallelLoader", "register"]
-
 _replaced: dict[str, Any] = {}
 """Attention functions of transformers, by the names under which DeepSpeed's stand now."""
 

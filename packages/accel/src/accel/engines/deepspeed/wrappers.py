@@ -18,8 +18,6 @@ from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 from accel_state.logging.warning import warn
 
-__all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
-
 
 class DeepSpeedEngineWrapper:
     """Drives one DeepSpeed engine that trains.

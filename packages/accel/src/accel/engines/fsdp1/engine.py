@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
     from accel_state.process.facts import Process
 
-__all__ = ["FSDP1Engine", "FSDP1Gradients", "FSDP1Loaders", "FSDP1States"]
-
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 

@@ -24,27 +24,6 @@ from accel.engines.common.norms import Sets
 from accel.engines.sharded.groups import Groups
 from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 
-__all__ = [
-    "FlatSharding",
-    "check_flat_groups",
-    "flattened_modules",
-    "forget",
-    "free_gathered",
-    "gradient_sets",
-    "gradients",
-    "is_flattened",
-    "is_held",
-    "load_local_state",
-    "local_state",
-    "managed",
-    "members_of",
-    "owners_by_name",
-    "parts",
-    "reduce",
-    "shard_flat",
-    "upcast_groups",
-]
-
 
 @dataclass(frozen=True)
 class FlatSharding:

@@ -15,8 +15,6 @@ from accel.engines.fsdp1 import flat
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["Flattened", "check_apart", "check_saved_whole", "check_stateless", "check_whole_units"]
-
 
 class Flattened:
     """Which parameter took the place of which, and what it was called.

@@ -18,8 +18,6 @@ import torch
 
 from accel.engines.fsdp1.flat import is_held, parts
 
-__all__ = ["Freezing", "drop_hooks_of_others"]
-
 
 class Freezing:
     """Which members of flat parameters were trained in the open window's last backward pass."""

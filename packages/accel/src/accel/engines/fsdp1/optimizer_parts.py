@@ -9,8 +9,6 @@ import torch
 
 from accel.engines.fsdp1 import flat
 
-__all__ = ["cut_states"]
-
 
 def cut_states(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
     """Cut whole states of parameters that lie in flat ones, of which a process has a part; idempotent.

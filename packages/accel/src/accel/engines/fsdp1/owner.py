@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from accel.engines.fsdp1.flattened import Flattened
     from accel_state.process.facts import Process
 
-__all__ = ["FlatOwner"]
-
 
 class FlatOwner(ShardOwner):
     """Parameters that lie in flat ones, of which each process has a part.

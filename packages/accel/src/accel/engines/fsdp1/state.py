@@ -22,14 +22,6 @@ from accel.engines.fsdp1.flat import owners_by_name
 from accel.engines.sharded.groups import aliases
 from accel_ckpt.sharded.optimizer import quiet, set_state, state_to_save
 
-__all__ = [
-    "FlatRecord",
-    "WholeFlatModel",
-    "WholeFlatOptimizer",
-    "names_in_groups",
-    "whole_weights",
-]
-
 
 @dataclass(frozen=True)
 class FlatRecord:

@@ -9,16 +9,6 @@ import torch
 
 from accel_state.logging.suggestion import did_you_mean
 
-__all__ = [
-    "check_names",
-    "ddp_arguments",
-    "optimizer_arguments",
-    "parallel_arguments",
-    "params_dtype",
-    "selected",
-    "transformer_arguments",
-]
-
 _PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
     from accel.engines.megatron.schedule import MegatronEngine
 
-__all__ = ["check", "load", "save"]
-
 FOLDER = "megatron_lm"
 
 

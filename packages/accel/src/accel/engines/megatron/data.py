@@ -17,8 +17,6 @@ from accel_ops.trees.send import send_to_device
 if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
-__all__ = ["IndexedLoader", "MegatronLMDummyDataLoader", "with_micro_batches"]
-
 _KINDS = {
     "gpt": ("gpt_dataset", "GPTDataset", "GPTDatasetConfig"),
     "bert": ("bert_dataset", "BERTMaskedWordPieceDataset", "BERTMaskedWordPieceDatasetConfig"),

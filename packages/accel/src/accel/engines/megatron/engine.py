@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from accel.engines.megatron.models.steps import AbstractTrainStep
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
-__all__ = ["MegatronLMEngine", "MegatronLMGradients", "MegatronLMLoaders", "MegatronLMStates"]
-
 _STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
     "gpt": GPTTrainStep,
     "bert": BertTrainStep,

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
-__all__ = [
-    "MegatronLMDummyScheduler",
-    "MegatronLMOptimizerWrapper",
-    "MegatronLMSchedulerWrapper",
-    "build_optimizer",
-    "build_schedule",
-    "schedule_arguments",
-]
-
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     """Megatron's optimizer: it steps with the gradients that the model's last call gathered.

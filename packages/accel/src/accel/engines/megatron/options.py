@@ -8,8 +8,6 @@ from typing import Any
 from accel.engines.common.checks import warn_of_ignored
 from accel_state.imports.packages import install_hint, is_package_available
 
-__all__ = ["check_conflicts", "check_transformer_engine", "warn_of_unused"]
-
 _ONE_OF = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),

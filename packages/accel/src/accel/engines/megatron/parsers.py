@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-
-__all__ = ["add_model_config_to_megatron_parser", "parse_model_config"]
-
 Parser = Callable[[Any, Any, Any], dict[str, Any]]
 
 _PARSERS: dict[str, Parser] = {}

@@ -13,8 +13,6 @@ from accel_state import env
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MegatronLMPlugin"]
-
 # Fields that have a variable, MEGATRON_LM_<FIELD>.
 _FROM_ENVIRONMENT = tuple(
     name.removeprefix("MEGATRON_LM_").lower() for name in env.VARIABLES if name.startswith("MEGATRON_LM_")

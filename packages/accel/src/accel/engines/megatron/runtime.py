@@ -29,8 +29,6 @@ _SIZES = (
 
 _group: weakref.ref[Any] | None = None  # the default group that megatron-core's own groups belong to
 
-__all__ = ["check_device", "core", "fields_of", "parallel_state", "start"]
-
 
 def core(module: str) -> Any:
     """Import a module of megatron-core.

@@ -15,8 +15,6 @@ from accel_ops.trees.tensors import find_batch_size, slice_tensors
 if TYPE_CHECKING:
     from accel.engines.megatron.optimizers import MegatronLMOptimizerWrapper
 
-__all__ = ["MegatronEngine"]
-
 
 class MegatronEngine(torch.nn.Module):
     """This process's parts of a model, called with a batch as a model of transformers is.

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-__all__ = ["MeshEngine", "MeshGradients", "MeshLoaders", "MeshStates"]
-
-
 class MeshGradients(ShardedGradients):
     """Gradients in shards over a mesh."""
 

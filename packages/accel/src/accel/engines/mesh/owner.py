@@ -16,8 +16,6 @@ from accel.engines.mesh import unsharded
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["MeshOwner"]
-
 
 class MeshOwner(ShardOwner):
     """Parameters that `fully_shard` and tensor parallelism have replaced.

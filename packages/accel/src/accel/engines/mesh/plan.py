@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 
-__all__ = [
-    "Meshes",
-    "ParallelPlan",
-    "find_meshes",
-    "parallelize",
-    "plan_for",
-    "sends_weights",
-    "weight_source",
-]
-
 
 @dataclass(frozen=True)
 class Meshes:

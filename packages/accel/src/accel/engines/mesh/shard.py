@@ -15,17 +15,6 @@ from accel.engines.mesh.torch_compat import fully_shard
 from accel.engines.mesh.unsharded import free_after_evaluation
 from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 
-__all__ = [
-    "Sharding",
-    "check_dtypes",
-    "check_ignored",
-    "check_layout",
-    "check_sparse",
-    "check_unshared",
-    "shard",
-    "upcast",
-]
-
 
 @dataclass(frozen=True)
 class Sharding:

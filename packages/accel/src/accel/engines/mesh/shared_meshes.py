@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from accel.engines.mesh.unsharded import sharded_parameters
 
-__all__ = ["SharedMeshes"]
-
 
 class SharedMeshes:
     """The mesh objects that stay: the first of those that are equal."""

@@ -21,8 +21,6 @@ from accel_state.imports.packages import is_torch_version
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["fully_shard", "parallelize_module"]
-
 
 def fully_shard(
     module: torch.nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | None, **options: Any

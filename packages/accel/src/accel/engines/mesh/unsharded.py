@@ -15,19 +15,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-__all__ = [
-    "clear_with",
-    "forget",
-    "free_after_evaluation",
-    "free_gathered",
-    "gathered",
-    "gradients",
-    "holding",
-    "reduce",
-    "reduce_unused",
-    "sharded_parameters",
-]
-
 
 @contextlib.contextmanager
 def holding(model: FSDPModule) -> Iterator[None]:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CheckpointedForward", "apply_activation_checkpointing"]
-
 
 class CheckpointedForward:
     """A module's forward that keeps its inputs alone; a class, so that the module still pickles.

@@ -23,8 +23,6 @@ from accel.engines.sharded.groups import Groups, choose_groups
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_state.logging.warning import warn
 
-__all__ = ["ShardedEngine", "ShardedGradients", "ShardedLoaders", "ShardedStates", "warn_of_upcast"]
-
 
 class ShardedStates(States):
     """Models and optimizers whose processes have parts of them."""

@@ -13,8 +13,6 @@ import torch
 if TYPE_CHECKING:
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["Groups", "aliases", "choose_groups", "ignored_parameters", "modules_to_shard"]
-
 Policy = Callable[..., bool]
 
 

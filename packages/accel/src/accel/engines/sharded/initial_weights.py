@@ -15,15 +15,6 @@ from accel.engines.sharded.groups import aliases
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "WeightSource",
-    "ensure_weights_retied",
-    "fill_group",
-    "fill_rest",
-    "local",
-    "put_parameter",
-]
-
 ParamInitFn = Callable[[torch.nn.Module], None]
 
 

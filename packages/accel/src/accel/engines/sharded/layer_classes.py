@@ -8,8 +8,6 @@ import torch
 
 from accel_state.logging.warning import warn
 
-__all__ = ["find_classes", "get_module_class_from_name"]
-
 _CLASSES_KEY = "fsdp_transformer_layer_cls_to_wrap in the config file of accel launch, or its flag"
 
 

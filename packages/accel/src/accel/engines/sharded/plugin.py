@@ -17,12 +17,6 @@ from accel.engines.sharded.values import choice, or_env
 from accel_state import env
 from accel_state.logging.warning import warn
 
-__all__ = [
-    "FSDP_AUTO_WRAP_POLICY",
-    "FSDP_SHARDING_STRATEGY",
-    "FullyShardedDataParallelPlugin",
-]
-
 FSDP_SHARDING_STRATEGY = list(env.VARIABLES["FSDP_SHARDING_STRATEGY"].choices)
 """Names of the strategies of version 1."""
 FSDP_AUTO_WRAP_POLICY = list(env.VARIABLES["FSDP_AUTO_WRAP_POLICY"].choices)

@@ -13,17 +13,6 @@ from accel.engines.sharded.activation_checkpointing import apply_activation_chec
 from accel.engines.sharded.groups import choose_groups, ignored_parameters
 from accel_state import env
 
-__all__ = [
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_parameters_from_modules",
-]
-
 # The prefixes that torch's wrappers put into names of parameters (torch 2.6 to 2.15).
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 

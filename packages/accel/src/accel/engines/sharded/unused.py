@@ -9,8 +9,6 @@ from torch.distributed.fsdp import wrap
 from accel.engines.common.checks import warn_of_ignored
 from accel_state import env
 
-__all__ = ["warn_of_unused"]
-
 
 def warn_of_unused(plugin: Any) -> None:
     """Warn of settings that nothing reads, each with the reason, and take them out.

@@ -6,8 +6,6 @@ from typing import Any
 
 from accel_state import env
 
-__all__ = ["choice", "or_env"]
-
 
 def or_env(value: Any, variable: str) -> Any:
     """Return a setting's value, or that of its variable where it is None."""

@@ -16,23 +16,15 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.models.fp8.recipes import AORecipeKwargs
 
-__all__ = [
-    "apply",
-    "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
-    "has_ao_layers",
-    "torchao_required",
-]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
+def torchao_required(func: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that needs torchao: without it, calling raises ImportError with what to install."""
 
     @functools.wraps(func)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not is_torchao_available():
             raise ImportError(
                 f"{func.__name__} needs torchao (0.6.1 or newer). Install it with: {install_hint('fp8')}"

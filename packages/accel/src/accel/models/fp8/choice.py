@@ -18,9 +18,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     import torch
 
-
-__all__ = ["Fp8", "resolve_fp8"]
-
 _RECIPES: dict[str, type[Any]] = {"AO": AORecipeKwargs, "TE": TERecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
 
 

@@ -13,8 +13,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"]
-
 _AO_FIELDS = {
     "pad_inner_dim": "ACCELERATE_FP8_PAD_INNER_DIM",
     "enable_fsdp_float8_all_gather": "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",

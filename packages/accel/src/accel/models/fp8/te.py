@@ -17,17 +17,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.models.fp8.recipes import TERecipeKwargs
 
-__all__ = [
-    "Fp8Forward",
-    "apply",
-    "apply_fp8_autowrap",
-    "contextual_fp8_autocast",
-    "convert_model",
-    "has_transformer_engine_layers",
-    "library",
-    "recipe_arguments",
-]
-
 
 def library() -> Any:
     """Import Transformer Engine's module for torch.

@@ -11,8 +11,6 @@ import torch
 from accel_ops.trees.send import send_to_device
 from accel_ops.trees.walk import children, keys, rebuild
 
-__all__ = ["BatchError", "decode", "encode"]
-
 
 class BatchError(ValueError):
     """A batch cannot be put together again."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from accel.observe.guard.record import WindowRecorder
     from accel.training.run import Run
 
-__all__ = ["Bundle", "read_facts", "read_window", "shown", "window_file", "write"]
-
 FACTS = "guard.json"
 _VERSION = 1
 # Of one process, of what starts it, or of the guard itself; other settings are those of the run.

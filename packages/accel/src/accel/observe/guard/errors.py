@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GuardError"]
-
 
 class GuardError(RuntimeError):
     """A loss or gradient is not finite, or a loss is a spike, and the guard's action is "stop"."""

@@ -12,8 +12,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["BackwardOrder", "Measured", "measure", "parameter_names"]
-
 
 @dataclass(frozen=True)
 class Measured:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from accel.training.run import Run
 
-__all__ = ["Guard"]
-
 _ROW = 10  # warnings of steps in a row that are wrong; from there on every hundredth warns
 
 

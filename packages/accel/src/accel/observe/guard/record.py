@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from accel.training.run import Run
 
-__all__ = ["WindowRecorder", "called", "model_buffers"]
-
 
 @dataclass(frozen=True)
 class _Handed:

@@ -28,8 +28,6 @@ from accel_state.logging.warning import warn
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["ReplayEnded", "ReplayKwargs"]
-
 
 class ReplayEnded(SystemExit):
     """Ends a script whose window has been computed; its code is 0 if all losses were the same, else 1."""

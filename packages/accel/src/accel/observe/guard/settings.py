@@ -13,8 +13,6 @@ from accel_state import env
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["GuardKwargs"]
-
 _ACTIONS = ("warn", "skip", "stop")
 
 

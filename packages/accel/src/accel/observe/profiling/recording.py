@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accel_state.handlers import ProfileKwargs
     from accel_state.process.facts import Process
 
-__all__ = ["profile"]
-
 _is_running = False  # torch's own flag is off while a schedule waits
 
 

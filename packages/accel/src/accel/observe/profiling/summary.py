@@ -15,8 +15,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["OperatorTotals", "Totals", "print_summary", "table"]
-
 WAIT_S = 60.0
 """How long the main process waits (seconds) for another one to leave its block."""
 

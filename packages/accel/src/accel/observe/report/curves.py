@@ -8,8 +8,6 @@ from html import escape
 
 from accel.observe.report.read import Points
 
-__all__ = ["draw", "number", "ticks", "without_most_points"]
-
 WIDTH, HEIGHT = 520, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 34
 _Place = Callable[[float, float], tuple[float, float]]

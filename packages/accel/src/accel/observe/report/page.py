@@ -15,8 +15,6 @@ from accel.observe.report.read import Image, LoggedRun, Points
 from accel.observe.report.style import STYLE
 from accel.observe.report.summary import summary_section
 
-__all__ = ["IMAGES_BYTES", "IMAGE_BYTES", "ROWS", "render"]
-
 IMAGE_BYTES = 1 << 20
 """A larger image is named and not shown, in bytes."""
 

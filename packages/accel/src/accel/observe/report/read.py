@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Image", "LoggedRun", "Points", "Table", "read_runs"]
-
 _LARGEST = 1e300  # a value above is drawn as an infinite one
 
 Points = list[tuple[float, float]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["STYLE"]
-
 STYLE = """
 :root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--text:#1c2430;--soft:#5b6675;--line:#dfe3e9;
 --grid:#e8ebf0;--warn:#b3261e;--warn-page:#fdecea;

@@ -8,8 +8,6 @@ from typing import Any
 
 from accel.observe.report.read import LoggedRun
 
-__all__ = ["RANKS", "summary_section"]
-
 RANKS = 32
 """Processes that are shown; of more, those that waited least."""
 

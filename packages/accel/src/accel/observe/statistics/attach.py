@@ -16,8 +16,6 @@ from accel.observe.attach import Undo, follow, put
 from accel.observe.statistics.clock import Clock
 from accel_ops.collectives import operations
 
-__all__ = ["time_backward", "time_collectives", "time_loader", "time_model", "time_step"]
-
 # Those that torch has; the names differ between releases.
 _COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce"),

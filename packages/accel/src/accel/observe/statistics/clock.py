@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter
 
-__all__ = ["PARTS", "Clock"]
-
 _STARTS = ("data", "forward", "backward")
 
 PARTS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint", "other")

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from accel.observe.statistics import StatisticsKwargs
     from accel.training.run import Run
 
-__all__ = ["Statistics"]
-
 _GATHER_S = 1.0  # the longest wait for a gather that not all processes have joined
 
 

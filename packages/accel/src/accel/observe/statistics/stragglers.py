@@ -8,8 +8,6 @@ from statistics import median_low
 
 from accel.observe.statistics.clock import PARTS
 
-__all__ = ["OWN_PARTS", "Straggler", "find_stragglers"]
-
 OWN_PARTS = tuple(part for part in PARTS if part not in ("collectives", "checkpoint"))
 """The parts that a process works on by itself; in the others it may wait for the slow ones."""
 

@@ -16,8 +16,6 @@ from accel_state.devices.table import row
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
 
-__all__ = ["exchange", "next_number", "peak_memory", "render", "summarize"]
-
 ANSWER_S = 30.0
 """How long the main process waits at the end for the numbers of the others, in seconds."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from accel.observe.verify.recorded_runs import RecordedRuns, is_close, mean_loss
 
-__all__ = ["find_causes"]
-
 
 def find_causes(runs: RecordedRuns, kind: str, step: int) -> Iterator[str]:
     """Known causes of the first difference of two runs that were found in their records.

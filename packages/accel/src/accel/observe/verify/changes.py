@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from accel.observe.attach import Undo
     from accel.training.run import Run
 
-__all__ = ["enlarge_batches", "replace_function", "replace_methods", "switch_off", "wrap_scheduler"]
-
 
 def replace_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
     """Have `wrapper(original, *args, **kwargs)` run in place of a function; returns what takes it off.

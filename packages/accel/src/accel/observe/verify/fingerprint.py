@@ -12,8 +12,6 @@ import torch
 from accel_ops.debug.digest import FACTOR, as_integers
 from accel_ops.trees.walk import children, flatten
 
-__all__ = ["PROJECTIONS", "sample_digests", "sketch"]
-
 PROJECTIONS = 6
 """Numbers in a sketch: the mean of as many squares estimates a distance to within about a third."""
 

@@ -40,8 +40,6 @@ from accel_state.devices import table
 if TYPE_CHECKING:
     from accel.training.run import Run
 
-__all__ = ["RecordKwargs", "Step", "TrainingRecorder"]
-
 
 @dataclass
 class RecordKwargs(ObserverKwargs):

@@ -8,17 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-__all__ = [
-    "Record",
-    "RecordedRuns",
-    "Sketches",
-    "distance",
-    "gradient_norm",
-    "is_close",
-    "mean_loss",
-    "total_norm",
-]
-
 Record = dict[str, Any]
 """The record of one process (see `accel.observe.verify.record`)."""
 Sketches = dict[str, list[float]]

@@ -18,8 +18,6 @@ from accel.observe.verify.recorded_runs import (
     total_norm,
 )
 
-__all__ = ["Difference", "Row", "Verdict", "compare"]
-
 # Relative to the norms of what is compared: another order of sums makes about 1e-6 in float32.
 _LOSS, _GRADIENT, _UPDATE = 1e-4, 1e-3, 5e-2
 # A parameter whose gradient is so small beside all gradients has one of rounding alone (a bias in front of

@@ -9,8 +9,6 @@ from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.values import images, numbers, plain
 from accel_state.imports.packages import require
 
-__all__ = ["AimTracker"]
-
 
 class AimTracker(GeneralTracker):
     """Logs to a run of Aim, in the repository `logging_dir/.aim`.

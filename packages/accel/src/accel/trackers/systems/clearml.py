@@ -10,8 +10,6 @@ from accel.trackers.values import named_images, numbers, plain, warn_left_out
 from accel_state import env
 from accel_state.imports.packages import require
 
-__all__ = ["ClearMLTracker"]
-
 
 class ClearMLTracker(GeneralTracker):
     """Logs to a task of ClearML; offline with CLEARML_OFFLINE_MODE=1.

@@ -9,8 +9,6 @@ from accel.trackers.run import RunTracker
 from accel.trackers.values import named_images, numbers, plain
 from accel_state.imports.packages import require
 
-__all__ = ["CometMLTracker"]
-
 
 class CometMLTracker(RunTracker):
     """Logs to an experiment of Comet; offline with `online=False` or COMET_START_ONLINE=0.

@@ -8,8 +8,6 @@ from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.values import named_images, numbers, plain, warn_left_out
 from accel_state.imports.packages import require
 
-__all__ = ["DVCLiveTracker"]
-
 
 class DVCLiveTracker(GeneralTracker):
     """Writes the files of a DVCLive folder.

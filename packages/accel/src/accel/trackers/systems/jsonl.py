@@ -14,8 +14,6 @@ from typing import Any
 from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.values import images, plain
 
-__all__ = ["JSONLTracker", "valid_json"]
-
 
 class JSONLTracker(GeneralTracker):
     """Writes `logging_dir/run_name.jsonl`, which can be read at any time.

@@ -13,8 +13,6 @@ from accel.trackers.values import flatten, named_images, numbers, plain, warn_le
 from accel_state import env
 from accel_state.imports.packages import require
 
-__all__ = ["MLflowTracker"]
-
 
 class MLflowTracker(GeneralTracker):
     """Logs to a run of MLflow.

@@ -8,8 +8,6 @@ from accel.trackers.base import on_main_process
 from accel.trackers.run import RunTracker
 from accel.trackers.values import images, numbers
 
-__all__ = ["SwanLabTracker"]
-
 
 class SwanLabTracker(RunTracker):
     """Logs to an experiment of SwanLab; without network with `mode="offline"` or SWANLAB_MODE=offline.

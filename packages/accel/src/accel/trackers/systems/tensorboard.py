@@ -12,8 +12,6 @@ from accel.trackers.base import GeneralTracker, on_main_process
 from accel.trackers.values import flatten, images, is_number, numbers, plain
 from accel_state.imports.packages import require
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker(GeneralTracker):
     """Writes event files to `logging_dir/run_name`.

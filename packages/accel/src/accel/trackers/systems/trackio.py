@@ -8,8 +8,6 @@ from accel.trackers.base import on_main_process
 from accel.trackers.run import RunTracker
 from accel.trackers.values import named_images, plain, table_rows, unchanged
 
-__all__ = ["TrackioTracker"]
-
 
 class TrackioTracker(RunTracker):
     """Logs to a run of Trackio, in the database of its project on this machine, or in a space of the hub.

@@ -8,8 +8,6 @@ from accel.trackers.base import on_main_process
 from accel.trackers.run import RunTracker
 from accel.trackers.values import images, plain, table_rows, unchanged
 
-__all__ = ["WandBTracker"]
-
 
 class WandBTracker(RunTracker):
     """Logs to a run of Weights & Biases; offline with `mode="offline"` or WANDB_MODE=offline.

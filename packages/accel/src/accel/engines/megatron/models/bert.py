@@ -16,8 +16,6 @@ from accel.engines.megatron.models.steps import (
     next_batch,
 )
 
-__all__ = ["BertTrainStep"]
-
 
 class BertTrainStep(AbstractTrainStep):
     """Batches and losses of BERT models.

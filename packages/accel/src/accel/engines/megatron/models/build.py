@@ -19,8 +19,6 @@ from accel_state.imports.packages import is_package_available
 if TYPE_CHECKING:
     from accel.engines.megatron.plugin import MegatronLMPlugin
 
-__all__ = ["build", "check_other_arguments", "optimizer_config", "transformer_config", "wrap"]
-
 # Settings that stand beside those of the configuration classes.
 _READ_HERE = (
     "position_embedding_type",

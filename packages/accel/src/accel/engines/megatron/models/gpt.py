@@ -11,8 +11,6 @@ import torch
 from accel.engines.megatron.models.steps import AbstractTrainStep, averaged_loss, causal_mask, next_batch
 from accel.engines.megatron.runtime import core
 
-__all__ = ["GPTTrainStep"]
-
 
 class GPTTrainStep(AbstractTrainStep):
     """Batches and losses of GPT models.

@@ -11,16 +11,6 @@ import torch.distributed as dist
 
 from accel.engines.megatron.runtime import core, parallel_state
 
-__all__ = [
-    "AbstractTrainStep",
-    "StepOutput",
-    "averaged_loss",
-    "avg_losses_across_data_parallel_group",
-    "causal_mask",
-    "hidden_from",
-    "next_batch",
-]
-
 
 class StepOutput(NamedTuple):
     """The output of a model under Megatron-LM.

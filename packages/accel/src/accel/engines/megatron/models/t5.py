@@ -10,8 +10,6 @@ import torch
 
 from accel.engines.megatron.models.steps import AbstractTrainStep, averaged_loss, hidden_from, next_batch
 
-__all__ = ["T5TrainStep"]
-
 
 class T5TrainStep(AbstractTrainStep):
     """Batches and losses of T5 models.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ContextParallel"]
-
 
 class ContextParallel:
     """Shares sequences over one axis of the mesh, inside `sharing`.

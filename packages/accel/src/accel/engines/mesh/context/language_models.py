@@ -16,8 +16,6 @@ import torch
 
 from accel.engines.mesh.context.sequence_shard import SequenceShard
 
-__all__ = ["check_language_models", "complete_inputs_for", "text_config"]
-
 _IGNORED = -100  # as torch's cross_entropy has it by default
 # transformers' names for layers that attend, and keep no state along the sequence.
 _WHOLE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")

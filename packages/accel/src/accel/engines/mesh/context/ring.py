@@ -22,8 +22,6 @@ from accel_state.imports.packages import is_torch_version
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ROTATIONS", "Ring", "balanced_part", "ring_attention"]
-
 ROTATIONS = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
 """How keys and values travel, and torch's names for it."""
 
@@ -31,7 +29,7 @@ _TEMPLATES = "torch.distributed.tensor.experimental._context_parallel._attention
 _OLD_TEMPLATES = "torch.distributed.tensor.experimental._attention"  # of torch 2.6 to 2.9
 _SEQUENCE = 2  # of (batch, heads, sequence, features)
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
                 out, sums, *rest = torch_ring._templated_ring_attention(
                     _first_argument(ring.mesh),
                     _SEQUENCE,
-                    aten._scaled_dot_product_flash_attention_for_cpu.default,
+                    _aten._scaled_dot_product_flash_attention_for_cpu.default,
                     dropout_p=0.0,
                     **call,
                 )
@@ -139,7 +137,7 @@ class _RingAttention(torch.autograd.Function):
                 found = torch_ring._templated_ring_attention_backward(
                     _first_argument(mesh),
                     _SEQUENCE,
-                    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+                    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
                     grad_out_name="grad_out",
                     **call,
                 )

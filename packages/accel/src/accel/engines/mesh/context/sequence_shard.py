@@ -6,8 +6,6 @@ from collections.abc import Collection
 
 import torch
 
-__all__ = ["SequenceShard"]
-
 
 class SequenceShard:
     """The shard of one step.

@@ -11,8 +11,6 @@ from accel_state.parallelism.handlers import check_count
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TorchTensorParallelPlugin"]
-
 
 @dataclasses.dataclass
 class TorchTensorParallelPlugin:

@@ -13,8 +13,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SummedForward", "SummedGradients"]
-
 
 class SummedGradients(ParallelStyle):
     """Adds up the gradients of a module's own parameters over the group, as of norms of single heads."""

@@ -19,8 +19,6 @@ from accel.engines.sharded.initial_weights import WeightSource, fill_group, put_
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["forget_meshes", "get_model_tp_size", "is_split", "split_dims", "split_weights", "tensor_plan"]
-
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
