@@ -51,9 +51,9 @@ def exported(module: str) -> tuple[str, ...]:
     assigned = defined.get("__all__")
     if isinstance(assigned, ast.Assign) and isinstance(assigned.value, (ast.List, ast.Tuple)):
         return tuple(ast.literal_eval(assigned.value))
-    if "__all__" not in _modules()[module].path.read_text():
-        return tuple(sorted(name for name in defined if name[0] != "_"))
-    return tuple(import_module(module).__all__)  # computed, as where names come lazily
+    if "__all__ = " in _modules()[module].path.read_text():  # computed, as where names come lazily
+        return tuple(import_module(module).__all__)
+    return tuple(sorted(name for name in defined if name[0] != "_"))
 
 
 @cache
