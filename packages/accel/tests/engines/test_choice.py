@@ -86,6 +86,38 @@ def test_a_mesh_of_the_environment_does_not_defeat_an_argument(monkeypatch):
         choose(deepspeed_plugin=DeepSpeedPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2))
 
 
+@pytest.mark.parametrize(
+    ("switch", "mesh", "reasons"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", {"dp_shard_size": 2}, ()),
+        ("ACCELERATE_USE_MEGATRON_LM", {"dp_shard_size": 2}, ()),
+        ("ACCELERATE_USE_MEGATRON_LM", {"tp_size": 2}, ()),
+        ("ACCELERATE_USE_FSDP", {"tp_size": 2}, ("ACCELERATE_USE_FSDP",)),
+    ],
+)
+def test_a_mesh_that_is_given_wins_over_a_switch_of_the_environment(monkeypatch, switch, mesh, reasons):
+    monkeypatch.setenv(switch, "true")
+    ignored = "FSDP_VERSION=1" if switch == "ACCELERATE_USE_FSDP" else switch
+    axis = next(iter(mesh)).removesuffix("_size")
+
+    with pytest.warns(UserWarning, match=f"{ignored} is ignored: the mesh of an argument has {axis}"):
+        choice = choose(parallelism_config=ParallelismConfig(**mesh))
+
+    assert (choice.engine, choice.engine_reasons) == ("mesh", (*reasons, "parallelism_config"))
+    plugin = choice.plugins.get("fsdp_plugin")
+    assert plugin is None or plugin.fsdp_version == 2
+
+
+def test_a_switch_stands_beside_a_mesh_that_its_engine_takes(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert choose(parallelism_config=ParallelismConfig(tp_size=2)).engine == "deepspeed"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    choice = choose(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert (choice.settings.fsdp_version, choice.engine_reasons[0]) == (2, "ACCELERATE_USE_FSDP")
+
+
 def test_sizes_and_precision_have_reasons_too(monkeypatch):
     assert choose(parallelism_config=ParallelismConfig()).engine_reasons == ("parallelism_config",)
     assert choose(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2)).engine_reasons == ("torch_tp_plugin",)

@@ -130,8 +130,11 @@ def choose(
         )
     parallelism = _mesh_sizes(parallelism_config, torch_tp_plugin)
     # An argument wins over the environment's sizes, too.
+    given_mesh = parallelism_config is not None or torch_tp_plugin is not None
     if parallelism_config is None and (asked or outside is not None) and fsdp_plugin is None:
         parallelism = _without_shards(parallelism, reasons[0], torch_tp_plugin)
+    elif parallelism is not None and given_mesh and not asked and outside is None:
+        plugins, reasons = _under_given_mesh(parallelism, plugins, reasons)
     settings = outside if outside is not None else next(iter(plugins.values()), None)
     # Axes of shards mean FSDP. Version 2, as version 1 has no mesh.
     if parallelism is not None and parallelism.dp_shard_cp_dim_names and "fsdp_plugin" not in plugins:
@@ -252,6 +255,22 @@ def _without_shards(
         f"which FSDP shards models, and {asked} asks for another engine. Unset it, or leave {asked} out."
     )
     return _mesh_sizes(None, tensor_plugin, switched_on=False)
+
+
+def _under_given_mesh(
+    config: ParallelismConfig, plugins: Mapping[str, Any], reasons: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The environment's plugin and its switch, unless its engine has no mesh such as an argument asks for."""
+    name, plugin = next(iter(plugins.items()), (None, None))
+    axes = config.dp_shard_cp_dim_names if name == "deepspeed_plugin" else config.active_mesh_dims
+    if plugin is None or not axes or (name == "fsdp_plugin" and plugin.fsdp_version != 1):
+        return dict(plugins), reasons
+    # Version 1 is also what stands where nobody chose a version.
+    ignored = "FSDP_VERSION=1" if name == "fsdp_plugin" else reasons[0]
+    warn(f"{ignored} is ignored: the mesh of an argument has {', '.join(axes)}, which FSDP 2 trains on.")
+    if name == "fsdp_plugin":
+        return {name: type(plugin)(fsdp_version=2)}, reasons
+    return {}, []
 
 
 def _instead_of_shards(config: ParallelismConfig, asked: str, argument: str | None) -> str:
