@@ -23,6 +23,13 @@ from accel_ckpt.folder import commit, manifest
 from accel_ckpt.folder.manifest import Manifest
 
 
+_KEYS = st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none())
+_VALUES = st.recursive(
+    st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none()),
+    lambda inner: st.one_of(st.lists(inner), st.tuples(inner, inner), st.dictionaries(_KEYS, inner)),
+)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     base = tmp_path / "checkpoint"
@@ -47,6 +54,12 @@ def test_it_says_what_is_there(folder: Path) -> None:
     assert read.files[2].chunks == (xxhash.xxh3_128_hexdigest(b"hello"),)
     assert read.paths() == {"empty.bin", "model.safetensors", "sub/notes.txt"}
     digests.verify(folder, read.files)
+
+
+@given(_VALUES)
+def test_values_are_spelled_as_json_does(value: Any) -> None:
+    # Manifests are compared with this spelling byte by byte, also those of earlier versions.
+    assert manifest._dump(value) == json.dumps(value, indent=1).encode("ascii") + b"\n"
 
 
 def test_it_is_plain_json(folder: Path) -> None:

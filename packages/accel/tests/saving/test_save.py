@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import random
 import warnings
 from pathlib import Path
@@ -686,3 +687,35 @@ def foreign_parts(folder):
 
 def test_parts_that_another_implementation_wrote_are_loaded(world, tmp_path):
     world.run(foreign_parts, str(tmp_path), size=1)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_save_leaves_nothing_to_the_garbage_collector(tmp_path, blocking, incremental):
+    # It looks at old objects only when a quarter of all are new: cycles would pile up for many saves.
+    config = ProjectConfiguration(
+        tmp_path, automatic_checkpoint_naming=True, total_limit=2, incremental_saves=incremental
+    )
+    run = make_run(project_config=config)
+    train(run, 1)
+
+    def save():
+        run[0].save_state(blocking=blocking)
+        run[0].wait_for_save()
+
+    for _ in range(4):  # until the first are pruned
+        save()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        save()
+        gc.collect()
+        left = {getattr(item, "__module__", None) or type(item).__module__ for item in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
+
+    # torch.save makes a class of its own for each file, and numpy's ctypes one for the page cache's answer.
+    assert not {name for name in left if name.startswith(("accel", "json", "threading", "concurrent"))}, left

@@ -144,9 +144,10 @@ class Writer:
     def _digest_next(self, path: Path, written: _Written) -> None:
         start = len(written.chunks) * self._chunk_bytes
         # Read back out of the system's cache, so that no buffer has to be kept until then.
-        future = self._digest.submit(digest_chunk, path, start, self._chunk_bytes)
-        future.add_done_callback(lambda _: self._progress.add(self._chunk_bytes))
-        written.chunks.append(future)
+        # Not a callback of the future: that would keep this writer, which keeps the future, in a cycle.
+        written.chunks.append(
+            self._digest.submit(_digest_and_count, path, start, self._chunk_bytes, self._progress)
+        )
 
     def _complete(self, path: Path, written: _Written) -> None:
         written.identity = _identity(path)
@@ -184,6 +185,12 @@ class _Raw(io.RawIOBase):
                 super().close()
             finally:
                 os.close(self._handle)
+
+
+def _digest_and_count(path: Path, start: int, chunk_bytes: int, progress: Progress) -> str:
+    text = digest_chunk(path, start, chunk_bytes)
+    progress.add(chunk_bytes)
+    return text
 
 
 def _check_replaced(path: Path, inode: int, linked: int) -> None:

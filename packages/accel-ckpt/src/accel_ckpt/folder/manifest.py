@@ -147,7 +147,28 @@ def _encode(manifest: Manifest) -> bytes:
 
 def _dump(value: Any) -> bytes:
     # Fixed spacing and ASCII: `_decode` compares the file with this spelling of it byte by byte.
-    return json.dumps(value, indent=1).encode("ascii") + b"\n"
+    return _spelled(value, "\n").encode("ascii") + b"\n"
+
+
+def _spelled(value: Any, line: str) -> str:
+    """Return what json.dumps(value, indent=1) does, which leaves garbage in cycles.
+
+    Args:
+        value: A JSON value.
+        line: A new line, with the indentation of the value.
+    """
+    inner = f"{line} "
+    if not value or not isinstance(value, dict | list | tuple):
+        return json.dumps(value)
+    children = value.values() if isinstance(value, dict) else value
+    if not any(isinstance(child, dict | list | tuple) for child in children):
+        text = json.dumps(value, separators=(f",{inner}", ": "))
+        return f"{text[0]}{inner}{text[1:-1]}{line}{text[-1]}"
+    if isinstance(value, dict):
+        # json spells the keys too, as it has rules for those that are no texts.
+        items = [json.dumps({key: 0})[1:-2] + _spelled(child, inner) for key, child in value.items()]
+        return f"{{{inner}{f',{inner}'.join(items)}{line}}}"
+    return f"[{inner}{f',{inner}'.join(_spelled(child, inner) for child in value)}{line}]"
 
 
 def _decode(raw: bytes, path: Path) -> Manifest:

@@ -326,6 +326,10 @@ def _close(staging: Staging, sealed: bool) -> None:
     """
     staging.writer.close()
     staging.progress.close()
+    # They refer to the staging folder, and it to them. Python collects cycles late, if at all, in a process
+    # with many objects, and what they hold would pile up from save to save.
+    for functions in (staging._together, staging._later, staging._after):
+        functions.clear()
     # Sealed and not committed: the staging folder may be all that there is, and `abandon` looks first.
     if staging.owner and sealed:
         recovery.abandon(staging.path, staging.target)
