@@ -175,6 +175,12 @@ def check_pickles_of_the_other_name_load():
     # Protocol 0 names a class as text: this is what the other package writes.
     assert pickle.loads(b"caccelerate.utils.dataclasses\nDistributedType\n.") is DistributedType
     assert pickle.loads(b"caccelerate\nProfileKwargs\n.") is ProfileKwargs
+    # Its plugins and settings name the one module that it defines them in.
+    settings = [name for name in dir(accelerate.utils) if name.endswith(("Kwargs", "Plugin"))]
+    assert len(settings) >= 15
+    for name in settings:
+        found = pickle.loads(f"caccelerate.utils.dataclasses\n{name}\n.".encode())
+        assert found is getattr(accelerate.utils, name)
     given = pickle.loads((FOLDER / "given.pkl").read_bytes())
     assert given == ProfileKwargs(with_flops=True)
     (FOLDER / "made.pkl").write_bytes(pickle.dumps(accelerate.ProfileKwargs(with_stack=True)))
