@@ -22,7 +22,6 @@ from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, manifest
 from accel_ckpt.folder.manifest import Manifest
 
-
 _KEYS = st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none())
 _VALUES = st.recursive(
     st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none()),
