@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_state import env
+from accel_state.devices.table import DEVICES
+from accel_state.env import CPUInformation
 from accel_state.process import rendezvous
 from accel_state.process.state import PartialState
 from accel_world.pool import World
@@ -134,6 +137,19 @@ def _explicit_store(path: str) -> tuple[int, int]:
 
 def test_explicit_store_rank_and_size(world: World, tmp_path: Path) -> None:
     assert world.run(_explicit_store, str(tmp_path / "store"), init=False) == [(0, 2), (1, 2)]
+
+
+def test_a_process_that_nobody_launched_binds_its_group_to_the_current_device() -> None:
+    """torch rejects a device without an index, which the device of such a process is."""
+    cuda = DEVICES["cuda"]
+    row = replace(cuda, calls={**cuda.calls, "current_device": lambda: 3})
+    alone, options = CPUInformation(0, 1, 0, 1), {"store": dist.HashStore()}
+
+    lone = rendezvous._settings(row, alone, torch.device("cuda"), options)
+    assert lone["device_id"] == torch.device("cuda", 3)
+    one_of_two = rendezvous._settings(row, CPUInformation(1, 2, 1, 2), torch.device("cuda", 1), options)
+    assert one_of_two["device_id"] == torch.device("cuda", 1)
+    assert "device_id" not in rendezvous._settings(DEVICES["cpu"], alone, torch.device("cpu"), options)
 
 
 def _serves() -> tuple[str | None, str | None]:

@@ -94,6 +94,10 @@ class DeviceRow:
         if self.indexed and index is not None:
             self._call("set_device", index)
 
+    def current_index(self) -> int:
+        """Return the index of the current device; only where a process picks one of several."""
+        return int(self._call("current_device"))
+
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until a device has done all work given to it.
 

@@ -118,7 +118,9 @@ def _settings(
         else:
             settings["store"] = open_store(url, facts.rank, facts.world_size, options.get("timeout"))
     if row.binds_group and settings["backend"] == row.backend:
-        settings.setdefault("device_id", device)
+        # A process that no launcher started has the current device, and torch asks for a number.
+        index = row.current_index() if device.index is None else device.index
+        settings.setdefault("device_id", row.device(index))
     return settings
 
 
