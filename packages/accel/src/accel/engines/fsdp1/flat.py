@@ -21,7 +21,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_shard, _reshard
 
 from accel.engines.common.norms import Sets
-from accel.engines.sharded.groups import Groups
+from accel.engines.sharded.groups import Groups, aliases
 from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 
 
@@ -79,7 +79,8 @@ def _wrap(
     model: torch.nn.Module, module: torch.nn.Module, keep: set[torch.nn.Parameter], how: FlatSharding
 ) -> FullyShardedDataParallel:
     inner = FullyShardedDataParallel.fsdp_modules(module)
-    fill_group(model, module, keep.union(*(part.parameters() for part in inner)), how.source)
+    done = keep.union(*(part.parameters() for part in inner))
+    fill_group(model, module, done, aliases(model), how.source)  # wrapping changes the names
     with warnings.catch_warnings():
         # One process that asks for shards gets one shard, which torch calls NO_SHARD and advises against.
         alone = how.source.mesh.size() == 1

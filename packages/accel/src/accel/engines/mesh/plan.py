@@ -15,7 +15,7 @@ from accel.engines.mesh.shard import Sharding, check_dtypes, check_ignored, shar
 from accel.engines.mesh.tensor.split import is_split, split_weights, tensor_plan
 from accel.engines.sharded.activation_checkpointing import apply_activation_checkpointing
 from accel.engines.sharded.engine import warn_of_upcast
-from accel.engines.sharded.groups import Groups
+from accel.engines.sharded.groups import Groups, aliases
 from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
 from accel_state.logging.warning import warn
 from accel_state.parallelism.torch_compat import init_device_mesh
@@ -91,19 +91,20 @@ def parallelize(model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
     # Checkpointing changes the forward that the sharding's hooks wrap: parameters are gathered once for
     # the second computation too.
     apply_activation_checkpointing(plan.checkpointed, plan.offload_activations)
-    pending = dict(plan.tensor)
+    names = aliases(model)
+    pending = {model.get_submodule(name): (name, style) for name, style in plan.tensor.items()}
 
     def split(group: torch.nn.Module) -> None:
         if plan.tensor_mesh is not None:
-            split_weights(model, group, pending, plan.tensor_mesh, plan.source)
+            split_weights(model, group, pending, names, plan.tensor_mesh, plan.source)
 
     if plan.sharding is not None:
         # Group by group: sharding takes the parts that splitting leaves, and not the other way round.
-        return shard(model, plan.groups, plan.ignored, plan.sharding, split)
+        return shard(model, plan.groups, plan.ignored, names, plan.sharding, split)
     keep = fill_rest(model, plan.ignored, plan.source)
     split(model)
     done = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    fill_group(model, model, keep | done, plan.source)
+    fill_group(model, model, keep | done, names, plan.source)
     return model
 
 

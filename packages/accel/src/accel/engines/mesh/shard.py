@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from accel.engines.mesh.shared_meshes import SharedMeshes
 from accel.engines.mesh.torch_compat import fully_shard
 from accel.engines.mesh.unsharded import free_after_evaluation
-from accel.engines.sharded.initial_weights import WeightSource, fill_group, fill_rest
+from accel.engines.sharded.initial_weights import Names, WeightSource, fill_group, fill_rest
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def shard(
     model: torch.nn.Module,
     groups: Iterable[torch.nn.Module],
     ignored: set[torch.nn.Parameter],
+    names: Names,
     how: Sharding,
     split: Callable[[torch.nn.Module], None] = lambda group: None,
 ) -> torch.nn.Module:
@@ -182,7 +183,8 @@ def shard(
         model: The model.
         groups: Its modules that are sharded by themselves.
         ignored: Parameters that are not sharded.
-        how: How the others are.
+        names: The names of all parameters.
+        how: How those that are not ignored are sharded.
         split: Called for each group before, to split weights over another axis.
     """
     # Buffers and ignored parameters stay whole on each process, so that they have to start alike.
@@ -199,7 +201,7 @@ def shard(
         # Tensor parallelism first: `fully_shard` shards the DTensors that it leaves over a second axis.
         split(module)
         done = {item for item in module.parameters() if isinstance(item, DTensor)}
-        fill_group(model, module, keep | done, how.source)
+        fill_group(model, module, keep | done, names, how.source)
         # The outermost group is needed again at once in backward, so that torch keeps it by default.
         reshard = None if module is model and how.reshard_after_forward else how.reshard_after_forward
         sharded = fully_shard(module, how.source.mesh, reshard, **options)

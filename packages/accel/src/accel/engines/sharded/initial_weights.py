@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ParamInitFn = Callable[[torch.nn.Module], None]
+Names = Mapping[torch.nn.Parameter, Sequence[str]]
+"""What `aliases` returned for a model before parameters were replaced: one walk serves all groups."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,19 @@ def fill_rest(
 
 
 def fill_group(
-    model: torch.nn.Module, group: torch.nn.Module, done: set[torch.nn.Parameter], how: WeightSource
+    model: torch.nn.Module,
+    group: torch.nn.Module,
+    done: set[torch.nn.Parameter],
+    names: Names,
+    how: WeightSource,
 ) -> None:
     """Fill the parameters of a group, in place where they have memory.
 
     Args:
-        model: The model, which shows the other names of a parameter.
+        model: The model.
         group: The model, or a module of it.
         done: Parameters that are left alone.
+        names: The names of all parameters, by which those that share a weight get the same new one.
         how: Where weights come from and go to.
 
     Raises:
@@ -77,7 +84,7 @@ def fill_group(
     """
     if how.param_init_fn is not None:
         _initialise(group, done, ensure_weights_retied(how.param_init_fn, model, how.device))
-    names = aliases(model)
+        names = aliases(model)  # it may have put others in their places
     for parameter in list(group.parameters()):
         if parameter in done:
             continue
@@ -86,7 +93,8 @@ def fill_group(
                 f"param_init_fn left {names[parameter][0]} on the meta device, and with "
                 "sync_module_states=False nobody gives it values. Initialise it there."
             )
-        _fill_parameter(model, parameter, names[parameter], how)
+        # Names are for those on meta alone: a module that was filled by itself has others since.
+        _fill_parameter(model, parameter, names[parameter] if parameter.is_meta else (), how)
 
 
 def ensure_weights_retied(

@@ -14,7 +14,7 @@ from accel.engines.mesh.context.language_models import text_config
 from accel.engines.mesh.tensor.replicated_weights import SummedGradients
 from accel.engines.mesh.torch_compat import parallelize_module
 from accel.engines.sharded.groups import aliases
-from accel.engines.sharded.initial_weights import WeightSource, fill_group, put_parameter
+from accel.engines.sharded.initial_weights import Names, WeightSource, fill_group, put_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +141,8 @@ def split_dims(model: torch.nn.Module, size: int) -> dict[str, int]:
 def split_weights(
     model: torch.nn.Module,
     group: torch.nn.Module,
-    pending: dict[str, ParallelStyle],
+    pending: dict[torch.nn.Module, tuple[str, ParallelStyle]],
+    names: Names,
     mesh: DeviceMesh,
     source: WeightSource,
 ) -> None:
@@ -152,22 +153,22 @@ def split_weights(
     Args:
         model: The model.
         group: The model, or a module of it.
-        pending: What `tensor_plan` returned; what is split is taken out.
+        pending: What `tensor_plan` returned, by modules; what is split is taken out.
+        names: The names of all parameters.
         mesh: The axis of tensor parallelism.
         source: Where weights come from and go to.
     """
-    inside = set(group.modules())
-    shared = [names for names in aliases(model).values() if len(names) > 1]
-    for name in [name for name in pending if model.get_submodule(name) in inside]:
+    shared = [tied for tied in names.values() if len(tied) > 1]
+    for module in [module for module in group.modules() if module in pending]:
         # Taken out of the plan: each module is split once, with the innermost group that has it.
-        module, style = model.get_submodule(name), pending.pop(name)
+        name, style = pending.pop(module)
         done: set[torch.nn.Parameter] = {item for item in module.parameters() if isinstance(item, DTensor)}
-        fill_group(model, module, done, source)
+        fill_group(model, module, done, names, source)
         parallelize_module(module, mesh, style)
-        for names in shared:
+        for tied in shared:
             # `parallelize_module` makes new parameters, which unties those of other modules.
-            own = [other for other in names if other.rpartition(".")[0] == name]
-            for other in names if own else ():
+            own = [other for other in tied if other.rpartition(".")[0] == name]
+            for other in tied if own else ():
                 put_parameter(model, other, model.get_parameter(own[0]))
 
 
