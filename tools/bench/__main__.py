@@ -1,8 +1,8 @@
 """Measure, print one table, and on request write it into the manual.
 
 `python -m tools.bench` measures everything; `python -m tools.bench step gather` only those rows. A section
-that fails is named in the table, and the others are measured all the same. Everything takes about 25 minutes
-on two quiet cores, and the last line says how long it took.
+that fails is named in the table, and the others are measured all the same. Everything takes more than
+25 minutes on two quiet cores, and the last line says how long it took.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from .engines import engine_memory_rows, engine_rows
 from .evaluation import evaluation_rows
 from .imports import dry_run_row, help_row, import_rows
 from .incremental import incremental_rows
+from .language_model import language_model_rows
 from .launch import launch_many_row, launch_one_row, shutdown_row
 from .loaders import iterate_rows, memory_rows, resume_row, shard_rows, stream_row
 from .long_run import long_run_rows
+from .manifests import manifest_rows
 from .merging import merge_row
+from .meshes import mesh_rows
 from .metrics import metrics_rows
 from .orders import order_rows
 from .resharded import resharded_row
@@ -47,6 +50,8 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "step-ddp": partial(step_row, 2),
     "engines": engine_rows,
     "engine-memory": engine_memory_rows,
+    "meshes": mesh_rows,
+    "language-model": language_model_rows,
     "evaluation": evaluation_rows,
     "clip": clip_rows,
     "accumulate": accumulate_row,
@@ -67,6 +72,7 @@ SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
     "load": load_rows,
     "resharded": resharded_row,
     "merge": merge_row,
+    "manifest": manifest_rows,
     "big-load": placed_load_rows,
     "big-load-memory": load_peak_row,
     "placement": planning_rows,
