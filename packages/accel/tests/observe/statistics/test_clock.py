@@ -5,60 +5,98 @@ import time
 
 import pytest
 
-from accel.observe.statistics.clock import Clock
+from accel.observe.statistics.clock import MANY_NOTES, OWN_GRADIENTS_READY, Clock
+
+
+def noted(*notes):
+    """A clock with these notes, which are parts and times in turn."""
+    clock = Clock()
+    for what, seconds in zip(notes[::2], notes[1::2], strict=True):
+        clock.note((what, seconds, threading.get_ident()))
+    return clock
+
+
+def seconds_of(clock):
+    clock.now = lambda: 100.0
+    return {part: seconds for part, seconds in clock.read().items() if seconds}
 
 
 def test_what_is_nested_is_counted_once():
     clock = Clock()
-    outer = clock.switch("forward")
     begun = time.perf_counter()
-    time.sleep(0.01)
-    inner = clock.switch("collectives")
-    time.sleep(0.02)
-    clock.switch(inner)
-    time.sleep(0.01)
-    clock.switch(outer)
+    with clock.timed("forward"):
+        time.sleep(0.01)
+        with clock.timed("collectives"):
+            time.sleep(0.02)
+        assert clock.current == "forward"
+        time.sleep(0.01)
+    assert clock.current == "other"
     seconds = clock.read()
     assert seconds["forward"] >= 0.02
     assert seconds["collectives"] >= 0.02
     assert sum(seconds.values()) == pytest.approx(time.perf_counter() - begun, abs=0.005)
-    assert (outer, inner, clock.current) == ("other", "forward", "other")
+
+
+def test_parts_add_up_to_the_whole():
+    clock = noted("data", 10, None, 11, "forward", 13, "collectives", 16, None, 20, None, 25)
+    assert seconds_of(clock) == {"data": 1, "forward": 8, "collectives": 4, "other": 77}
 
 
 def test_a_checkpoint_has_all_of_its_time():
-    clock = Clock()
-    clock.switch(clock.switch("data"))
-    with clock.only("checkpoint"):
-        assert clock.switch("collectives") is None
-        with clock.only("checkpoint"):
-            time.sleep(0.01)
-        clock.switch(None)
-        assert clock.current == "checkpoint"
-    assert clock.current == "other"
-    assert clock.read()["checkpoint"] >= 0.01
+    clock = noted("data", 10, None, 11, "checkpoint", 12, "collectives", 13, "checkpoint", 14, None, 15)
+    assert clock.current == "checkpoint"
+    clock.note((None, 16, threading.get_ident(), None, 20, threading.get_ident()))
+    assert seconds_of(clock) == {"data": 1, "checkpoint": 8, "other": 81}
+
+
+def test_the_wait_begins_once_the_own_gradients_are_ready():
+    clock = noted("backward", 10, OWN_GRADIENTS_READY, 13, None, 20)
+    assert seconds_of(clock) == {"backward": 3, "collectives": 7, "other": 80}
+    # a callback of a pass that nobody times
+    assert seconds_of(noted("data", 10, OWN_GRADIENTS_READY, 13, None, 20)) == {"data": 10, "other": 80}
 
 
 def test_it_starts_with_the_first_batch_or_pass():
-    clock = Clock()
-    assert clock.switch("collectives") is None
-    with clock.only("checkpoint"):
-        time.sleep(0.001)
-    assert not any(clock.read().values())
-    assert clock.switch("data") == "other"
+    # the batch that is read while a checkpoint is loaded is none
+    before = "collectives", 1, None, 2, "checkpoint", 3, "data", 4, None, 5, None, 6
+    assert seconds_of(noted(*before)) == {}
+    assert seconds_of(noted(*before, "data", 90, None, 91)) == {"data": 1, "other": 9}
+
+
+def test_what_began_before_ends_nothing():
+    assert seconds_of(noted(None, 1, "data", 90, None, 91)) == {"data": 1, "other": 9}
 
 
 def test_other_threads_change_nothing():
-    clock, got = Clock(), []
-    clock.switch("data")
-    thread = threading.Thread(target=lambda: got.append(clock.switch("checkpoint")))
+    clock = Clock()
+    clock.begin("data")
+
+    def run():
+        clock.begin("checkpoint")
+        clock.note(("checkpoint", clock.now(), threading.get_ident()))
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert got == [None]
     assert clock.current == "data"
+
+
+def test_notes_do_not_pile_up():
+    clock = Clock()
+    for _ in range(MANY_NOTES):
+        with clock.timed("forward"):
+            pass
+    assert len(clock.notes) <= MANY_NOTES
+    assert clock.current == "other"
 
 
 def test_an_accelerator_is_awaited_where_that_is_asked_for():
     waits = []
     clock = Clock(lambda: waits.append(time.perf_counter()))
-    clock.switch(clock.switch("forward"))
+    with clock.timed("forward"):
+        pass
+    assert len(waits) == 2
+    thread = threading.Thread(target=clock.now)
+    thread.start()
+    thread.join()
     assert len(waits) == 2

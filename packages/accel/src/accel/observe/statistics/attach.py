@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.observe.attach import Undo, follow, put
-from accel.observe.statistics.clock import Clock
+from accel.observe.statistics.clock import MANY_NOTES, OWN_GRADIENTS_READY, Clock
 from accel_ops.collectives import operations
 
 # Those that torch has; the names differ between releases.
@@ -29,6 +30,7 @@ _PLACES: list[tuple[Any, str]] = [
     *((operations, name) for name in ("broadcast", "gather", "reduce")),
 ]
 _clocks: list[Clock] = []
+_queue_callback = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 _current_pass = torch._C._current_graph_task_id  # private, and what torch's own checkpoints use
 
 
@@ -60,12 +62,14 @@ def time_collectives(clock: Clock) -> Undo:
 def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        before = [(clock, clock.switch("collectives")) for clock in _clocks]
+        clocks = tuple(_clocks)
+        for clock in clocks:
+            clock.begin("collectives")
         try:
             return function(*args, **kwargs)
         finally:
-            for clock, part in before:
-                clock.switch(part)
+            for clock in clocks:
+                clock.end()
 
     timed._accel_statistics = function  # type: ignore[attr-defined]
     return timed
@@ -93,14 +97,17 @@ def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
 def _wrap_forward(clock: Clock, model: DistributedDataParallel, part: str) -> Undo:
     """Time the forward method of DDP, which costs a step less than hooks, and has no hooks of an engine."""
     plain = vars(model).get("forward")
+    notes, note, now = clock.notes, clock.note, clock.now
 
     @functools.wraps(model.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = clock.switch(part)
+        note((part, now(), get_ident()))
         try:
             return type(self).forward(self, *args, **kwargs) if plain is None else plain(*args, **kwargs)
         finally:
-            clock.switch(before)
+            note((None, now(), get_ident()))
+            if len(notes) > MANY_NOTES:
+                clock.add_up()
 
     # A method, which copies of the model have as one of theirs.
     return put(model, "forward", MethodType(forward, model))
@@ -126,19 +133,18 @@ class _Passes:
     def __init__(self, clock: Clock, part: str) -> None:
         self._clock = clock
         self._part = part
-        self._before: list[str | None] = []
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        self._before.append(self._clock.switch(self._part))
+        self._clock.begin(self._part)
 
     def end(self, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        self._clock.switch(self._before.pop())
+        self._clock.end()
 
     def __deepcopy__(self, memo: Any) -> _Passes:
         return self
 
     def __reduce__(self) -> Any:
-        return _Passes, (Clock(), self._part)
+        return _Passes, (self._clock, self._part)
 
 
 def time_backward(
@@ -158,20 +164,23 @@ def time_backward(
     """
     plain = engine.backward
     wait = _Wait(clock, awaited)
+    notes, note, now = clock.notes, clock.note, clock.now
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
         started()
-        before = clock.switch("backward")
+        note(("backward", now(), get_ident()))
         wait.is_queued = False
         hook = wait.hook_loss(loss) if wait.hooks_losses else None
         try:
             plain(loss, *args, **kwargs)
         finally:
-            clock.switch(before)
+            note((None, now(), get_ident()))
             if hook is not None:
                 hook.remove()
         if hook is not None or not wait.is_queued:
             wait.choose()
+        if len(notes) > MANY_NOTES:
+            clock.add_up()
 
     undo = put(engine, "backward", backward)
 
@@ -198,8 +207,9 @@ class _Wait:
     def __init__(self, clock: Clock, awaited: Callable[[], Sequence[torch.nn.Module]]) -> None:
         self.hooks_losses = True
         self.is_queued = False
-        self._clock = clock
         self._awaited = awaited
+        note, now = clock.note, clock.now
+        self._begin_wait = lambda: note((OWN_GRADIENTS_READY, now(), get_ident()))
         self._task = -1  # torch's number of the pass at hand
         self._handle: Any = None  # of the parameter's hook
         self._may_hook_parameter = True
@@ -237,17 +247,13 @@ class _Wait:
     def _at_parameter(self, _: torch.Tensor) -> None:
         if not self.hooks_losses:  # the usual case, without a call more
             self.is_queued = True
-            Variable._execution_engine.queue_callback(self._begin_wait)
+            _queue_callback(self._begin_wait)
         elif _current_pass() == self._task:
             self.hooks_losses = False
 
     def _queue(self) -> None:
         self.is_queued = True
-        Variable._execution_engine.queue_callback(self._begin_wait)  # torch's own name
-
-    def _begin_wait(self) -> None:
-        if self._clock.current == "backward":
-            self._clock.switch("collectives")
+        _queue_callback(self._begin_wait)
 
 
 def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo:
@@ -260,16 +266,19 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
     """
     plain = optimizer.step
     state = getattr(optimizer, "gradient_state", None)
+    notes, note, now = clock.notes, clock.note, clock.now
 
     @functools.wraps(plain)
     def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-        before = clock.switch("optimizer")
+        note(("optimizer", now(), get_ident()))
         try:
             result = plain(*args, **kwargs)
         finally:
-            clock.switch(before)
+            note((None, now(), get_ident()))
         if state is None or state.sync_gradients:
             stepped()
+        if len(notes) > MANY_NOTES:
+            clock.add_up()
         return result
 
     # A method: torch's schedules take its function.
@@ -292,17 +301,21 @@ def time_loader(
             what is called when the iteration ends.
     """
 
+    notes, note, now = clock.notes, clock.note, clock.now
+
     def timed(self: Any, batches: Iterator[Any]) -> Iterator[Any]:
         got, ended = begins(self)
         try:
             while True:
-                before = clock.switch(part)
+                note((part, now(), get_ident()))
                 try:
                     batch = next(batches)
                 except StopIteration:
                     return
                 finally:
-                    clock.switch(before)
+                    note((None, now(), get_ident()))
+                    if len(notes) > MANY_NOTES:
+                        clock.add_up()
                 got(batch)
                 yield batch
         finally:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import Lock, get_ident
 from time import perf_counter
+from typing import Any
 
 _STARTS = ("data", "forward", "backward")
 
@@ -15,65 +16,112 @@ PARTS = ("data", "forward", "backward", "optimizer", "collectives", "checkpoint"
 "collectives" is also the wait for the gradients of other processes, under DDP.
 """
 
+OWN_GRADIENTS_READY = "own gradients ready"
+"""Noted in a backward pass: the rest of it is a wait for the others."""
+
+MANY_NOTES = 10_000
+"""Notes above which whoever takes one adds them up: a step leaves about 27."""
+
 
 class Clock:
     """Adds up the time of each part, on the thread that made it. It starts with the first batch or pass.
+
+    Where a part begins and ends that is noted alone, and added up later, all at once: a call of a Python
+    function in a step costs about ten times as much as here, as the work around it has emptied the caches.
+    What is timed in every step therefore takes its notes without a method of this class:
+    `clock.note((part, clock.now(), get_ident()))`, and the same with None where the part ends.
 
     Args:
         synchronize: Called before the time is read, to wait for an accelerator; None not to wait.
 
     Attributes:
-        seconds: Seconds of each part so far.
-        current: The part that time goes to now.
+        note: Takes three notes: a part that begins, None for the end of the one that began last, or
+            `OWN_GRADIENTS_READY`; the time; and the thread, as those of autograd and of loaders run beside
+            the one whose time is divided here.
+        now: Returns the time, in seconds.
+        notes: What is not added up yet. Above `MANY_NOTES` call `add_up`.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.current = "other"
+        self.notes: list[Any] = []
+        self.note = self.notes.extend
+        self.now = perf_counter if synchronize is None else self._awaited_now
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._parts = ["other"]  # those that have begun, the innermost last
         self._thread = get_ident()
         self._since: float | None = None
-        self._is_held = False
+        self._lock = Lock()
         self._synchronize = synchronize
 
-    def switch(self, part: str | None) -> str | None:
-        """Give the time from now on to a part.
+    @property
+    def current(self) -> str:
+        """The part that time goes to now."""
+        self.add_up()
+        return self._parts[-1]
 
-        Args:
-            part: The part, or what an earlier call has returned, to give the time back: None changes nothing.
+    def begin(self, part: str) -> None:
+        """Give the time from now on to a part, until `end` is called. Inside a checkpoint all time is its."""
+        self._note(part)
 
-        Returns:
-            The part that had it; None where nothing was changed: on another thread, inside of `only`, or
-            before the training began.
-        """
-        # Threads of autograd and of loaders run beside this one, whose time is divided here.
-        if part is None or self._is_held or get_ident() != self._thread:
-            return None
-        if self._synchronize is not None:
-            self._synchronize()
-        now, since, before = perf_counter(), self._since, self.current
-        if since is not None:
-            self.seconds[before] += now - since
-        elif part not in _STARTS:
-            return None
-        self._since, self.current = now, part
-        return before
+    def end(self) -> None:
+        """Give the time from now on to the part that had it before the one that began last."""
+        self._note(None)
+
+    def _note(self, what: str | None) -> None:
+        if get_ident() == self._thread:
+            self.note((what, self.now(), self._thread))
+            if len(self.notes) > MANY_NOTES:
+                self.add_up()
 
     @contextmanager
-    def only(self, part: str) -> Iterator[None]:
-        """Give all the time inside of the context to a part, whatever else is timed there."""
-        before = self.switch(part)
-        if before is None:
-            yield
-            return
-        self._is_held = True
+    def timed(self, part: str) -> Iterator[None]:
+        """Give the time inside of the context to a part."""
+        self.begin(part)
         try:
             yield
         finally:
-            self._is_held = False
-            self.switch(before)
+            self.end()
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each part up to now."""
+        self.add_up()
         if self._since is not None:
-            self.switch(self.current)
-        return dict(self.seconds)
+            self._count_until(self.now())
+        return dict(self._seconds)
+
+    def add_up(self) -> None:
+        """Turn the notes into seconds."""
+        with self._lock:
+            count = len(self.notes)  # other threads may go on to take notes
+            noted = iter(self.notes[:count])
+            del self.notes[:count]
+            for what, time, thread in zip(noted, noted, noted, strict=True):
+                if thread == self._thread:
+                    self._add(what, time)
+
+    def _add(self, what: str | None, time: float) -> None:
+        parts = self._parts
+        if self._since is not None:
+            self._count_until(time)
+        elif what in _STARTS and parts[-1] != "checkpoint":
+            self._since = time
+        if what is None:
+            if len(parts) > 1:  # else it began before this was attached
+                parts.pop()
+        elif what != OWN_GRADIENTS_READY:
+            parts.append("checkpoint" if parts[-1] == "checkpoint" else what)
+        elif parts[-1] == "backward":
+            parts[-1] = "collectives"
+
+    def _count_until(self, time: float) -> None:
+        assert self._since is not None
+        self._seconds[self._parts[-1]] += time - self._since
+        self._since = time
+
+    def __reduce__(self) -> Any:
+        return Clock, ()  # what is timed elsewhere begins anew
+
+    def _awaited_now(self) -> float:
+        if self._synchronize is not None and get_ident() == self._thread:
+            self._synchronize()
+        return perf_counter()

@@ -58,7 +58,7 @@ class Statistics(Observer):
         self._gathers = 0
         self._steps_of: list[int] = []  # per optimizer
         self._unused: dict[int, deque[int]] = {}  # per loader: sizes of the batches that are not used yet
-        self._before = (0, 0, dict(self.clock.seconds))  # steps, samples and seconds at the last gather
+        self._before = (0, 0, self.clock.read())  # steps, samples and seconds at the last gather
         self._pending: list[tuple[Any, torch.Tensor, int]] = []  # the work, its result, the step
         self._awaits_gradients = False
         # A group of their own: gathers are never confused with other collectives, and no step awaits them.
@@ -90,7 +90,7 @@ class Statistics(Observer):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Time `save_state`, its waits for others included."""
-        with self.clock.only("checkpoint"):
+        with self.clock.timed("checkpoint"):
             yield
 
     loading = saving
