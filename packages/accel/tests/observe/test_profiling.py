@@ -218,6 +218,15 @@ def test_the_summary_adds_the_recordings_and_counts_self_time(capsys):
     assert 0 < shown <= whole + 0.02
 
 
+def test_methods_of_objects_are_summed_over_processes_which_have_them_elsewhere(capsys):
+    with Accelerator(kwargs_handlers=[handler(with_stack=True, summary=10_000)]).profile():
+        torch.ones(2, requires_grad=True).sum().backward()
+
+    printed = capsys.readouterr().out
+    assert "<built-in method run_backward of torch._C._EngineBase object>" in printed
+    assert " at 0x" not in printed
+
+
 def test_the_table_shows_means_the_slowest_process_and_who_is_missing():
     found = {
         0: {"a": [2, 3000.0, 0, 0], "b": [1, 1000.0, 0, 0]},

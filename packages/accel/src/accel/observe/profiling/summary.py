@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from accel_state.process.facts import Process
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 WAIT_S = 60.0
 """How long the main process waits (seconds) for another one to leave its block."""
@@ -48,8 +51,10 @@ class OperatorTotals:
                 continue
             memory = event.self_cpu_memory_usage + event.self_device_memory_usage
             new = (event.count, event.self_cpu_time_total, event.self_device_time_total, memory)
-            old = self.values.get(event.key, (0, 0, 0, 0))
-            self.values[event.key] = [before + more for before, more in zip(old, new, strict=True)]
+            # With stacks there are methods of objects, whose addresses differ between processes.
+            name = _ADDRESS.sub("", event.key)
+            old = self.values.get(name, (0, 0, 0, 0))
+            self.values[name] = [before + more for before, more in zip(old, new, strict=True)]
 
 
 def print_summary(totals: OperatorTotals, rows: int, process: Process, failed: bool) -> None:
