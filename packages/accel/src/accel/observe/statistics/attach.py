@@ -30,7 +30,7 @@ _PLACES: list[tuple[Any, str]] = [
     *((operations, name) for name in ("broadcast", "gather", "reduce")),
 ]
 _clocks: list[Clock] = []
-_queue_callback = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+_queue_callback = Variable._execution_engine.queue_callback  # torch's own name
 _current_pass = torch._C._current_graph_task_id  # private, and what torch's own checkpoints use
 
 
@@ -300,7 +300,6 @@ def time_loader(
         begins: Called with the loader when an iteration begins; returns what is called with each batch, and
             what is called when the iteration ends.
     """
-
     notes, note, now = clock.notes, clock.note, clock.now
 
     def timed(self: Any, batches: Iterator[Any]) -> Iterator[Any]:
