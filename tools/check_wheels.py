@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from release.alone import check_alone
 from release.build import build, sdist_name, wheel_name
 from release.contents import check_sdist, check_wheel
+from release.isolated import check_alone
 from repo_checks.tree import packages
 
 __all__ = ["main"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import check_release
-from release.alone import closure
 from release.build import sdist_name, wheel_name
 from release.contents import check_sdist, check_wheel
+from release.isolated import closure
 from repo_checks.tree import Package, packages
 
 DEPENDENCIES = {

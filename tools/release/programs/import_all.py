@@ -1,4 +1,4 @@
-"""Import every module of a package where it is installed alone; run by `release.alone` there.
+"""Import every module of a package where it is installed alone; run by `release.isolated` there.
 
 The arguments are the package, those that belong to it and its dependencies, and all of the repository, each a
 list with commas.

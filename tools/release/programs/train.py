@@ -1,4 +1,4 @@
-"""Train on one process from installed wheels, save, and load; run by `release.alone`."""
+"""Train on one process from installed wheels, save, and load; run by `release.isolated`."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ import pytest
 
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
+from accel_launch.plan.launchers import LAUNCHERS
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import LaunchPlan
-from accel_launch.plan.starters import STARTERS
 from accel_launch.settings.resolve import resolve
 
 
@@ -29,7 +29,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def command(plan: LaunchPlan) -> list[str]:
-    found: list[str] = list(STARTERS[plan.how].load("prepare")(plan, {}).command)
+    found: list[str] = list(LAUNCHERS[plan.how].load("prepare")(plan, {}).command)
     return found
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from accel_launch.commands.launch import launch_command_parser
 from accel_launch.errors import LaunchError
+from accel_launch.plan.launchers import LAUNCHERS
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import LaunchPlan, Prepared
-from accel_launch.plan.starters import STARTERS
 from accel_launch.settings.resolve import resolve
 from accel_launch.settings.slurm_job import find_step, first_host
 
@@ -49,7 +49,7 @@ def plan(tmp_path: Path) -> Any:
 
 
 def prepared(plan: LaunchPlan, environ: dict[str, str]) -> Prepared:
-    found: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
+    found: Prepared = LAUNCHERS[plan.how].load("prepare")(plan, environ)
     return found
 
 

@@ -7,8 +7,8 @@ import argparse
 from accel_launch.commands.launch import plan_of
 from accel_launch.errors import LaunchError
 from accel_launch.local.ports import DEFAULT_PORT, reserve_port
+from accel_launch.plan.launchers import LAUNCHERS
 from accel_launch.plan.plan import How, Prepared
-from accel_launch.plan.starters import STARTERS
 from accel_state import env
 
 
@@ -82,7 +82,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict
         raise LaunchError("The arguments do not ask for DeepSpeed. Give --use_deepspeed.")
     # The supervisor of this machine's workers is no command that others could run.
     how: How = "torchrun" if plan.how == "local" else plan.how
-    prepared: Prepared = STARTERS[how].load("prepare")(plan, env.snapshot())
+    prepared: Prepared = LAUNCHERS[how].load("prepare")(plan, env.snapshot())
     if prepared.held is not None:
         # The caller starts the command itself, and would find the port taken by this process.
         prepared.held.close()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_launch.errors import LaunchError
 from accel_launch.local.system import require_posix
+from accel_launch.plan.launchers import LAUNCHERS, become
 from accel_launch.plan.make import make_plan
 from accel_launch.plan.plan import LaunchPlan, Prepared
-from accel_launch.plan.starters import STARTERS, become
 from accel_launch.settings.parser import launch_flags_parser
 from accel_launch.settings.resolve import Settings, resolve
 from accel_state import env
@@ -144,7 +144,7 @@ def _explained(settings: Settings) -> str:
 def _dry_run(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     from accel_launch.plan.explain import dry_run_text
 
-    prepared: Prepared = STARTERS[plan.how].load("prepare")(plan, environ)
+    prepared: Prepared = LAUNCHERS[plan.how].load("prepare")(plan, environ)
     # Nothing will listen on the port that was reserved.
     if prepared.held is not None:
         prepared.held.close()
@@ -152,14 +152,14 @@ def _dry_run(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
 
 
 def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    starter = STARTERS[plan.how]
-    if starter.run:
-        code = starter.load("run")(plan)
+    launcher = LAUNCHERS[plan.how]
+    if launcher.run:
+        code = launcher.load("run")(plan)
         # Not for 0: the caller may be a program, which goes on.
         if code:
             sys.exit(code)
         return
-    prepared: Prepared = starter.load("prepare")(plan, environ)
+    prepared: Prepared = launcher.load("prepare")(plan, environ)
     # Last, as it may take minutes: everything else has been checked by then.
     prepared.wait()
     become(prepared)

@@ -10,8 +10,8 @@ from typing import Any
 from accel_launch.commands.launch import read_config
 from accel_launch.errors import LaunchError
 from accel_launch.outside.tpu.gcloud import pod_command
+from accel_launch.plan.launchers import become
 from accel_launch.plan.plan import Prepared
-from accel_launch.plan.starters import become
 from accel_launch.settings.masking import mask_command
 from accel_launch.settings.parser import command_parser
 from accel_state import env

@@ -78,7 +78,7 @@ def common_environment(
         env.put(environ, "CUDA_VISIBLE_DEVICES", gpus)
     if threads is not None:
         env.put(environ, "OMP_NUM_THREADS", threads)
-    # Not from the environment, where they are already, nor detected ones, which the starter decides.
+    # Not from the environment, where they are already, nor detected ones, which the launcher decides.
     for name in ("main_process_ip", "main_process_port"):
         if settings[name].source in (Source.FLAG, Source.CONFIG):
             env.put(environ, SETTINGS[name].spec.name, settings.value(name))

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from accel_launch.errors import LaunchError
 from accel_launch.plan.environment import common_environment, outside_any_run
+from accel_launch.plan.launchers import choose_elsewhere, choose_here, warn_unused
 from accel_launch.plan.machine import Machine
 from accel_launch.plan.plan import LaunchPlan
 from accel_launch.plan.script import worker_command
-from accel_launch.plan.starters import choose_elsewhere, choose_here, warn_unused
 from accel_launch.settings.resolve import Effective, Settings, Source
 
 

@@ -20,7 +20,7 @@ class LaunchPlan:
 
     Args:
         settings: The effective settings, detected values included.
-        how: What starts the workers: a name of `STARTERS`.
+        how: What starts the workers: a name of `LAUNCHERS`.
         script: The script, module or program.
         arguments: Its arguments.
         command: What one worker runs.
@@ -48,7 +48,7 @@ class Prepared:
     """The program that starts the workers.
 
     Args:
-        command: The program and its arguments; of a starter that supervises workers, what rank 0 runs.
+        command: The program and its arguments; of a launcher that supervises workers, what rank 0 runs.
         environ: Its environment.
         note: One line on what it is.
         held: A socket that reserves the port until the program ends.

@@ -1,6 +1,6 @@
-"""Programs that start the workers: the table of starters, and the choice among them.
+"""Programs that start the workers: the table of launchers, and the choice among them.
 
-A starter is a function of the plan and this process's environment that returns the program to become; one
+A launcher is a function of the plan and this process's environment that returns the program to become; one
 that supervises the workers itself has a second function, which runs them to their end.
 """
 
@@ -23,7 +23,7 @@ from accel_launch.settings.schema import SETTINGS
 
 
 @dataclass(frozen=True)
-class Starter:
+class Launcher:
     """A row of the table.
 
     Args:
@@ -76,41 +76,41 @@ def become(prepared: Prepared) -> NoReturn:
         raise LaunchError(f"There is no program {program!r} on the PATH.") from None
 
 
-STARTERS: dict[How, Starter] = {
-    "exec": Starter(
+LAUNCHERS: dict[How, Launcher] = {
+    "exec": Launcher(
         "one process",
         "accel_launch.local.single:prepare",
         # With a log, one process is chosen for TPUs alone.
         unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
     ),
-    "local": Starter(
+    "local": Launcher(
         "workers of this machine",
         "accel_launch.local.run:prepare",
         "accel_launch.local.run:run_local",
         unused=("monitor_interval", "mpirun_hostfile", "mpirun_ccl"),
     ),
-    "torchrun": Starter(
+    "torchrun": Launcher(
         "torchrun",
         "accel_launch.outside.torchrun:prepare",
         unused=("grace_period", "quiet", "mpirun_hostfile", "mpirun_ccl"),
     ),
-    "mpirun": Starter(
+    "mpirun": Launcher(
         "mpirun",
         "accel_launch.outside.mpi:prepare",
         unused=("grace_period", "quiet", "monitor_interval", "tee", "log_dir", "role"),
     ),
-    "task": Starter(
+    "task": Launcher(
         "a task of Slurm",
         "accel_launch.outside.slurm_start:prepare_task",
         unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
     ),
-    "srun": Starter("srun", "accel_launch.outside.slurm_start:prepare_srun"),
-    "deepspeed": Starter(
+    "srun": Launcher("srun", "accel_launch.outside.slurm_start:prepare_srun"),
+    "deepspeed": Launcher(
         "DeepSpeed's launcher",
         "accel_launch.outside.deepspeed:prepare",
         unused=("tee", "log_dir", "role", "grace_period", "monitor_interval", "mpirun_ccl"),
     ),
-    "ray": Starter(
+    "ray": Launcher(
         "Ray",
         "accel_launch.outside.ray.cluster:prepare",
         "accel_launch.outside.ray.cluster:run",
@@ -120,19 +120,19 @@ STARTERS: dict[How, Starter] = {
             *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
         ),
     ),
-    "pod": Starter("a TPU pod", "accel_launch.outside.tpu.pod:prepare"),
+    "pod": Launcher("a TPU pod", "accel_launch.outside.tpu.pod:prepare"),
 }
-"""Every starter by its name."""
+"""Every launcher by its name."""
 
 
 def choose_elsewhere(settings: Settings) -> How | None:
-    """Choose a starter for which this machine's devices do not count.
+    """Choose a launcher for which this machine's devices do not count.
 
     Args:
         settings: The effective settings.
 
     Returns:
-        The starter; None if the workers are this machine's.
+        The launcher; None if the workers are this machine's.
     """
     if settings.value("launcher") == "ray":
         wanted = [name for name in _reasons_for_torchrun(settings) if name != "rdzv_conf"]
@@ -204,13 +204,13 @@ def _check_served(what: str, names: list[str], settings: Settings) -> None:
 
 
 def warn_unused(settings: Settings, how: How) -> None:
-    """Warn of flags that the starter has no use for.
+    """Warn of flags that the launcher has no use for.
 
     Args:
         settings: The effective settings.
-        how: The starter.
+        how: The launcher.
     """
-    starter = STARTERS[how]
-    names = [SETTINGS[name].flag for name in starter.unused if settings[name].source == Source.FLAG]
+    launcher = LAUNCHERS[how]
+    names = [SETTINGS[name].flag for name in launcher.unused if settings[name].source == Source.FLAG]
     if names:
-        warnings.warn(f"Ignored for {starter.what}: {', '.join(names)}.", UserWarning, stacklevel=4)
+        warnings.warn(f"Ignored for {launcher.what}: {', '.join(names)}.", UserWarning, stacklevel=4)
