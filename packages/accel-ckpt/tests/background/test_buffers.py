@@ -60,4 +60,5 @@ def test_cuda_copies_of_all_devices_are_there_after_finish() -> None:
             taken.append(copies.copy(data))
     copies.finish()
 
+    assert all(copy.is_pinned() for copy in taken)  # otherwise `copy` has waited for the device
     assert [copy.unique().tolist() for copy in taken] == [[index + 1] for index in range(len(taken))]
