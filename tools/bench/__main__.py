@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +33,7 @@ from .meshes import mesh_rows
 from .metrics import metrics_rows
 from .orders import order_rows
 from .resharded import resharded_row
-from .row import Row
+from .sections import Section, measure
 from .statistics import statistics_row
 from .step import step_row
 from .table import headlines, render, setting, write
@@ -45,7 +43,7 @@ from .watchdog import watchdog_row
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 README = Path(__file__).parents[2] / "README.md"
 
-SECTIONS: dict[str, Callable[..., Row | list[Row]]] = {
+SECTIONS: dict[str, Section] = {
     "step": partial(step_row, 1),
     "step-ddp": partial(step_row, 2),
     "engines": engine_rows,
@@ -111,7 +109,8 @@ def main() -> int:
         )
 
     start = time.monotonic()
-    rows, failures = _measure(args.sections or list(SECTIONS), quick=args.quick)
+    chosen = {name: SECTIONS[name] for name in args.sections or SECTIONS}
+    rows, failures = measure(chosen, quick=args.quick)
     table, note = render(rows, failures), setting()
     print(f"{note}\n\n{table}")
     print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", file=sys.stderr)
@@ -120,24 +119,6 @@ def main() -> int:
         write(README, headlines(rows), note)
     failed = bool(failures) or (args.check and not all(row.passed for row in rows))
     return 1 if failed else 0
-
-
-def _measure(sections: list[str], *, quick: bool) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of the sections, and why others failed, by their names."""
-    rows: list[Row] = []
-    failures: dict[str, str] = {}
-    for name in sections:
-        print(f"measuring {name} ...", file=sys.stderr, end=" ", flush=True)
-        start = time.monotonic()
-        try:
-            measured = SECTIONS[name](quick=quick)
-        except Exception as error:
-            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-            print(f"failed:\n{traceback.format_exc()}", file=sys.stderr)
-        else:
-            rows += measured if isinstance(measured, list) else [measured]
-            print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
-    return rows, failures
 
 
 if __name__ == "__main__":

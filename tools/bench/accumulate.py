@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from .devices import waiting
 from .row import Row
 from .step import BATCH, CLASSES, WIDTH, Contestant, check_same_work, faster_than_peers, make_parts
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
@@ -28,50 +29,61 @@ LIMIT = 1.04
 WINDOW, MICRO_BATCHES = 4, 32
 
 
-def accumulate_row(*, quick: bool = False) -> Row:
+def accumulate_row(*, quick: bool = False, device: str = "cpu") -> Row:
     """Measure one epoch of the loop on one process, as a multiple of the plain PyTorch loop."""
-    samples: Samples = run_workers("accumulate:measure_accumulation", 1, rounds=10 if quick else 150)
+    samples: Samples = run_workers(
+        "accumulate:measure_accumulation", 1, rounds=10 if quick else 150, device=device
+    )
     compared = ratios(samples)
+    peers = {name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared}
     return Row(
         what=f"training loop with windows of {WINDOW}, 1 process: time / plain PyTorch",
         value=compared["accel"].median,
         limit=LIMIT,
-        condition=faster_than_peers(compared),
-        peers={
-            name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared
-        },
+        condition=faster_than_peers(compared) if peers else None,
+        peers=peers,
         noise=compared[CONTROL],
         base=f"{1e6 * median(samples[BASELINE]) / MICRO_BATCHES:.0f} us per micro-batch",
     )
 
 
-def measure_accumulation(rank: int, size: int, rounds: int) -> Samples:
+def measure_accumulation(rank: int, size: int, rounds: int, device: str) -> Samples:
     """Time one epoch of each contestant; runs in a worker."""
     torch.set_num_threads(1)
-    contestants: dict[str, Contestant] = {BASELINE: _plain(), CONTROL: _plain(), "accel": _accel()}
+    contestants: dict[str, Contestant] = {
+        BASELINE: _plain(device),
+        CONTROL: _plain(device),
+        "accel": _accel(device),
+    }
     if importlib.util.find_spec("accelerate"):
-        contestants["accelerate"] = _accelerate()
+        contestants["accelerate"] = _accelerate(device)
     if importlib.util.find_spec("lightning_fabric"):
-        contestants["lightning-fabric"] = _fabric()
-    measures = {name: timed(contestant.step, 1) for name, contestant in contestants.items()}
+        contestants["lightning-fabric"] = _fabric(device)
+    measures = {name: timed(contestant.step, 1, waiting(device)) for name, contestant in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=3)
     check_same_work(contestants)
     return samples
 
 
-def _parts() -> tuple[nn.Module, torch.optim.Optimizer, CosineAnnealingLR, Any]:
-    model, optimizer, _, _ = make_parts()
+def _parts(
+    device: str,
+) -> tuple[nn.Module, torch.optim.Optimizer, CosineAnnealingLR, Any]:
+    model, optimizer, _, _ = make_parts(device)
     count = MICRO_BATCHES * BATCH
     data = TensorDataset(torch.randn(count, WIDTH), torch.randint(CLASSES, (count,)))
     schedule = CosineAnnealingLR(optimizer, T_max=1_000_000)
-    return model, optimizer, schedule, DataLoader(data, batch_size=BATCH)
+    return model, optimizer, schedule, DataLoader(data, BATCH, pin_memory=device == "cuda")
 
 
-def _plain() -> Contestant:
-    model, optimizer, schedule, loader = _parts()
+def _plain(device: str) -> Contestant:
+    model, optimizer, schedule, loader = _parts(device)
+
+    moves = device != "cpu"
 
     def epoch() -> None:
         for index, (inputs, labels) in enumerate(loader, start=1):
+            if moves:
+                inputs, labels = (item.to(device, non_blocking=True) for item in (inputs, labels))
             loss = F.cross_entropy(model(inputs), labels) / WINDOW
             loss.backward()  # type: ignore[no-untyped-call]
             if index % WINDOW == 0 or index == len(loader):
@@ -82,20 +94,22 @@ def _plain() -> Contestant:
     return Contestant(epoch, list(model.parameters()))
 
 
-def _accel() -> Contestant:
+def _accel(device: str) -> Contestant:
     from accel import Accelerator
 
-    return _accelerator_epoch(Accelerator(cpu=True, gradient_accumulation_steps=WINDOW))
+    accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=WINDOW)
+    return _accelerator_epoch(accelerator, device)
 
 
-def _accelerate() -> Contestant:
+def _accelerate(device: str) -> Contestant:
     accelerate = importlib.import_module("accelerate")
-    return _accelerator_epoch(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=WINDOW))
+    accelerator = accelerate.Accelerator(cpu=device == "cpu", gradient_accumulation_steps=WINDOW)
+    return _accelerator_epoch(accelerator, device)
 
 
-def _accelerator_epoch(accelerator: Any) -> Contestant:
+def _accelerator_epoch(accelerator: Any, device: str) -> Contestant:
     """Make the loop of either library: they share one interface, and no type."""
-    model, optimizer, schedule, loader = _parts()
+    model, optimizer, schedule, loader = _parts(device)
     parameters = list(model.parameters())
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
 
@@ -110,11 +124,11 @@ def _accelerator_epoch(accelerator: Any) -> Contestant:
     return Contestant(epoch, parameters)
 
 
-def _fabric() -> Contestant:
+def _fabric(device: str) -> Contestant:
     lightning_fabric = importlib.import_module("lightning_fabric")
-    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1)
+    fabric = lightning_fabric.Fabric(accelerator=device, devices=1)
     fabric.launch()
-    model, optimizer, schedule, loader = _parts()
+    model, optimizer, schedule, loader = _parts(device)
     parameters = list(model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)

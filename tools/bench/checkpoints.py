@@ -62,9 +62,9 @@ def save_row(*, quick: bool = False) -> Row:
     )
 
 
-def save_async_row(*, quick: bool = False) -> Row:
+def save_async_row(*, quick: bool = False, device: str = "cpu") -> Row:
     """Measure how long save_state(blocking=False) holds the loop, as a share of a blocking save."""
-    samples: Samples = run_workers("checkpoints:measure_async", 1, **_size(quick))
+    samples: Samples = run_workers("checkpoints:measure_async", 1, device=device, **_size(quick))
     compared = ratios(samples)
     return Row(
         what=f"save_state(blocking=False), {_megabytes(quick)} MB with AdamW: time it holds / blocking save",
@@ -121,9 +121,9 @@ def measure_save(rank: int, size: int, layers: int, rounds: int) -> Samples:
         return interleave(measures, rounds=rounds)
 
 
-def measure_async(rank: int, size: int, layers: int, rounds: int) -> Samples:
+def measure_async(rank: int, size: int, layers: int, rounds: int, device: str) -> Samples:
     """Time a blocking save, and the call of one in the background; runs in a worker."""
-    accelerator, _ = _accelerator("accel", layers)
+    accelerator, _ = _accelerator("accel", layers, device)
 
     def blocking(folder: Path) -> None:
         accelerator.save_state(str(folder))
@@ -194,10 +194,10 @@ def _megabytes(quick: bool) -> int:
     return _size(quick)["layers"] * WIDTH * WIDTH * 4 // 2**20
 
 
-def _objects(layers: int) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
+def _objects(layers: int, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -206,10 +206,10 @@ def _objects(layers: int) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.
     return model, optimizer, list(model.parameters())
 
 
-def _accelerator(library: str, layers: int) -> tuple[Any, torch.optim.Optimizer]:
+def _accelerator(library: str, layers: int, device: str = "cpu") -> tuple[Any, torch.optim.Optimizer]:
     """Make an Accelerator of either library, with the objects prepared; return torch's optimizer too."""
-    model, optimizer, _ = _objects(layers)
-    accelerator = importlib.import_module(library).Accelerator(cpu=True)
+    model, optimizer, _ = _objects(layers, device)
+    accelerator = importlib.import_module(library).Accelerator(cpu=device == "cpu")
     accelerator.prepare(model, optimizer)
     return accelerator, optimizer
 

@@ -7,6 +7,7 @@ clipping is measured in `clipping.py`, and memory here too, in processes that do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -20,13 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from .devices import join_group, waiting
 from .loaders import _high_water_mark
 from .row import Row
 from .step import Contestant, check_same_work
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, spread, timed
 from .workers import end_group, run_workers
 
-__all__ = ["engine_memory_rows", "engine_rows", "measure_engine", "measure_memory"]
+__all__ = ["engine_memory_rows", "engine_row", "engine_rows", "measure_engine", "measure_memory"]
 
 LIMIT = 1.03
 WORDS, HEADS, LENGTH, BATCH = 1024, 4, 64, 4
@@ -40,20 +42,24 @@ BY_HAND = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard", "tp": "para
 
 def engine_rows(*, quick: bool = False) -> list[Row]:
     """Measure a step on 2 processes under each engine, as a multiple of the same with torch's own calls."""
-    rows = []
-    for engine, by_hand in BY_HAND.items():
-        samples: Samples = run_workers("engines:measure_engine", 2, engine=engine, rounds=3 if quick else 50)
-        compared = ratios(samples)
-        rows.append(
-            Row(
-                what=f"step of a transformer of {_size(WIDTH)}, {engine}, 2 processes: time / {by_hand}",
-                value=compared["accel"].median,
-                limit=LIMIT,
-                noise=compared[CONTROL],
-                base=f"{1e3 * median(samples[BASELINE]):.1f} ms",
-            )
-        )
-    return rows
+    return [engine_row(engine, 2, quick=quick) for engine in BY_HAND]
+
+
+def engine_row(engine: str, size: int, *, quick: bool = False, device: str = "cpu") -> Row:
+    """Measure a step under one engine, as a multiple of the same with torch's own calls."""
+    rounds = 3 if quick else 50
+    samples: Samples = run_workers(
+        "engines:measure_engine", size, engine=engine, rounds=rounds, device=device
+    )
+    compared = ratios(samples)
+    place = f"{engine}, {size} process{'es' * (size > 1)}"
+    return Row(
+        what=f"step of a transformer of {_size(WIDTH)}, {place}: time / {BY_HAND[engine]}",
+        value=compared["accel"].median,
+        limit=LIMIT,
+        noise=compared[CONTROL],
+        base=f"{1e3 * median(samples[BASELINE]):.1f} ms",
+    )
 
 
 def engine_memory_rows(*, quick: bool = False) -> list[Row]:
@@ -79,16 +85,16 @@ def engine_memory_rows(*, quick: bool = False) -> list[Row]:
     return rows
 
 
-def measure_engine(rank: int, size: int, engine: str, rounds: int) -> Samples:
+def measure_engine(rank: int, size: int, engine: str, rounds: int, device: str) -> Samples:
     """Time one step of each contestant; runs in each worker."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    join_group(rank, size, device)
     contestants = {
-        BASELINE: _by_hand(engine, WIDTH),
-        CONTROL: _by_hand(engine, WIDTH),
-        "accel": _accel(engine, WIDTH),
+        BASELINE: _by_hand(engine, WIDTH, device),
+        CONTROL: _by_hand(engine, WIDTH, device),
+        "accel": _accel(engine, WIDTH, device),
     }
-    measures = {name: timed(contestant.step, 2) for name, contestant in contestants.items()}
+    measures = {name: timed(contestant.step, 2, waiting(device)) for name, contestant in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=2)
     parts = {
         name: Contestant(item.step, [_local(each) for each in item.parameters])
@@ -170,8 +176,9 @@ def _make(width: int) -> Transformer:
     return Transformer(width)
 
 
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(device)
     return tokens[:, :-1], tokens[:, 1:].flatten()
 
 
@@ -179,17 +186,17 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _by_hand(engine: str, width: int) -> Contestant:
+def _by_hand(engine: str, width: int, device: str = "cpu") -> Contestant:
     """Make the step with torch's own calls."""
-    plain = _make(width)
+    plain = _make(width).to(device)
     wrap: dict[str, Callable[[Any], Any]] = {
         "ddp": nn.parallel.DistributedDataParallel,
-        "fsdp2": _shard,
-        "tp": _split,
+        "fsdp2": functools.partial(_shard, device=device),
+        "tp": functools.partial(_split, device=device),
     }
     model = wrap[engine](plain)
     optimizer = _optimizer(model)
-    inputs, labels = _batch()
+    inputs, labels = _batch(device)
 
     def step() -> None:
         loss = F.cross_entropy(model(inputs).flatten(0, 1), labels)
@@ -200,21 +207,21 @@ def _by_hand(engine: str, width: int) -> Contestant:
     return Contestant(step, list(plain.parameters()))
 
 
-def _shard(model: Transformer) -> Transformer:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _shard(model: Transformer, device: str) -> Transformer:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def _split(model: Transformer) -> nn.Module:
+def _split(model: Transformer, device: str) -> nn.Module:
     styles: dict[str, Callable[[], Any]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     plan = {name: styles[style]() for name, style in model._tp_plan.items()}
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return parallelize_module(model, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
-def _accel(engine: str, width: int) -> Contestant:
+def _accel(engine: str, width: int, device: str = "cpu") -> Contestant:
     """Make the step with an Accelerator."""
     from accel import Accelerator
     from accel.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -226,10 +233,10 @@ def _accel(engine: str, width: int) -> Contestant:
         options["fsdp_plugin"] = plugin
     if engine == "tp":
         options["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
-    accelerator = Accelerator(cpu=True, **options)
+    accelerator = Accelerator(cpu=device == "cpu", **options)
     plain = _make(width)
     model, optimizer = accelerator.prepare(plain, _optimizer(plain))
-    inputs, labels = _batch()
+    inputs, labels = _batch(device)
 
     def step() -> None:
         accelerator.backward(F.cross_entropy(model(inputs).flatten(0, 1), labels))

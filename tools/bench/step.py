@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .devices import join_group, waiting
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, Spread, interleave, ratios, timed
 from .workers import end_group, run_workers
@@ -46,19 +47,18 @@ class Contestant:
     parameters: list[nn.Parameter]
 
 
-def step_row(size: int, *, quick: bool = False) -> Row:
+def step_row(size: int, *, quick: bool = False, device: str = "cpu") -> Row:
     """Measure the step on `size` processes, as a multiple of plain PyTorch (DDP on several)."""
-    samples: Samples = run_workers("step:measure_steps", size, rounds=40 if quick else 400)
+    samples: Samples = run_workers("step:measure_steps", size, rounds=40 if quick else 400, device=device)
     compared = ratios(samples)
     plain = "plain PyTorch" if size == 1 else "plain DDP"
+    peers = {name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared}
     return Row(
         what=f"training step of a toy MLP, {size} process{'es' * (size > 1)}: time / {plain}",
         value=compared["accel"].median,
         limit=LIMIT if size == 1 else LIMIT_DDP,
-        condition=faster_than_peers(compared) if size == 1 else None,
-        peers={
-            name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared
-        },
+        condition=faster_than_peers(compared) if size == 1 and peers else None,
+        peers=peers,
         noise=compared[CONTROL],
         base=f"{1e6 * median(samples[BASELINE]):.0f} us",
     )
@@ -71,17 +71,21 @@ def faster_than_peers(compared: Mapping[str, Spread]) -> tuple[str, bool]:
     return "faster than the peers", all(own < compared[name].median for name in peers)
 
 
-def measure_steps(rank: int, size: int, rounds: int) -> Samples:
+def measure_steps(rank: int, size: int, rounds: int, device: str) -> Samples:
     """Time one step of each contestant; runs in each worker."""
     torch.set_num_threads(1)
     if size > 1:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
-    contestants: dict[str, Contestant] = {BASELINE: _plain(size), CONTROL: _plain(size), "accel": _accel()}
+        join_group(rank, size, device)
+    contestants: dict[str, Contestant] = {
+        BASELINE: _plain(size, device),
+        CONTROL: _plain(size, device),
+        "accel": _accel(device),
+    }
     if importlib.util.find_spec("accelerate"):
-        contestants["accelerate"] = _accelerate()
+        contestants["accelerate"] = _accelerate(device)
     if importlib.util.find_spec("lightning_fabric"):
-        contestants["lightning-fabric"] = _fabric(size)
-    measures = {name: timed(contestant.step, 5) for name, contestant in contestants.items()}
+        contestants["lightning-fabric"] = _fabric(size, device)
+    measures = {name: timed(contestant.step, 5, waiting(device)) for name, contestant in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=10)
     check_same_work(contestants)
     if size > 1:
@@ -89,14 +93,17 @@ def measure_steps(rank: int, size: int, rounds: int) -> Samples:
     return samples
 
 
-def make_parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+def make_parts(
+    device: str = "cpu",
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     """Make the model, its optimizer, and a batch with its labels; always the same ones."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
-    )
+    ).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    return model, optimizer, torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
+    inputs, labels = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
+    return model, optimizer, inputs.to(device), labels.to(device)
 
 
 def check_same_work(contestants: dict[str, Contestant]) -> None:
@@ -107,8 +114,8 @@ def check_same_work(contestants: dict[str, Contestant]) -> None:
             raise RuntimeError(f"the steps of {name} end with other weights than those of {BASELINE}")
 
 
-def _plain(size: int) -> Contestant:
-    model, optimizer, inputs, labels = make_parts()
+def _plain(size: int, device: str) -> Contestant:
+    model, optimizer, inputs, labels = make_parts(device)
     parameters = list(model.parameters())
     if size > 1:
         model = nn.parallel.DistributedDataParallel(model)
@@ -123,20 +130,20 @@ def _plain(size: int) -> Contestant:
     return Contestant(step, parameters)
 
 
-def _accel() -> Contestant:
+def _accel(device: str) -> Contestant:
     from accel import Accelerator
 
-    return _accelerator_step(Accelerator(cpu=True))
+    return _accelerator_step(Accelerator(cpu=device == "cpu"), device)
 
 
-def _accelerate() -> Contestant:
+def _accelerate(device: str) -> Contestant:
     accelerate = importlib.import_module("accelerate")
-    return _accelerator_step(accelerate.Accelerator(cpu=True))
+    return _accelerator_step(accelerate.Accelerator(cpu=device == "cpu"), device)
 
 
-def _accelerator_step(accelerator: Any) -> Contestant:
+def _accelerator_step(accelerator: Any, device: str) -> Contestant:
     """Make the step of either library: they share one interface, and no type."""
-    model, optimizer, inputs, labels = make_parts()
+    model, optimizer, inputs, labels = make_parts(device)
     parameters = list(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -149,11 +156,11 @@ def _accelerator_step(accelerator: Any) -> Contestant:
     return Contestant(step, parameters)
 
 
-def _fabric(size: int) -> Contestant:
+def _fabric(size: int, device: str) -> Contestant:
     lightning_fabric = importlib.import_module("lightning_fabric")
-    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
+    fabric = lightning_fabric.Fabric(accelerator=device, devices=size, strategy="ddp" if size > 1 else "auto")
     fabric.launch()
-    model, optimizer, inputs, labels = make_parts()
+    model, optimizer, inputs, labels = make_parts(device)
     parameters = list(model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
 

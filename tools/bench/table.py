@@ -101,17 +101,17 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def write(page: Path, table: str, note: str) -> None:
+def write(page: Path, table: str, note: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Put the table between the two marks of the page, in place of the last one.
 
     Raises:
         ValueError: If the page does not have both marks, in order.
     """
     text = page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
         raise ValueError(
-            f"{page} has no place for the table: it needs a line {BEGIN!r} and then a line {END!r}"
+            f"{page} has no place for the table: it needs a line {marks[0]!r} and then a line {marks[1]!r}"
         )
-    page.write_text(f"{before}{BEGIN}\n\n{note}\n\n{table}\n\n{END}{after}")
+    page.write_text(f"{before}{begin}\n\n{note}\n\n{table}\n\n{end}{after}")

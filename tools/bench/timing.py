@@ -88,17 +88,26 @@ def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warm
     return samples
 
 
-def timed(call: Callable[[], object], calls: int) -> Callable[[], float]:
+def timed(
+    call: Callable[[], object], calls: int, wait: Callable[[], object] = lambda: None
+) -> Callable[[], float]:
     """Return a measure of the wall time of one call, taken over several in a row.
 
     One more call goes first and is not counted: it finds the caches as the contestant before left them.
+
+    Args:
+        call: What is measured.
+        calls: How often it is called in a row.
+        wait: Waits for what a device still has to do, before the clock starts and before it stops.
     """
 
     def measure() -> float:
         call()
+        wait()
         start = time.perf_counter()
         for _ in range(calls):
             call()
+        wait()
         return (time.perf_counter() - start) / calls
 
     return measure

@@ -22,11 +22,12 @@ TIMEOUT_S = 300.0
 IMPORT_ROOT = Path(__file__).parents[__spec__.name.count(".")]
 
 
-def quiet_environment(home: Path) -> dict[str, str]:
-    """Return an environment in which children run with one thread, on the CPU, and with no user's config.
+def quiet_environment(home: Path, device: str = "cpu") -> dict[str, str]:
+    """Return an environment in which children run with one thread, and with no user's config.
 
     Args:
         home: An empty folder, where the launchers look for their config files.
+        device: "cpu" hides other devices.
     """
     kept = {
         key: value
@@ -37,19 +38,19 @@ def quiet_environment(home: Path) -> dict[str, str]:
     fixed = {
         "OMP_NUM_THREADS": "1",
         "HF_HOME": str(home),
-        "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
     }
-    return {**kept, **fixed}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return {**kept, **fixed, **hidden}
 
 
 def run_workers(function: str, size: int, **arguments: Any) -> Any:
-    """Call a function in `size` new processes that can form one gloo group.
+    """Call a function in `size` new processes that can form one group.
 
     Args:
         function: "module:name" of a function of this package, called as name(rank, size, **arguments).
         size: Number of processes.
-        arguments: Values that JSON can hold.
+        arguments: Values that JSON can hold; `device="cuda"` lets the processes see CUDA devices.
 
     Returns:
         What the function returned on rank 0, by way of JSON.
@@ -61,7 +62,7 @@ def run_workers(function: str, size: int, **arguments: Any) -> Any:
         result = Path(folder) / "result.json"
         port = _free_port()
         command = [sys.executable, "-m", __spec__.name, function, str(result), json.dumps(arguments)]
-        with _started(command, size, port, Path(folder)) as processes:
+        with _started(command, size, port, Path(folder), arguments.get("device", "cpu")) as processes:
             _wait(processes, Path(folder), function)
         return json.loads(result.read_text())
 
@@ -82,12 +83,14 @@ def end_group() -> None:
 
 @contextmanager
 def _started(
-    command: list[str], size: int, port: int, folder: Path
+    command: list[str], size: int, port: int, folder: Path, device: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):
-            environment = {**quiet_environment(folder), "ACCELERATE_USE_CPU": "true"}
+            environment = quiet_environment(folder, device)
+            if device == "cpu":
+                environment["ACCELERATE_USE_CPU"] = "true"
             if size > 1:
                 ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
                 environment |= {key: str(value) for key, value in ranks.items()}

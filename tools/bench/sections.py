@@ -1,0 +1,32 @@
+"""Measures sections of a bench, one after the other, and goes on after one that fails."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+
+from .row import Row
+
+__all__ = ["Section", "measure"]
+
+Section = Callable[..., Row | list[Row]]
+
+
+def measure(sections: Mapping[str, Section], *, quick: bool) -> tuple[list[Row], dict[str, str]]:
+    """Return the rows of the sections, and why others failed, by their names."""
+    rows: list[Row] = []
+    failures: dict[str, str] = {}
+    for name, section in sections.items():
+        print(f"measuring {name} ...", file=sys.stderr, end=" ", flush=True)
+        start = time.monotonic()
+        try:
+            measured = section(quick=quick)
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"failed:\n{traceback.format_exc()}", file=sys.stderr)
+        else:
+            rows += measured if isinstance(measured, list) else [measured]
+            print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    return rows, failures
