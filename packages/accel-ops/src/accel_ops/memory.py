@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from accel_ops.signatures import signature
 from accel_state.devices.table import row
 from accel_state.process.state import current_process
 
@@ -92,13 +93,13 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    signature = inspect.signature(function)
+    parameters = signature(function)
     wrapped = function
 
     @functools.wraps(wrapped)
     def run(*args: Any, **kwargs: Any) -> Any:
         # Before the first try, so that a TypeError from inside of the function is not taken for this one.
-        _check_call(wrapped.__name__, signature, args, kwargs)
+        _check_call(wrapped.__name__, parameters, args, kwargs)
         batch_size = starting_batch_size
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:

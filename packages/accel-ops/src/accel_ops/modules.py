@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from types import MethodType
@@ -10,6 +9,8 @@ from typing import Any
 from weakref import ref
 
 import torch
+
+from accel_ops.signatures import signature
 
 # Containers that keep the model in `.module`. A model can only be in one whose module is loaded.
 _CONTAINERS = (
@@ -114,7 +115,7 @@ class WeakForward:
 
     def __getattr__(self, name: str) -> Any:
         if name == "__signature__":
-            return inspect.signature(self.bound)
+            return signature(self.bound)
         return getattr(self.bound, name)
 
     def __getstate__(self) -> MethodType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_ops.modules import WeakForward, weak_forward
+from accel_ops.signatures import signature
 
 # Positional and keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -190,7 +190,7 @@ class HookedForward:
         if forward is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         # inspect.signature(model.forward) asks for it; transformers finds a model's inputs so.
-        return inspect.signature(forward) if name == "__signature__" else getattr(forward, name)
+        return signature(forward) if name == "__signature__" else getattr(forward, name)
 
     def __getstate__(self) -> tuple[nn.Module | None, Callable[..., Any] | None]:
         return self._module(), self.retired

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from accel_ops.signatures import signature
 from accel_ops.trees.walk import children, flatten, keys, rebuild
 
 
@@ -30,7 +31,7 @@ class Inputs:
     """
 
     def __init__(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._signature = inspect.signature(forward)
+        self._signature = signature(forward)
         self._example = self._bind(args, kwargs)
         self._leaves = dict(_walk(self._example, ""))
         self.tensors(args, kwargs)

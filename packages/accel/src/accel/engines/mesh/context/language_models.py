@@ -8,13 +8,13 @@ corrects it.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from accel.engines.mesh.context.sequence_shard import SequenceShard
+from accel_ops.signatures import signature
 
 _IGNORED = -100  # as torch's cross_entropy has it by default
 # transformers' names for layers that attend, and keep no state along the sequence.
@@ -32,7 +32,7 @@ def _language_models(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def _arguments(kind: type[torch.nn.Module]) -> tuple[str, ...]:
     # Without self.
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple(signature(kind.forward).parameters)[1:]
 
 
 def check_language_models(model: torch.nn.Module) -> None:
