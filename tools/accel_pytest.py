@@ -24,6 +24,7 @@ from accel_world import leaks
 from accel_world.guard import Guard
 from accel_world.launched import LaunchedRun, launch
 from accel_world.pool import World
+from accel_world.start_method import fork_by_default
 
 __all__ = ["fresh_state", "launched", "world"]
 
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the world and the guard; their processes start when a test first needs them."""
     config.stash[_world] = World()
     config.stash[_guard] = Guard()
+    fork_by_default()
     # hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
     hypothesis.settings.register_profile("accel", deadline=None)
     hypothesis.settings.load_profile("accel")

@@ -22,6 +22,7 @@ from accel_world import leaks
 from accel_world.functions import find_function
 from accel_world.groups import num_gloo_threads, release_groups
 from accel_world.messages import Call, Reply, Setup
+from accel_world.start_method import fork_by_default
 
 __all__ = ["main"]
 
@@ -34,6 +35,7 @@ _frozen_modules = 0  # how many there were when they were last taken out of coll
 def main(descriptor: int, setup: Setup) -> None:
     """Serve calls from the test process on this socket until it closes."""
     sys.path[:] = setup.sys_path
+    fork_by_default()
     faulthandler.enable()
     stack_file = open(setup.stack_file, "w")  # noqa: SIM115 - open as long as the process lives
     sys.unraisablehook = lambda hook: _note(hook.exc_value, f"ignored in {hook.object!r}")

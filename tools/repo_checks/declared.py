@@ -23,6 +23,8 @@ DISTRIBUTIONS = {
     "torch.utils.tensorboard": "tensorboard",
     "yaml": "pyyaml",
 }
+# Python's own modules, those of versions newer than what runs this check (annotationlib: 3.14) among them.
+STDLIB = sys.stdlib_module_names | {"annotationlib"}
 # Delivered with a vendor's hardware or service, not on the package index: no extra can name them.
 UNPUBLISHED = frozenset(
     {
@@ -63,7 +65,7 @@ def check_third_party(found: Mapping[str, Package]) -> list[str]:
 def check_examples(root: Path, found: Mapping[str, Package]) -> list[str]:
     """What the examples import comes with accel and its extra `examples`."""
     files = sorted((root / "examples").rglob("*.py"))
-    here = {path.stem for path in files} | set(BELOW) | sys.stdlib_module_names
+    here = {path.stem for path in files} | set(BELOW) | STDLIB
     listed = [each for package in found.values() for each in requirements(package)]
     declared = _names(listed + extras(found["accel"]).get("examples", []))
     return [
@@ -77,7 +79,7 @@ def check_examples(root: Path, found: Mapping[str, Package]) -> list[str]:
 def _check_import(
     found: Mapping[str, Package], package: Package, module: Module, item: Import
 ) -> Iterator[str]:
-    if item.top in BELOW or item.top in sys.stdlib_module_names or item.top in UNPUBLISHED:
+    if item.top in BELOW or item.top in STDLIB or item.top in UNPUBLISHED:
         return
     distribution = canonicalize_name(DISTRIBUTIONS.get(item.module) or DISTRIBUTIONS.get(item.top, item.top))
     if item.extra is not None:

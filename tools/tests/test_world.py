@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,10 @@ import torch.distributed as dist
 from accel_world import exchange
 from accel_world.program import run_program
 from accel_world.report import WorldFailure
+
+
+def start_method() -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)  # None: nothing chose one
 
 
 def add_ranks(base: int) -> int:
@@ -157,6 +162,10 @@ def test_workers_persist_across_runs(world):
 
 def test_classes_of_the_test_file_travel(world):
     assert [value.number for value in world.run(double, Value(4))] == [8, 8]
+
+
+def test_loaders_fork_their_workers_on_linux(world):
+    assert [start_method(), *world.run(start_method)] == ["fork"] * 3
 
 
 def test_without_init_there_is_no_group(world):

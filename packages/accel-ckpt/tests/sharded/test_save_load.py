@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -34,6 +33,7 @@ from accel_ckpt.sharded.save_load import (
     save_sharded_state,
 )
 from accel_state.process.state import current_process
+from accel_world.sharding import fully_shard
 
 pytestmark = pytest.mark.core
 
@@ -44,7 +44,7 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (model[0], model[2], model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 

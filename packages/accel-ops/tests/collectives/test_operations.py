@@ -17,6 +17,7 @@ from accel_ops.collectives import pack
 from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, gather, reduce
 from accel_ops.collectives.pack import SMALL_BYTES
 from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.process.facts import Process
 from accel_state.process.state import PartialState, current_process
@@ -250,9 +251,9 @@ def odd(kind: str) -> Any:
 
 def dtensor() -> torch.Tensor:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    return distribute_tensor(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    return own_part(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
 def error_of_odd(name: str, kind: str) -> str:

@@ -91,9 +91,9 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
     def call() -> None:
         try:
             with warnings.catch_warnings():
-                # torch 2.13 warns so of no_dist=True, which is what is meant here.
+                # torch 2.13 warns so of no_dist=True, and 2.6 of what it sees itself: both are meant here.
                 warnings.filterwarnings(
-                    "ignore", message="torch.distributed is disabled", category=UserWarning
+                    "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
                 )
                 # torch 2.6 itself uses what it deprecates, when it writes.
                 warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)

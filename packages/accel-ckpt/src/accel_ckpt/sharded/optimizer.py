@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
+from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
 
 # A sixteenth of the gradients and values is held at a time, beside the state.
@@ -82,17 +83,29 @@ def set_state(
     """
     # Not strict, for torch: a parameter may have no state.
     options = StateDictOptions(full_state_dict=whole, strict=False)
+    filled = _for_all_parameters(state)
     _reshard(model)
     with quiet(), unchanged_by_failure(optimizer), _without_a_step(optimizer):
         try:
-            set_optimizer_state_dict(model, [optimizer], state, options=options)
+            set_optimizer_state_dict(model, [optimizer], filled, options=options)
         except ValueError as error:
             if "single flat parameter" not in str(error):
                 raise
             raise ValueError(f"{error}. {_FLAT}") from error
+        if filled is not state:
+            for key in [key for key, value in optimizer.state.items() if not value]:
+                del optimizer.state[key]
         left = sorted(key for key in optimizer.state if isinstance(key, str))
         if left:  # torch takes them for other state than of parameters
             raise ValueError(f"the checkpoint has state for {left}, and none for others. {_FLAT}")
+
+
+def _for_all_parameters(state: dict[str, Any]) -> dict[str, Any]:
+    """Have an entry, if an empty one, for each parameter: torch 2.6 to 2.9 fail without, 2.13 does not."""
+    if is_torch_version(">=", "2.13") or not state.get("state"):
+        return state
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return {**state, "state": {name: {} for name in names} | state["state"]}
 
 
 def different_state(state: dict[str, Any], saved: Collection[str]) -> tuple[list[str], list[str]]:
