@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.file_names import MANIFEST
 from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import FileEntry
+from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import links, manifest, rotation, staging
 from accel_ckpt.folder.links import Earlier
 from accel_ckpt.folder.staging import Staging, staged
@@ -162,10 +164,11 @@ def test_a_file_is_linked_where_its_bytes_are_the_same_and_nowhere_else(
         with (
             pytest.warns(UserWarning, match="earlier is damaged: x there is no longer")
             if damaged
-            else nullcontext()
+            else nullcontext(),
+            closing(Writer()) as writer,
         ):
             found = Earlier(earlier, {"x": entry}).link(
-                "x", goal / "x", lambda file: [file.write(piece) for piece in given_pieces]
+                "x", goal / "x", lambda file: [file.write(piece) for piece in given_pieces], writer.digest
             )
         assert (earlier / "x").read_bytes() == there
         if now == there == whole:
@@ -174,6 +177,35 @@ def test_a_file_is_linked_where_its_bytes_are_the_same_and_nowhere_else(
         else:
             assert found is None
             assert os.listdir(goal) == []
+
+
+def test_the_earlier_file_is_read_while_the_new_bytes_are_compared(tmp_path: Path) -> None:
+    # Also what does not change is not read behind the first chunk that does.
+    size = links.CHUNK_BYTES
+    earlier, goal = tmp_path / "earlier", tmp_path / "goal"
+    earlier.mkdir()
+    goal.mkdir()
+    content = [os.urandom(size) for _ in range(3)]
+    (earlier / "x").write_bytes(b"".join(content))
+    entry = FileEntry("x", 3 * size, "other", tuple(map(xxhash.xxh3_128_hexdigest, content)))
+    read: list[int] = []
+
+    with closing(Writer()) as writer:
+
+        def digest(path: Path, start: int, length: int) -> Future[str]:
+            read.append(start)
+            return writer.digest(path, start, length)
+
+        def write(file: Any) -> None:
+            file.write(content[0])
+            assert read == [0]
+            file.write(bytes(size))
+            raise AssertionError("not stopped")
+
+        assert Earlier(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
+    assert read == [0]
+    assert os.listdir(goal) == []
+    assert (earlier / "x").read_bytes() == b"".join(content)
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced", "cut off"])

@@ -83,6 +83,19 @@ class Writer:
         """
         self._complete(path, _Written())
 
+    def digest(self, path: Path, start: int, length: int) -> Future[str]:
+        """Have a chunk of a file digested by this writer's threads.
+
+        Args:
+            path: Where the file is.
+            start: Where the chunk begins, in bytes.
+            length: How long it is, unless the file ends before.
+
+        Returns:
+            Its digest, or an OSError, later.
+        """
+        return self._digest.submit(digest_chunk, path, start, length)
+
     def link(self, path: Path, chunks: Iterable[str]) -> None:
         """Add a file that is a link to one of another checkpoint.
 

@@ -2,7 +2,8 @@
 
 A hard link is a second name of the same bytes: either checkpoint can be deleted, and the other is whole.
 Three things have to agree for it: what would be written now, the digests in the earlier manifest, and what
-the disk has under the earlier name. That is read for each link, as somebody may have changed the file since.
+the disk has under the earlier name. That is read for each link, as somebody may have changed the file since:
+by other threads, each chunk as soon as what would be written is found to have the digest of it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST
-from accel_ckpt.files import digests
 from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry, plain_file
 from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.folder import manifest
 from accel_state.logging.warning import warn
+
+__all__ = ["Earlier", "earlier_than"]
+
+_Digest = Callable[[Path, int, int], "Future[str]"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,16 @@ class Earlier:
     folder: Path
     entries: Mapping[str, FileEntry]
 
-    def link(self, name: str, goal: Path, write: Callable[[IO[bytes]], object]) -> FileEntry | None:
+    def link(
+        self, name: str, goal: Path, write: Callable[[IO[bytes]], object], digest: _Digest
+    ) -> FileEntry | None:
         """Link a file, if what would be written is what this checkpoint has under the same name.
 
         Args:
             name: The file's path inside both checkpoints.
             goal: Where the link goes.
             write: What would write the file; it is called to compare its bytes, as far as they are the same.
+            digest: Has a chunk of a file digested, given its start and length, while this goes on.
 
         Returns:
             What the manifest says about the file; None if nothing is linked, so that it has to be written.
@@ -51,25 +59,31 @@ class Earlier:
             Exception: What `write` raises.
         """
         entry = self.entries.get(name)
-        if entry is None or not _gives(write, entry):
+        if entry is None:
             return None
+        # Read after it is linked: whatever takes the earlier name meanwhile, this is what was linked.
         try:
             os.link(plain_file(self.folder, name), goal)
         # Another file system, or one without links, or as many as it allows; or the file is gone.
         except (OSError, CheckpointError):
             return None
+        found: list[Future[str]] = []
+        whole = False
         try:
-            # Read after it is linked: whatever takes the earlier name meanwhile, this is what was linked.
-            digests.verify(goal.parents[len(Path(name).parts) - 1], [entry], CHUNK_BYTES)
-        except CorruptCheckpointError:
-            goal.unlink()
+            if not _gives(write, entry, lambda start: found.append(digest(goal, start, CHUNK_BYTES))):
+                return None
+            whole = _is_whole(goal, name, entry, found)
+        finally:
+            # Or what is written next would go into the file of the earlier checkpoint.
+            if not whole:
+                goal.unlink()
+        if not whole:
             warn(
                 f"{self.folder} is damaged: {name} there is no longer what was saved. The new checkpoint "
                 "gets the file anew, and is not.",
                 about="process",
             )
-            return None
-        return entry
+        return entry if whole else None
 
 
 def earlier_than(target: Path) -> Earlier | None:
@@ -101,9 +115,27 @@ def earlier_than(target: Path) -> Earlier | None:
     return Earlier(newest[1], {entry.path: entry for entry in described.files})
 
 
-def _gives(write: Callable[[IO[bytes]], object], entry: FileEntry) -> bool:
-    """Whether a function writes what a manifest says about a file; it is stopped where it does not."""
-    compared = _Compared(entry)
+def _is_whole(path: Path, name: str, entry: FileEntry, found: list[Future[str]]) -> bool:
+    """Whether a linked file is what its manifest says."""
+    folder = path.parents[len(Path(name).parts) - 1]
+    try:
+        size = plain_file(folder, name).stat().st_size  # somebody may have put a link in its place
+        return size == entry.size and tuple(chunk.result() for chunk in found) == entry.chunks
+    except (OSError, CheckpointError):  # the disk does not give it back
+        return False
+
+
+def _gives(
+    write: Callable[[IO[bytes]], object], entry: FileEntry, found_same: Callable[[int], object]
+) -> bool:
+    """Whether a function writes what a manifest says about a file; it is stopped where it does not.
+
+    Args:
+        write: The function.
+        entry: What the manifest says.
+        found_same: Called with the start of each chunk that is the same.
+    """
+    compared = _Compared(entry, found_same)
     try:
         write(cast("IO[bytes]", compared))
     except Exception:
@@ -116,8 +148,8 @@ def _gives(write: Callable[[IO[bytes]], object], entry: FileEntry) -> bool:
 class _Compared(io.RawIOBase):
     """Takes the bytes of a file, and compares their digests with those of an entry."""
 
-    def __init__(self, entry: FileEntry) -> None:
-        self._entry = entry
+    def __init__(self, entry: FileEntry, found_same: Callable[[int], object]) -> None:
+        self._entry, self._found_same = entry, found_same
         self._digest: Any = ALGORITHMS[ALGORITHM]()
         self._size = 0
         self.differs = False
@@ -149,6 +181,7 @@ class _Compared(io.RawIOBase):
         self.differs = self.differs or expected != (self._digest.hexdigest(),)
         if self.differs:
             raise _DifferentError
+        self._found_same(number * CHUNK_BYTES)
         self._digest.reset()
 
 

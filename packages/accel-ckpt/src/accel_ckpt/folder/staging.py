@@ -101,7 +101,7 @@ class Staging:
 
     def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         path = self.path / name
-        known = None if self.earlier is None else self.earlier.link(name, path, write)
+        known = None if self.earlier is None else self.earlier.link(name, path, write, self.writer.digest)
         if known is not None:
             self.writer.link(path, known.chunks)
             return
