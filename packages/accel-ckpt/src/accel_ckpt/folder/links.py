@@ -24,8 +24,6 @@ from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.folder import manifest
 from accel_state.logging.warning import warn
 
-__all__ = ["Earlier", "earlier_than"]
-
 _Digest = Callable[[Path, int, int], "Future[str]"]
 
 
