@@ -210,7 +210,7 @@ def _turn(item: Training, folder: Path) -> float:
 def _by_hand(task: Task) -> Training:
     plain, optimizer, schedule = task.parts()
     plain.to(task.device)
-    options = {"device_ids": [task.rank]} if task.device == "cuda" else {}
+    options: dict[str, Any] = {"device_ids": [task.rank]} if task.device == "cuda" else {}
     model: Any = nn.parallel.DistributedDataParallel(plain, **options) if task.size > 1 else plain
     if task.device == "cuda":
         model = torch.compile(model)
@@ -231,7 +231,7 @@ def _by_hand(task: Task) -> Training:
             ends = (index + 1) % ACCUMULATION == 0
             with contextlib.nullcontext() if ends or task.size == 1 else model.no_sync():
                 loss = losses_of(batch).mean()
-                (loss / ACCUMULATION).backward()
+                (loss / ACCUMULATION).backward()  # type: ignore[no-untyped-call]
             if ends:
                 nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
