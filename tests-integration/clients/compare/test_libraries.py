@@ -36,8 +36,11 @@ def test_trl(compared):
 
 
 @pytest.mark.slow
-def test_trainers_of_sentences(compared):
-    both = compared("sentences", "embed", "sample", "rank")
+@pytest.mark.parametrize(
+    ("processes", "parts"), [(1, ("embed", "sample", "rank")), (2, ("rank",))], ids=["1", "2"]
+)
+def test_trainers_of_sentences(compared, processes: int, parts: tuple[str, ...]):
+    both = compared("sentences", *parts, processes=processes)
 
     both.assert_same_results()
     both.assert_same_files(but=OURS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 OFF = """
 import importlib.metadata, logging, os, subprocess, sys
-import accel, accel.drop_in, accel.drop_in.finder
 def state():
     return dict(os.environ), list(sys.meta_path), list(sys.path), logging.getLogger("accel").parent
 before = state()
+import accel, accel.drop_in, accel.drop_in.finder
 import accelerate
 print(accelerate.__version__, importlib.metadata.version("accelerate"), accel.drop_in.is_active())
 code = "import accelerate; print(accelerate.__version__)"

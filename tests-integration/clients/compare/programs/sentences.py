@@ -146,6 +146,7 @@ def rank(folder: Path) -> dict[str, Any]:
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             load_best_model_at_end=True,
+            ddp_find_unused_parameters=False,  # its default fails on several processes, with accelerate too
         )
         evaluator = CrossEncoderCorrelationEvaluator(examples, scores, name="pairs", show_progress_bar=False)
         trainer = CrossEncoderTrainer(model, arguments, data, eval_dataset=data, evaluator=evaluator)
