@@ -20,7 +20,6 @@ from accel_state.parallelism.handlers import DeepSpeedSequenceParallelConfig
 
 pytestmark = [
     pytest.mark.timeout(400),  # importing DeepSpeed and transformers on a busy machine
-    pytest.mark.filterwarnings("ignore:invalid escape sequence"),  # in torchao, which transformers imports
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings(  # of torch's newer names, in DeepSpeed's collectives
         "ignore:`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is dep:FutureWarning"

@@ -19,6 +19,7 @@ from .checkpoints import save_async_row
 from .compiled import compiled_row
 from .devices import NOTHING_RAN, none_found
 from .engines import engine_row
+from .language_model import language_model_rows
 from .prefetch import loader_rows
 from .sections import Section, measure
 from .step import step_row
@@ -34,6 +35,7 @@ SECTIONS: dict[str, Section] = {
     "async": save_async_row,
     "fsdp2": partial(engine_row, "fsdp2", 1),
     "compile": compiled_row,
+    "language-model": language_model_rows,
 }
 
 

@@ -39,7 +39,7 @@ def test_a_test_that_cannot_be_collected_is_the_error(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_no_section_of_the_bench_is_measured() -> None:
-    for sections, count in ([], 6), (["step", "async"], 2):
+    for sections, count in ([], 7), (["step", "async"], 2):
         code, out, last = run([*BENCH, *sections])
 
         assert code == 5

@@ -252,7 +252,6 @@ def test_ties_over_devices_are_warned_of():
         check_tied_parameters_on_same_device(tied, {"a": 0})
 
 
-@pytest.mark.filterwarnings("ignore:invalid escape sequence")
 def test_models_of_transformers_say_whether_they_are_tied():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -125,7 +125,6 @@ def test_modules_count_shared_parameters_once() -> None:
         ModelSize({})
 
 
-@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # in torchao, which transformers imports
 def test_a_config_is_enough(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the alone environment has no transformers")
     config = transformers.BertConfig(
