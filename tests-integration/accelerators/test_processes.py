@@ -191,12 +191,12 @@ def comes_late() -> list[str]:
     reports: list[str] = []
     with mock.patch.object(watchdog.Watchdog, "_write", lambda self, text: reports.append(text)):
         PartialState().wait_for_everyone()  # before the clock runs: NCCL takes its time to begin
-        accelerator = Accelerator(kwargs_handlers=[WatchdogKwargs(timeout=1.0)])
+        accelerator = Accelerator(kwargs_handlers=[WatchdogKwargs(timeout=3.0)])
         if accelerator.process_index == 1:
-            time.sleep(4.0)
+            time.sleep(8.0)
         accelerator.wait_for_everyone()
         accelerator.end_training()
-    return reports
+    return [report for report in reports if "comes_late" in report]  # none of another wait on a busy machine
 
 
 @on_worlds
@@ -210,10 +210,9 @@ def test_the_watchdog_names_who_is_late(world, device: str, size: int) -> None:
     for reports in results:
         assert len(reports) == 1
         assert f"arrived: {arrived}; not arrived: 1\n" in reports[0]
-        assert "comes_late" in reports[0]
 
 
-def free_ports_are_not_needed() -> tuple[str, str]:
+def sharded_without_a_launcher() -> tuple[str, str]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(fsdp_plugin=plugin)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
@@ -224,7 +223,7 @@ def free_ports_are_not_needed() -> tuple[str, str]:
 def test_a_process_that_nobody_launched_shards_on_its_device(world, device: str) -> None:
     unlaunched = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"))
     found = world.run(
-        free_ports_are_not_needed,
+        sharded_without_a_launcher,
         size=1,
         init=False,
         env=unlaunched | environment(device),

@@ -1,7 +1,7 @@
 """Measure the rows that an accelerator changes, print one table, and on request write it into the manual.
 
-`python -m tools.bench.gpu` measures on the first CUDA device; `python -m tools.bench.gpu step async` only
-those rows. Where there is no CUDA device it measures nothing, says so in its last line, and exits with 5, as
+`python -m tools.bench.gpu` measures on the first CUDA device, and the language model on two where there are
+two; `python -m tools.bench.gpu step async` measures only those rows. Where there is no CUDA device it measures nothing, says so in its last line, and exits with 5, as
 `tools/run_gpu_tests.py` does. `--device cpu` runs the same rows on the CPU, to see that they run.
 """
 

@@ -17,7 +17,7 @@ def run(command: list[str]) -> tuple[int, str, str]:
     """Return the exit code, stdout, and the last line."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90, check=False
     )
     return done.returncode, done.stdout, (done.stdout.splitlines() or [""])[-1]
 
@@ -26,7 +26,7 @@ def test_without_a_gpu_the_tests_are_counted_and_nothing_passes() -> None:
     code, out, last = run([*TESTS, "packages/accel-state/tests/devices"])
 
     assert code == 5
-    assert re.fullmatch(r"gpu: no accelerator found by torch \S+; [2-9] tests collected, none run", last), out
+    assert re.fullmatch(r"gpu: no accelerator found by torch \S+; [1-9]\d* tests collected, none run", last), out
 
 
 def test_a_test_that_cannot_be_collected_is_the_error(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # every worker imports torch
 
 SCRIPT = """
 import multiprocessing
@@ -52,6 +52,6 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_workers_read_what_one_process_reads(launched, method):
-    run = launched(SCRIPT, method, launcher="python", env={"PYTHONWARNINGS": "error"})
+    run = launched(SCRIPT, method, launcher="python", env={"PYTHONWARNINGS": "error"}, timeout_s=360)
 
     assert (run.returncode, run.stdout) == (0, "the same\n"), run.stderr

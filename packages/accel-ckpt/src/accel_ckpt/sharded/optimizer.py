@@ -101,7 +101,7 @@ def set_state(
 
 
 def _for_all_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Have an entry, if an empty one, for each parameter: torch 2.6 to 2.9 fail without, 2.13 does not."""
+    """Have an entry, if an empty one, for each parameter: torch 2.6 fails without, 2.13 does not."""
     if is_torch_version(">=", "2.13") or not state.get("state"):
         return state
     names = [name for group in state["param_groups"] for name in group["params"]]

@@ -132,4 +132,4 @@ def test_more_layers_are_no_more_walks_of_the_model(tensor: int) -> None:
         with fake_world(1024):
             _, model, _ = prepared(Model(layers), tensor)
             walks.append(model.walks)
-    assert walks[0] == walks[1]
+    assert walks[0] == walks[1] > 0

@@ -23,18 +23,21 @@ def seconds_of(clock):
 
 def test_what_is_nested_is_counted_once():
     clock = Clock()
-    begun = time.perf_counter()
+    before = time.perf_counter()
     with clock.timed("forward"):
+        inside = time.perf_counter()
         time.sleep(0.01)
         with clock.timed("collectives"):
             time.sleep(0.02)
         assert clock.current == "forward"
         time.sleep(0.01)
     assert clock.current == "other"
+    least = time.perf_counter() - inside
     seconds = clock.read()
+    most = time.perf_counter() - before
     assert seconds["forward"] >= 0.02
     assert seconds["collectives"] >= 0.02
-    assert sum(seconds.values()) == pytest.approx(time.perf_counter() - begun, abs=0.005)
+    assert least <= sum(seconds.values()) <= most
 
 
 def test_parts_add_up_to_the_whole():

@@ -72,7 +72,11 @@ class Slow(torch.autograd.Function):
 
 
 def accelerator_with(folder=None, **options):
-    beside = {name: options.pop(name) for name in ("gradient_accumulation_steps",) if name in options}
+    beside = {
+        name: options.pop(name)
+        for name in ("gradient_accumulation_steps", "mixed_precision")
+        if name in options
+    }
     if options.pop("sharded", False):
         beside["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     handlers = []
@@ -290,7 +294,7 @@ def traces(accelerator, model, optimizer, loader):
     found = [name for owner, name in functions if hasattr(getattr(owner, name), "_accel_statistics")]
     found += ["backward"] * ("backward" in vars(accelerator.run.engine))
     found += ["step"] * ("step" in vars(optimizer))
-    found += ["forward"] * bool(model._forward_hooks or model._forward_pre_hooks)
+    found += ["forward"] * bool(model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model))
     found += ["loader"] * (type(loader) is not DataLoaderShard)
     return found
 
@@ -347,11 +351,20 @@ def test_each_run_has_numbers_of_its_own(world, tmp_path):
     assert [summary["samples"] for summary in found] == [8, 12]
 
 
-def test_models_and_schedules_are_used_as_without_statistics():
-    accelerator = accelerator_with()
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])  # whose forward method is the model's own
+def test_models_and_schedules_are_used_as_without_statistics(mixed_precision):
+    accelerator = accelerator_with(mixed_precision=mixed_precision)
     model, optimizer, _ = train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
+    expected = model(torch.ones(1, 4))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        assert torch.equal(other(torch.ones(1, 4)), expected)
+        with torch.no_grad():
+            other.weight.zero_()
+            other.bias.fill_(0.5)
+        assert other(torch.ones(1, 4)).tolist() == [[0.5]]  # its own weights, not the model's
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+    assert model(torch.ones(1, 4)).item() == pytest.approx(expected.item(), abs=0.05)  # bf16, or fp32
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of a schedule whose optimizer did not step
@@ -586,7 +599,5 @@ def calls_of_a_step():
 def test_a_step_asks_for_nothing_when_off_and_for_little_when_on(world, size):
     for off, on in world.run(calls_of_a_step, size=size):
         assert off == {}
-        if size == 2:
-            assert on == CALLS
-        else:
-            assert 10 < on.total() <= 20
+        awaited = ("_at_parameter", "<lambda>")  # the gradients of the other processes
+        assert on == {name: calls for name, calls in CALLS.items() if size == 2 or name not in awaited}

@@ -78,7 +78,10 @@ def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
 def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     """Time the forward passes of a prepared model; returns what takes that off."""
     if not isinstance(model, DistributedDataParallel):
-        return _hook_forward(clock, model, "forward")
+        # Hooks that are there already are an engine's, whose work is a part of the forward pass; a forward
+        # method of the instance belongs to mixed precision, and copies of the model need one of theirs.
+        is_plain = not (model._forward_pre_hooks or model._forward_hooks or "forward" in vars(model))
+        return (_wrap_forward if is_plain else _hook_forward)(clock, model, "forward")
     if next(model.module.buffers(), None) is None:
         return _wrap_forward(clock, model, "forward")
     # Before it calls the model it broadcasts buffers, and waits for the others.
@@ -94,8 +97,8 @@ def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     return undo
 
 
-def _wrap_forward(clock: Clock, model: DistributedDataParallel, part: str) -> Undo:
-    """Time the forward method of DDP, which costs a step less than hooks, and has no hooks of an engine."""
+def _wrap_forward(clock: Clock, model: torch.nn.Module, part: str) -> Undo:
+    """Time the forward method of a model without hooks: a step pays less for it than for its first hooks."""
     plain = vars(model).get("forward")
     notes, note, now = clock.notes, clock.note, clock.now
 
@@ -150,7 +153,7 @@ class _Passes:
 def time_backward(
     clock: Clock,
     engine: Any,
-    awaited: Callable[[], Sequence[torch.nn.Module]],
+    awaited: Callable[[], Sequence[torch.nn.Module]] | None,
     started: Callable[[], None],
 ) -> Undo:
     """Time an engine's backward passes; returns what takes that off.
@@ -159,25 +162,27 @@ def time_backward(
         clock: The clock.
         engine: The engine.
         awaited: Returns the models whose backward ends with a wait for the gradients of the other processes.
-            Time from when this process's own gradients are there goes to "collectives".
+            Time from when this process's own gradients are there goes to "collectives". None on one process.
         started: Called when a backward pass begins.
     """
     plain = engine.backward
-    wait = _Wait(clock, awaited)
+    wait = None if awaited is None else _Wait(clock, awaited)
     notes, note, now = clock.notes, clock.note, clock.now
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
         started()
         note(("backward", now(), get_ident()))
-        wait.is_queued = False
-        hook = wait.hook_loss(loss) if wait.hooks_losses else None
+        hook = None
+        if wait is not None:
+            wait.is_queued = False
+            hook = wait.hook_loss(loss) if wait.hooks_losses else None
         try:
             plain(loss, *args, **kwargs)
         finally:
             note((None, now(), get_ident()))
             if hook is not None:
                 hook.remove()
-        if hook is not None or not wait.is_queued:
+        if wait is not None and (hook is not None or not wait.is_queued):
             wait.choose()
         if len(notes) > MANY_NOTES:
             clock.add_up()
@@ -186,7 +191,8 @@ def time_backward(
 
     def undo_both() -> None:
         undo()
-        wait.release()
+        if wait is not None:
+            wait.release()
 
     return undo_both
 

@@ -64,9 +64,10 @@ class Statistics(Observer):
         # A group of their own: gathers are never confused with other collectives, and no step awaits them.
         distributed = run.process.world_size > 1 and dist.is_initialized() and dist.is_gloo_available()
         self._group = dist.new_group(backend="gloo") if distributed and settings.every else None
+        awaited = partial(_awaited, run.models) if run.process.world_size > 1 else None
         self._undo = [
             attach.time_collectives(self.clock),
-            attach.time_backward(self.clock, run.engine, partial(_awaited, run.models), self._use_samples),
+            attach.time_backward(self.clock, run.engine, awaited, self._use_samples),
         ]
 
     def model_prepared(self, model: torch.nn.Module) -> None:
