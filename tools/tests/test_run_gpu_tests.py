@@ -26,7 +26,8 @@ def test_without_a_gpu_the_tests_are_counted_and_nothing_passes() -> None:
     code, out, last = run([*TESTS, "packages/accel-state/tests/devices"])
 
     assert code == 5
-    assert re.fullmatch(r"gpu: no accelerator found by torch \S+; [1-9]\d* tests collected, none run", last), out
+    line = r"gpu: no accelerator found by torch \S+; [1-9]\d* tests collected, none run"
+    assert re.fullmatch(line, last), out
 
 
 def test_a_test_that_cannot_be_collected_is_the_error(tmp_path: Path) -> None:

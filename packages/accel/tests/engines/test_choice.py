@@ -97,15 +97,40 @@ def test_a_mesh_of_the_environment_does_not_defeat_an_argument(monkeypatch):
 )
 def test_a_mesh_that_is_given_wins_over_a_switch_of_the_environment(monkeypatch, switch, mesh, reasons):
     monkeypatch.setenv(switch, "true")
-    ignored = "FSDP_VERSION=1" if switch == "ACCELERATE_USE_FSDP" else switch
+    version = "FSDP version 2 takes the place of version 1"
+    ignored = version if switch == "ACCELERATE_USE_FSDP" else f"{switch} is ignored"
     axis = next(iter(mesh)).removesuffix("_size")
 
-    with pytest.warns(UserWarning, match=f"{ignored} is ignored: the mesh of an argument has {axis}"):
+    with pytest.warns(UserWarning, match=f"{ignored}: the mesh has {axis}"):
         choice = choose(parallelism_config=ParallelismConfig(**mesh))
 
     assert (choice.engine, choice.engine_reasons) == ("mesh", (*reasons, "parallelism_config"))
     plugin = choice.plugins.get("fsdp_plugin")
     assert plugin is None or plugin.fsdp_version == 2
+
+
+@pytest.mark.parametrize("variable", ["FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"])
+@pytest.mark.parametrize(("strategy", "frees"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False)])
+def test_the_strategy_of_version_1_is_that_of_version_2(monkeypatch, variable, strategy, frees):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv(variable, strategy)
+    with pytest.warns(UserWarning, match="FSDP version 2 takes the place of version 1"):
+        choice = choose(parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert (choice.settings.fsdp_version, choice.settings.reshard_after_forward) == (2, frees)
+
+
+def test_a_strategy_that_version_2_lacks_is_an_error(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
+    with pytest.raises(ValueError, match="with the strategy NO_SHARD: the mesh has dp_shard"):
+        choose(parallelism_config=ParallelismConfig(dp_shard_size=2))
+
+
+def test_no_engine_is_dropped_for_sequence_parallelism(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert choose(parallelism_config=ParallelismConfig(sp_size=2)).engine == "deepspeed"
+    with pytest.raises(ValueError, match="dp_shard_size=2, over which FSDP shards"):
+        choose(parallelism_config=ParallelismConfig(sp_size=2, dp_shard_size=2))
 
 
 def test_a_switch_stands_beside_a_mesh_that_its_engine_takes(monkeypatch):

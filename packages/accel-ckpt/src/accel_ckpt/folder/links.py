@@ -65,12 +65,13 @@ class Earlier:
         # Another file system, or one without links, or as many as it allows; or the file is gone.
         except (OSError, CheckpointError):
             return None
+        changed_ns = goal.stat().st_mtime_ns
         found: list[Future[str]] = []
         whole = False
         try:
             if not _gives(write, entry, lambda start: found.append(digest(goal, start, CHUNK_BYTES))):
                 return None
-            whole = _is_whole(goal, name, entry, found)
+            whole = _is_whole(goal, name, entry, found, changed_ns)
         finally:
             # Or what is written next would go into the file of the earlier checkpoint.
             if not whole:
@@ -113,12 +114,14 @@ def earlier_than(target: Path) -> Earlier | None:
     return Earlier(newest[1], {entry.path: entry for entry in described.files})
 
 
-def _is_whole(path: Path, name: str, entry: FileEntry, found: list[Future[str]]) -> bool:
-    """Whether a linked file is what its manifest says."""
+def _is_whole(path: Path, name: str, entry: FileEntry, found: list[Future[str]], changed_ns: int) -> bool:
+    """Whether a linked file is what its manifest says, and was since it was linked."""
     folder = path.parents[len(Path(name).parts) - 1]
     try:
-        size = plain_file(folder, name).stat().st_size  # somebody may have put a link in its place
-        return size == entry.size and tuple(chunk.result() for chunk in found) == entry.chunks
+        digests = tuple(chunk.result() for chunk in found)
+        # After the digests, as a chunk may have changed once it was read. Somebody may have put a link here.
+        status = plain_file(folder, name).stat()
+        return (status.st_size, status.st_mtime_ns, digests) == (entry.size, changed_ns, entry.chunks)
     except (OSError, CheckpointError):  # the disk does not give it back
         return False
 

@@ -263,14 +263,25 @@ def _under_given_mesh(
     """The environment's plugin and its switch, unless its engine has no mesh such as an argument asks for."""
     name, plugin = next(iter(plugins.items()), (None, None))
     axes = config.dp_shard_cp_dim_names if name == "deepspeed_plugin" else config.active_mesh_dims
-    if plugin is None or not axes or (name == "fsdp_plugin" and plugin.fsdp_version != 1):
+    # Sequence parallelism is DeepSpeed's alone: to drop an engine for it would leave none.
+    if plugin is None or not axes or config.sp_enabled:
         return dict(plugins), reasons
+    mesh = f"the mesh has {', '.join(axes)}"
+    if name != "fsdp_plugin":
+        warn(f"{reasons[0]} is ignored: {mesh}, which that engine does not train on.")
+        return {}, []
+    if plugin.fsdp_version != 1:
+        return dict(plugins), reasons
+    strategy = plugin.reshard_after_forward.name
+    if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ValueError(
+            f"{reasons[0]} asks for version 1 of FSDP with the strategy {strategy}: {mesh}, which version 1 "
+            "does not train on, and version 2 has no such strategy. Set FSDP_SHARDING_STRATEGY to FULL_SHARD "
+            "or SHARD_GRAD_OP, or leave the mesh out."
+        )
     # Version 1 is also what stands where nobody chose a version.
-    ignored = "FSDP_VERSION=1" if name == "fsdp_plugin" else reasons[0]
-    warn(f"{ignored} is ignored: the mesh of an argument has {', '.join(axes)}, which FSDP 2 trains on.")
-    if name == "fsdp_plugin":
-        return {name: type(plugin)(fsdp_version=2)}, reasons
-    return {}, []
+    warn(f"FSDP version 2 takes the place of version 1: {mesh}, which version 1 does not train on.")
+    return {name: type(plugin)(fsdp_version=2, reshard_after_forward=strategy == "FULL_SHARD")}, reasons
 
 
 def _instead_of_shards(config: ParallelismConfig, asked: str, argument: str | None) -> str:

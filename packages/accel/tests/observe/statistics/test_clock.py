@@ -3,8 +3,6 @@
 import threading
 import time
 
-import pytest
-
 from accel.observe.statistics.clock import MANY_NOTES, OWN_GRADIENTS_READY, Clock
 
 
@@ -48,7 +46,8 @@ def test_parts_add_up_to_the_whole():
 def test_a_checkpoint_has_all_of_its_time():
     clock = noted("data", 10, None, 11, "checkpoint", 12, "collectives", 13, "checkpoint", 14, None, 15)
     assert clock.current == "checkpoint"
-    clock.note((None, 16, threading.get_ident(), None, 20, threading.get_ident()))
+    clock.note((None, 16, threading.get_ident()))
+    clock.note((None, 20, threading.get_ident()))
     assert seconds_of(clock) == {"data": 1, "checkpoint": 8, "other": 81}
 
 
@@ -84,12 +83,27 @@ def test_other_threads_change_nothing():
     assert clock.current == "data"
 
 
+def test_a_signal_may_come_while_notes_are_added_up():
+    clock = Clock()
+    add, read = clock._add, []
+
+    def interrupted(what, seconds):
+        read.append(clock.read())  # as the handler of a signal that ends training does
+        add(what, seconds)
+
+    clock._add = interrupted
+    with clock.timed("forward"):
+        pass
+    assert clock.current == "other"
+    assert len(read) == 2
+
+
 def test_notes_do_not_pile_up():
     clock = Clock()
     for _ in range(MANY_NOTES):
         with clock.timed("forward"):
             pass
-    assert len(clock.notes) <= MANY_NOTES
+    assert clock.notes.qsize() <= MANY_NOTES
     assert clock.current == "other"
 
 

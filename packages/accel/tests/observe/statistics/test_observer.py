@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import json
 import pickle
 import sys
@@ -13,6 +14,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -409,6 +411,41 @@ def test_models_under_ddp_are_used_as_without_statistics(world):
     world.run(ddp_with_statistics)
 
 
+class WithSignature(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, inputs, labels=None):
+        return torch.relu(self.layer(inputs)) + 1
+
+
+def compiled_in_calls():
+    """Return how many frames a compiler compiled in 20 calls, and the signatures that programs look at."""
+    accelerator = accelerator_with(every=0)
+    model = WithSignature()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    counted = CompileCounter()
+    compiled = torch.compile(model, backend=counted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of each kind of call that ends a graph
+        for _ in range(20):
+            compiled(torch.ones(2, 4))
+    accelerator.end_training()
+    inner = getattr(model, "module", model)
+    forward, step = str(inspect.signature(inner.forward)), inspect.signature(optimizer.step)
+    return counted.frame_count, forward, step == inspect.signature(type(optimizer).step.__get__(optimizer))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_models_are_compiled_once_and_signatures_stay(world, size):
+    for frames, forward, step_is_same in world.run(compiled_in_calls, size=size):
+        assert 1 <= frames <= 3  # not once in each call
+        assert forward == "(inputs, labels=None)"
+        assert step_is_same
+
+
 @pytest.mark.parametrize(("options", "said"), [({"every": -1}, "every=-1"), ({"slow": 1.0}, "slow=1.0")])
 def test_settings_are_checked(options, said):
     with pytest.raises(ValueError, match=said):
@@ -599,5 +636,11 @@ def calls_of_a_step():
 def test_a_step_asks_for_nothing_when_off_and_for_little_when_on(world, size):
     for off, on in world.run(calls_of_a_step, size=size):
         assert off == {}
-        awaited = ("_at_parameter", "<lambda>")  # the gradients of the other processes
-        assert on == {name: calls for name, calls in CALLS.items() if size == 2 or name not in awaited}
+        if size == 1:  # nobody's gradients are awaited, and the model has hooks
+            awaited = {"_at_parameter", "<lambda>", "forward"}
+            assert on == {name: calls for name, calls in CALLS.items() if name not in awaited} | {
+                "begin": 1,
+                "end": 1,
+            }
+        else:
+            assert on == CALLS

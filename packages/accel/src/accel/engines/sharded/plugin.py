@@ -132,7 +132,9 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 1:
             name = "reshard_after_forward of fsdp_version=1"
             both = [item for item in (self.reshard_after_forward, self.sharding_strategy) if item is not None]
-            both = both or [env.get("FSDP_SHARDING_STRATEGY")]
+            # The launcher has a flag for version 2 there, whatever the version is.
+            named = str(env.get("FSDP_RESHARD_AFTER_FORWARD")).upper()
+            both = both or [named if named in strategies else env.get("FSDP_SHARDING_STRATEGY")]
             chosen, *others = (choice(name, item, strategies) for item in both)
             if others not in ([], [chosen]):
                 raise ValueError(

@@ -78,10 +78,7 @@ def _timed_collective(function: Callable[..., Any]) -> Callable[..., Any]:
 def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     """Time the forward passes of a prepared model; returns what takes that off."""
     if not isinstance(model, DistributedDataParallel):
-        # Hooks that are there already are an engine's, whose work is a part of the forward pass; a forward
-        # method of the instance belongs to mixed precision, and copies of the model need one of theirs.
-        is_plain = not (model._forward_pre_hooks or model._forward_hooks or "forward" in vars(model))
-        return (_wrap_forward if is_plain else _hook_forward)(clock, model, "forward")
+        return _hook_forward(clock, model, "forward")
     if next(model.module.buffers(), None) is None:
         return _wrap_forward(clock, model, "forward")
     # Before it calls the model it broadcasts buffers, and waits for the others.
@@ -97,23 +94,28 @@ def time_model(clock: Clock, model: torch.nn.Module) -> Undo:
     return undo
 
 
-def _wrap_forward(clock: Clock, model: torch.nn.Module, part: str) -> Undo:
-    """Time the forward method of a model without hooks: a step pays less for it than for its first hooks."""
+def _wrap_forward(clock: Clock, model: DistributedDataParallel, part: str) -> Undo:
+    """Time the forward method of DDP, which costs a step less than hooks, and has no hooks of an engine."""
     plain = vars(model).get("forward")
     notes, note, now = clock.notes, clock.note, clock.now
 
-    @functools.wraps(model.forward)
+    @functools.wraps(_function_of(model.forward))
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         note((part, now(), get_ident()))
         try:
             return type(self).forward(self, *args, **kwargs) if plain is None else plain(*args, **kwargs)
         finally:
             note((None, now(), get_ident()))
-            if len(notes) > MANY_NOTES:
+            if notes.qsize() > MANY_NOTES:
                 clock.add_up()
 
     # A method, which copies of the model have as one of theirs.
     return put(model, "forward", MethodType(forward, model))
+
+
+def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a method: a wrapper of that, bound again, has the method's signature."""
+    return getattr(method, "__func__", method)
 
 
 def _hook_forward(clock: Clock, model: torch.nn.Module, part: str) -> Undo:
@@ -134,14 +136,16 @@ class _Passes:
     """Times the forward passes of a model, and of its copies; pickled ones are timed by no clock of a run."""
 
     def __init__(self, clock: Clock, part: str) -> None:
-        self._clock = clock
-        self._part = part
+        self._clock, self._part = clock, part
+        self._notes, self._note, self._now = clock.notes, clock.note, clock.now
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        self._clock.begin(self._part)
+        self._note((self._part, self._now(), get_ident()))
 
     def end(self, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        self._clock.end()
+        self._note((None, self._now(), get_ident()))
+        if self._notes.qsize() > MANY_NOTES:
+            self._clock.add_up()
 
     def __deepcopy__(self, memo: Any) -> _Passes:
         return self
@@ -184,7 +188,7 @@ def time_backward(
                 hook.remove()
         if wait is not None and (hook is not None or not wait.is_queued):
             wait.choose()
-        if len(notes) > MANY_NOTES:
+        if notes.qsize() > MANY_NOTES:
             clock.add_up()
 
     undo = put(engine, "backward", backward)
@@ -274,7 +278,7 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
     state = getattr(optimizer, "gradient_state", None)
     notes, note, now = clock.notes, clock.note, clock.now
 
-    @functools.wraps(plain)
+    @functools.wraps(_function_of(plain))
     def step(_: Any, *args: Any, **kwargs: Any) -> Any:
         note(("optimizer", now(), get_ident()))
         try:
@@ -283,7 +287,7 @@ def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo
             note((None, now(), get_ident()))
         if state is None or state.sync_gradients:
             stepped()
-        if len(notes) > MANY_NOTES:
+        if notes.qsize() > MANY_NOTES:
             clock.add_up()
         return result
 
@@ -319,7 +323,7 @@ def time_loader(
                     return
                 finally:
                     note((None, now(), get_ident()))
-                    if len(notes) > MANY_NOTES:
+                    if notes.qsize() > MANY_NOTES:
                         clock.add_up()
                 got(batch)
                 yield batch
