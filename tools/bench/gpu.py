@@ -1,9 +1,9 @@
 """Measure the rows that an accelerator changes, print one table, and on request write it into the manual.
 
 `python -m tools.bench.gpu` measures on the first CUDA device, and the language model on two where there are
-two; `python -m tools.bench.gpu step async` measures only those rows. Without a CUDA device it measures nothing,
-says so in its last line, and exits with 5, as `tools/run_gpu_tests.py` does. `--device cpu` runs the same rows
-on the CPU, to see that they run.
+two; `python -m tools.bench.gpu step async` measures only those rows. Without a CUDA device it measures
+nothing, says so in its last line, and exits with 5, as `tools/run_gpu_tests.py` does. `--device cpu` runs the
+same rows on the CPU, to see that they run.
 """
 
 from __future__ import annotations
