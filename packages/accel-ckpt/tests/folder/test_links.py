@@ -208,6 +208,35 @@ def test_the_earlier_file_is_read_while_the_new_bytes_are_compared(tmp_path: Pat
     assert (earlier / "x").read_bytes() == b"".join(content)
 
 
+def test_a_file_that_changes_after_it_was_read_is_not_linked(tmp_path: Path) -> None:
+    size = links.CHUNK_BYTES
+    earlier, goal = tmp_path / "earlier", tmp_path / "goal"
+    earlier.mkdir()
+    goal.mkdir()
+    content = [os.urandom(size) for _ in range(2)]
+    (earlier / "x").write_bytes(b"".join(content))
+    os.utime(earlier / "x", ns=(1, 1))  # long ago, whatever the clock of the file system
+    entry = FileEntry("x", 2 * size, "other", tuple(map(xxhash.xxh3_128_hexdigest, content)))
+    digests: list[Future[str]] = []
+
+    with closing(Writer()) as writer:
+
+        def digest(path: Path, start: int, length: int) -> Future[str]:
+            digests.append(writer.digest(path, start, length))
+            return digests[-1]
+
+        def write(file: Any) -> None:
+            file.write(content[0])
+            digests[0].result()
+            with open(earlier / "x", "r+b") as other:
+                other.write(b"changed")
+            file.write(content[1])
+
+        with pytest.warns(UserWarning, match="x there is no longer what was saved"):
+            assert Earlier(earlier, {"x": entry}).link("x", goal / "x", write, digest) is None
+    assert os.listdir(goal) == []
+
+
 @pytest.mark.parametrize("how", ["in place", "replaced", "cut off"])
 def test_a_file_that_was_changed_since_is_written_anew(tmp_path: Path, how: str) -> None:
     save(tmp_path / "checkpoint_0", 1.0)
