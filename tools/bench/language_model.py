@@ -16,8 +16,8 @@ import importlib
 import importlib.util
 import math
 import os
-import runpy
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -116,6 +116,16 @@ def measure_training(
     return {"seconds": seconds, "parameters": parameters}
 
 
+def _example() -> ModuleType:
+    """Import the example under its own name, under which torch.compile looks for what its code uses."""
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Task:
     """What every contestant trains on, from the example: the same batches in the same order.
 
@@ -132,7 +142,7 @@ class Task:
     def __init__(
         self, length: int, steps: int, held_out: int, device: str, rank: int, size: int, total: int
     ) -> None:
-        self.example = SimpleNamespace(**runpy.run_path(str(EXAMPLE), run_name="language_model"))
+        self.example = _example()
         self.device, self.rank, self.size, self.length, self.total = device, rank, size, length, total
         with tempfile.TemporaryDirectory() as folder:  # what is mapped stays readable
             text = self.example.write_cache(self.example.stdlib_files(), Path(folder), "all")

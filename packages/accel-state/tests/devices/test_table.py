@@ -213,3 +213,11 @@ def test_the_kind_of_accelerator_is_told_without_one(monkeypatch):
     npu = replace(DEVICES["npu"], is_available=lambda: True)
     monkeypatch.setattr(table, "DEVICES", {**DEVICES, "npu": npu})
     assert get_current_device_type() == ("npu", "MULTI_NPU")
+
+
+def test_a_device_without_an_index_gets_that_of_the_current_one() -> None:
+    cuda = replace(DEVICES["cuda"], calls={"current_device": lambda: 3})
+
+    assert cuda.with_index(torch.device("cuda")) == torch.device("cuda", 3)
+    assert cuda.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert DEVICES["cpu"].with_index(torch.device("cpu")) == torch.device("cpu")

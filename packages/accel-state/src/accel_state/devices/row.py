@@ -98,6 +98,16 @@ class DeviceRow:
         """Return the index of the current device; only where a process picks one of several."""
         return int(self._call("current_device"))
 
+    def with_index(self, device: torch.device) -> torch.device:
+        """Return a device with its index: that of the current one where it has none, and there are several.
+
+        Args:
+            device: One of this type. A process that no launcher started has "cuda", without an index.
+        """
+        if device.index is not None or not self.indexed:
+            return device
+        return self.device(self.current_index())
+
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until a device has done all work given to it.
 

@@ -118,9 +118,7 @@ def _settings(
         else:
             settings["store"] = open_store(url, facts.rank, facts.world_size, options.get("timeout"))
     if row.binds_group and settings["backend"] == row.backend and "device_id" not in settings:
-        # A process that no launcher started has the current device, and torch asks for a number.
-        index = row.current_index() if device.index is None else device.index
-        settings["device_id"] = row.device(index)
+        settings["device_id"] = row.with_index(device)  # torch asks for a number
     return settings
 
 

@@ -496,6 +496,7 @@ def test_offloaded_models_run_on_the_gpu(net: nn.Module, tmp_path: Path) -> None
         assert devices(model) == {META}
         remove_hook_from_submodules(model)
         assert devices(model) == {torch.device("cpu")}
+        assert {buffer.device for buffer in model.buffers()} == {torch.device("cpu")}
         assert_equal_outputs(model, net, times=1)
 
 

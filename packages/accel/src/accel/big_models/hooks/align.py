@@ -80,6 +80,8 @@ class AlignDevicesHook(ModelHook):
         # Buffers as they were loaded, by name, and the slots of those that a forward has updated.
         self._given: dict[str, torch.Tensor] = {}
         self._updated: list[Slot] = []
+        # What is not offloaded beside weights that are, and where it was before the hook.
+        self._kept: list[tuple[dict[str, Any], str, torch.device]] = []
         self._int8_states: list[Any] = []
         self._lock = threading.Lock()
         self._calls = threading.local()
@@ -117,6 +119,8 @@ class AlignDevicesHook(ModelHook):
         kept = [entry for entry in found if not self._offloads(entry)]
         offloaded = [entry for entry in found if self._offloads(entry)]
         self._check(module, kept, offloaded)
+        if self.offload:
+            self._kept = [(table, leaf, table[leaf].device) for table, leaf, _, _ in kept]
         for table, leaf, _, _ in kept:
             if self.execution_device is not None:
                 table[leaf] = self._tied_or_moved(table[leaf])
@@ -233,10 +237,11 @@ class AlignDevicesHook(ModelHook):
             self.unload(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Bring offloaded weights back to the devices where they were before the hook.
+        """Bring weights, and buffers that stayed beside them, back to the devices from before the hook.
 
         Args:
-            module: The module. Weights that were on the meta device before are there again.
+            module: The module. Weights that were on the meta device before are there again. Where nothing is
+                offloaded, everything stays on the execution device.
 
         Returns:
             The module.
@@ -250,6 +255,11 @@ class AlignDevicesHook(ModelHook):
             held, device = slot.table[slot.leaf], self.original_devices[slot.name]
             if held is not None and device != META:
                 slot.table[slot.leaf] = held.to(device)
+        for table, leaf, device in self._kept:
+            held = table.get(leaf)
+            if held is not None and META not in (held.device, device):
+                table[leaf] = held.to(device)
+        self._kept = []
         self._refresh(module)
         return module
 
