@@ -13,6 +13,7 @@ is put back, so that the next test starts clean, and the test fails naming it.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from accel_world.start_method import fork_by_default
 
 __all__ = ["fresh_state", "launched", "world"]
 
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL; without importing torch
+
 _world = pytest.StashKey[World]()
 _guard = pytest.StashKey[Guard]()
 
@@ -37,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_world] = World()
     config.stash[_guard] = Guard()
     fork_by_default()
+    # All other tests are of the CPU, and would find the GPU; `hatch run gpu:test` selects by `-m gpu`.
+    if "gpu" not in config.option.markexpr and any(map(os.path.exists, _GPU_DRIVERS)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
     hypothesis.settings.register_profile("accel", deadline=None)
     hypothesis.settings.load_profile("accel")

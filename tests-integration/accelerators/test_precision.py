@@ -97,7 +97,7 @@ def test_losses_are_those_of_fp32(
 
 
 @on_devices
-@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype.. is deprecated:DeprecationWarning")  # torchao
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao's call
 def test_losses_of_fp8_are_those_of_fp32(device: str, in_fp32: list[float]) -> None:
     pytest.importorskip("torchao.float8", reason="torchao is not installed")
     if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):

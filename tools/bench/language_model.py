@@ -47,7 +47,7 @@ TOLERANCE = 0.02  # of a loss: bf16 has 8 bits
 SIZES = {
     # Sequence, optimizer steps of a turn, sequences of an evaluation, turns
     "cpu": {"length": 64, "steps": 4, "held_out": 8, "rounds": 6},
-    "cuda": {"length": 512, "steps": 100, "held_out": 64, "rounds": 10},
+    "cuda": {"length": 512, "steps": 100, "held_out": 64, "rounds": 8},
 }
 QUICK = {"length": 32, "steps": 1, "held_out": 3, "rounds": 2}
 

@@ -27,6 +27,9 @@ def measure(sections: Mapping[str, Section], *, quick: bool) -> tuple[list[Row],
             failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
             print(f"failed:\n{traceback.format_exc()}", file=sys.stderr)
         else:
-            rows += measured if isinstance(measured, list) else [measured]
+            found = measured if isinstance(measured, list) else [measured]
+            rows += found
             print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+            for row in found:  # at once: the table comes after the last section, and a run may be stopped
+                print(f"  {row.value:.3f} {row.unit}  {row.what}", file=sys.stderr, flush=True)
     return rows, failures
