@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .devices import waiting
-from .engines import WIDTH, _batch, _make, _optimizer, _size
+from .engines import WIDTH, make_transformer, size_of, step_by_accel, step_by_hand
 from .row import Row
 from .step import Contestant
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
@@ -27,7 +25,7 @@ def compiled_row(*, quick: bool = False, device: str = "cpu") -> Row:
     compared = ratios(samples)
     eager_ms, base_ms = (1e3 * median(samples[name]) for name in (EAGER, BASELINE))
     return Row(
-        what=f"step of a transformer of {_size(WIDTH)}, blocks compiled: time / the same by hand",
+        what=f"step of a transformer of {size_of(WIDTH)}, blocks compiled: time / the same by hand",
         value=compared["accel"].median,
         limit=LIMIT,
         noise=compared[CONTROL],
@@ -49,19 +47,11 @@ def measure_compiled(rank: int, size: int, rounds: int, device: str) -> Samples:
 
 
 def _plain(device: str, compiles: bool) -> Contestant:
-    model = _make(WIDTH).to(device)
+    model = make_transformer(WIDTH).to(device)
     if compiles:
         for block in model.blocks:
             block.compile(backend="inductor")
-    optimizer = _optimizer(model)
-    inputs, labels = _batch(device)
-
-    def step() -> None:
-        F.cross_entropy(model(inputs).flatten(0, 1), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Contestant(step, list(model.parameters()))
+    return step_by_hand(model, model, device)
 
 
 def _accel(device: str) -> Contestant:
@@ -69,14 +59,4 @@ def _accel(device: str) -> Contestant:
     from accel.utils import TorchDynamoPlugin
 
     plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-    accelerator: Any = Accelerator(cpu=device == "cpu", dynamo_plugin=plugin)
-    plain = _make(WIDTH)
-    model, optimizer = accelerator.prepare(plain, _optimizer(plain))
-    inputs, labels = _batch(device)
-
-    def step() -> None:
-        accelerator.backward(F.cross_entropy(model(inputs).flatten(0, 1), labels))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Contestant(step, list(plain.parameters()))
+    return step_by_accel(Accelerator(cpu=device == "cpu", dynamo_plugin=plugin), WIDTH, device)

@@ -28,7 +28,18 @@ from .step import Contestant, check_same_work
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, spread, timed
 from .workers import end_group, run_workers
 
-__all__ = ["engine_memory_rows", "engine_row", "engine_rows", "measure_engine", "measure_memory"]
+__all__ = [
+    "WIDTH",
+    "engine_memory_rows",
+    "engine_row",
+    "engine_rows",
+    "make_transformer",
+    "measure_engine",
+    "measure_memory",
+    "size_of",
+    "step_by_accel",
+    "step_by_hand",
+]
 
 LIMIT = 1.03
 WORDS, HEADS, LENGTH, BATCH = 1024, 4, 64, 4
@@ -54,7 +65,7 @@ def engine_row(engine: str, size: int, *, quick: bool = False, device: str = "cp
     compared = ratios(samples)
     place = f"{engine}, {size} process{'es' * (size > 1)}"
     return Row(
-        what=f"step of a transformer of {_size(WIDTH)}, {place}: time / {BY_HAND[engine]}",
+        what=f"step of a transformer of {size_of(WIDTH)}, {place}: time / {BY_HAND[engine]}",
         value=compared["accel"].median,
         limit=LIMIT,
         noise=compared[CONTROL],
@@ -75,7 +86,7 @@ def engine_memory_rows(*, quick: bool = False) -> list[Row]:
         base = median(peaks[False])
         rows.append(
             Row(
-                what=f"memory of training {_size(width)}, {engine}, 2 processes: peak / {by_hand}",
+                what=f"memory of training {size_of(width)}, {engine}, 2 processes: peak / {by_hand}",
                 value=median(peaks[True]) / base,
                 limit=MEMORY_LIMIT,
                 noise=spread([peak / base for peak in peaks[False]]),
@@ -165,13 +176,15 @@ class Transformer(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _size(width: int) -> str:
+def size_of(width: int) -> str:
+    """Return the number of parameters in words."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in Transformer(width).parameters())
     return f"{count / 1e6:.1f} million"
 
 
-def _make(width: int) -> Transformer:
+def make_transformer(width: int) -> Transformer:
+    """Make the model; always the same one."""
     torch.manual_seed(0)
     return Transformer(width)
 
@@ -188,13 +201,17 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _by_hand(engine: str, width: int, device: str = "cpu") -> Contestant:
     """Make the step with torch's own calls."""
-    plain = _make(width).to(device)
+    plain = make_transformer(width).to(device)
     wrap: dict[str, Callable[[Any], Any]] = {
         "ddp": nn.parallel.DistributedDataParallel,
         "fsdp2": functools.partial(_shard, device=device),
         "tp": functools.partial(_split, device=device),
     }
-    model = wrap[engine](plain)
+    return step_by_hand(wrap[engine](plain), plain, device)
+
+
+def step_by_hand(model: nn.Module, plain: nn.Module, device: str) -> Contestant:
+    """Make the step of a model that is on its device, wrapped or not."""
     optimizer = _optimizer(model)
     inputs, labels = _batch(device)
 
@@ -233,8 +250,12 @@ def _accel(engine: str, width: int, device: str = "cpu") -> Contestant:
         options["fsdp_plugin"] = plugin
     if engine == "tp":
         options["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
-    accelerator = Accelerator(cpu=device == "cpu", **options)
-    plain = _make(width)
+    return step_by_accel(Accelerator(cpu=device == "cpu", **options), width, device)
+
+
+def step_by_accel(accelerator: Any, width: int, device: str) -> Contestant:
+    """Make the step of a model that an Accelerator prepares."""
+    plain = make_transformer(width)
     model, optimizer = accelerator.prepare(plain, _optimizer(plain))
     inputs, labels = _batch(device)
 
