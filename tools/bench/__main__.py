@@ -34,7 +34,7 @@ from .metrics import metrics_rows
 from .orders import order_rows
 from .resharded import resharded_row
 from .sections import Section, measure
-from .statistics import statistics_row
+from .statistics import statistics_rows
 from .step import step_row
 from .table import headlines, render, setting, write
 from .tracking import log_row
@@ -53,7 +53,7 @@ SECTIONS: dict[str, Section] = {
     "evaluation": evaluation_rows,
     "clip": clip_rows,
     "accumulate": accumulate_row,
-    "statistics": statistics_row,
+    "statistics": statistics_rows,
     "watchdog": watchdog_row,
     "gather": gather_rows,
     "metrics": metrics_rows,

@@ -1,8 +1,9 @@
-"""One DDP step of about 5 ms on two processes, for what is switched on and off around the same objects."""
+"""A step of about 5 ms, under DDP on two processes, for what is switched on and off around its objects."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-__all__ = ["STEPS", "DdpStep", "ddp_step"]
+__all__ = ["WARMUP", "DdpStep", "ddp_step"]
 
-BATCH, WIDTH, CLASSES = 64, 384, 10
-STEPS = 100  # in one turn of about 0.5 s: as many as statistics are gathered after by default
+WIDTH, CLASSES = 384, 10
+BATCH = {1: 128, 2: 64}  # by the number of processes, as DDP adds to the time of a step
+WARMUP = 3  # steps of a turn that are not timed
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,20 @@ class DdpStep:
     model: Any
     optimizer: Any
     loader: Any
+    steps: int
 
-    def measure(self) -> float:
-        """Return the seconds of a step, taken over several of a pass that begins here."""
+    def measure(self, at_end: Callable[[], object] = lambda: None) -> float:
+        """Return the seconds of a step, taken over several of a pass that begins here.
+
+        Args:
+            at_end: Called after the last of them, within the time.
+        """
         batches = iter(self.loader)
-        self._run(batches, 3)  # finds the caches as what ran before left them
+        self._run(batches, WARMUP)  # finds the caches as what ran before left them
         start = time.perf_counter()
-        self._run(batches, STEPS)
-        return (time.perf_counter() - start) / STEPS
+        self._run(batches, self.steps)
+        at_end()
+        return (time.perf_counter() - start) / self.steps
 
     def _run(self, batches: Any, steps: int) -> None:
         for _ in range(steps):
@@ -46,16 +54,22 @@ class DdpStep:
             self.optimizer.zero_grad()
 
 
-def ddp_step() -> DdpStep:
-    """Prepare a model, its optimizer and its loader; runs in each of two workers."""
+def ddp_step(steps: int) -> DdpStep:
+    """Prepare a model, its optimizer and its loader; runs in each worker.
+
+    Args:
+        steps: Steps of one turn.
+    """
     from accel import Accelerator
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    rows = [(torch.randn(WIDTH), 0) for _ in range(BATCH)] * 2 * (STEPS + 3)
-    loader: Any = DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]  # a list is a dataset
-    return DdpStep(accelerator, *accelerator.prepare(model, optimizer, loader))
+    model: Any = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    size = accelerator.num_processes
+    rows = [(torch.randn(WIDTH), 0) for _ in range(BATCH[size])] * size * (WARMUP + steps)
+    loader: Any = DataLoader(rows, batch_size=BATCH[size])  # type: ignore[arg-type]  # a list is a dataset
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    return DdpStep(accelerator, model, optimizer, loader, steps)

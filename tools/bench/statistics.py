@@ -1,29 +1,47 @@
-"""What statistics add to a DDP step of some milliseconds."""
+"""What statistics add to a step of some milliseconds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
-from .ddp_step import STEPS, ddp_step
+from .ddp_step import WARMUP, ddp_step
 from .row import Row
-from .timing import BASELINE, CONTROL, Samples, interleave, ratios
+from .timing import BASELINE, CONTROL, Samples, interleave, median_limits, ratios
 from .workers import run_workers
 
-__all__ = ["measure_statistics", "statistics_row"]
+__all__ = ["measure_statistics", "statistics_rows"]
 
 LIMIT = 1.01
+ON, GATHERING = "accel", "accel, one gather in each turn"
+STEPS = 10  # of a turn: the shorter it is, the more alike are its neighbours
+EVERY = 100  # steps between two gathers by default
+WHAT = {
+    1: "statistics on, step of 1 process: time / off",
+    2: "statistics on, DDP step on 2 processes: time / off",
+}
 
 
-def statistics_row(*, quick: bool = False) -> Row:
-    """Measure a step of two processes with statistics, as a multiple of the same step without."""
-    samples: Samples = run_workers("statistics:measure_statistics", 2, rounds=4 if quick else 60)
-    compared = ratios(samples)
+def statistics_rows(*, quick: bool = False) -> list[Row]:
+    """Measure steps with statistics, as a multiple of the same steps without."""
+    return [_row(size, rounds=4 if quick else 200) for size in WHAT]
+
+
+def _row(size: int, rounds: int) -> Row:
+    samples: Samples = run_workers("statistics:measure_statistics", size, rounds=rounds)
+    # One gather in ten turns, where each turn of the second kind has one.
+    share = STEPS / EVERY
+    values = [
+        ((1 - share) * on + share * gathering) / off
+        for on, gathering, off in zip(samples[ON], samples[GATHERING], samples[BASELINE], strict=True)
+    ]
+    low, high = median_limits(values)
     return Row(
-        what="statistics on, DDP step on 2 processes: time / off",
-        value=compared["accel"].median,
+        what=WHAT[size],
+        value=median(values),
         limit=LIMIT,
-        noise=compared[CONTROL],
-        base=f"{1e3 * median(samples[BASELINE]):.2f} ms",
+        noise=ratios(samples)[CONTROL],
+        base=f"{1e3 * median(samples[BASELINE]):.2f} ms; 95 %: {low:.3f} to {high:.3f}",
     )
 
 
@@ -31,21 +49,31 @@ def measure_statistics(rank: int, size: int, rounds: int) -> Samples:
     """Time the same steps with and without; runs in each worker."""
     from accel.observe.statistics import StatisticsKwargs
 
-    step = ddp_step()
-    settings = StatisticsKwargs(every=STEPS, slow=1e9, summary=False)  # one gather in each turn
+    step = ddp_step(STEPS)
 
-    def observed() -> float:
-        observer = settings.start(step.accelerator.run)
-        observer.model_prepared(step.model)
-        observer.optimizer_prepared(step.optimizer)
-        observer.loader_prepared(step.loader)
-        try:
-            return step.measure()
-        finally:
-            observer.stop()
+    def observed(every: int) -> Callable[[], float]:
+        settings = StatisticsKwargs(every=every, slow=1e9, summary=False)
 
-    samples = interleave(
-        {BASELINE: step.measure, CONTROL: step.measure, "accel": observed}, rounds=rounds, warmup=1
-    )
+        def measure() -> float:
+            observer = settings.start(step.accelerator.run)
+            observer.model_prepared(step.model)
+            observer.optimizer_prepared(step.optimizer)
+            observer.loader_prepared(step.loader)
+            try:
+                # Notes are added up at the next gather, wherever that is: each turn pays for its notes.
+                return step.measure(at_end=observer.clock.read)
+            finally:
+                observer.stop()
+
+        return measure
+
+    # The gather is in the turn's middle, so that the turn has the steps that take its result too.
+    measures = {
+        BASELINE: step.measure,
+        CONTROL: step.measure,
+        ON: observed(every=0),
+        GATHERING: observed(every=STEPS // 2 + WARMUP),
+    }
+    samples = interleave(measures, rounds=rounds, warmup=1)
     step.accelerator.end_training()
     return samples

@@ -21,6 +21,7 @@ __all__ = [
     "Spread",
     "differences",
     "interleave",
+    "median_limits",
     "ratios",
     "spread",
     "timed",
@@ -57,6 +58,13 @@ def spread(values: list[float]) -> Spread:
     """
     low, _, high = quantiles(values, n=4, method="inclusive")
     return Spread(median(values), low, high)
+
+
+def median_limits(values: list[float]) -> tuple[float, float]:
+    """Return the limits between which the median lies with 95 % (bootstrap)."""
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(1000))
+    return medians[25], medians[974]
 
 
 def interleave(measures: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1) -> Samples:

@@ -12,6 +12,7 @@ from .workers import run_workers
 __all__ = ["measure_watchdog", "watchdog_row"]
 
 LIMIT = 1.01
+STEPS = 100  # of a turn, which takes about half a second
 TIMEOUT_S = 0.2  # which makes it look ten times as often as with the default, ten times in a turn
 
 
@@ -32,7 +33,7 @@ def measure_watchdog(rank: int, size: int, rounds: int) -> Samples:
     """Time the same steps with and without; runs in each worker."""
     from accel_ops.debug.watchdog import Watchdog
 
-    step = ddp_step()
+    step = ddp_step(STEPS)
 
     def watched() -> float:
         dog = Watchdog(step.accelerator.process, TIMEOUT_S)

@@ -12,7 +12,7 @@ from bench import __main__ as command
 from bench.launch import _outlives_s
 from bench.row import Row
 from bench.table import BEGIN, END, HEADLINES, render, write
-from bench.timing import BASELINE, differences, interleave, ratios, timed
+from bench.timing import BASELINE, differences, interleave, median_limits, ratios, timed
 from bench.workers import run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,15 @@ def test_ratios_are_taken_within_each_round():
     assert ratios(samples)["other"].to_dict() == {"median": 1.5, "low": 1.5, "high": 1.5}
     assert ratios(samples, over="other")[BASELINE].median == pytest.approx(1 / 1.5)
     assert differences(samples)["other"].median == pytest.approx((0.5 + 5.0) / 2)
+
+
+def test_the_limits_of_a_median_close_in_as_values_come():
+    values = [float(value) for value in range(1001)]
+    low, high = median_limits(values)
+    assert 430 < low < 500 < high < 570  # 500 -+ 31, by the binomial distribution
+    few_low, few_high = median_limits(values[::100])
+    assert few_high - few_low > 3 * (high - low)
+    assert median_limits(values) == (low, high)
 
 
 def test_timed_is_the_time_of_one_call(monkeypatch):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.observe.base import ObserverKwargs
-from accel.observe.observer import Observer
 from accel_state import env
 
 if TYPE_CHECKING:
+    from accel.observe.statistics.observer import Statistics
     from accel.training.run import Run
 
 __all__ = ["StatisticsKwargs"]
@@ -61,7 +61,7 @@ class StatisticsKwargs(ObserverKwargs):
                 "need 20 % more time than the median."
             )
 
-    def start(self, run: Run) -> Observer:
+    def start(self, run: Run) -> Statistics:
         """Make the observer of a run that has prepared nothing yet."""
         from accel.observe.statistics.observer import Statistics
 

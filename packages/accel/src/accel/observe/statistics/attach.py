@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from threading import get_ident
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ _PLACES: list[tuple[Any, str]] = [
 ]
 _clocks: list[Clock] = []
 _queue_callback = Variable._execution_engine.queue_callback  # torch's own name
+_WAIT = "wait"
 _current_pass = torch._C._current_graph_task_id  # private, and what torch's own checkpoints use
 
 
@@ -178,7 +181,7 @@ def time_backward(
         note(("backward", now(), get_ident()))
         hook = None
         if wait is not None:
-            wait.is_queued = False
+            wait.unqueued[_WAIT] = wait.begin
             hook = wait.hook_loss(loss) if wait.hooks_losses else None
         try:
             plain(loss, *args, **kwargs)
@@ -186,7 +189,7 @@ def time_backward(
             note((None, now(), get_ident()))
             if hook is not None:
                 hook.remove()
-        if wait is not None and (hook is not None or not wait.is_queued):
+        if wait is not None and (hook is not None or wait.unqueued):
             wait.choose()
         if notes.qsize() > MANY_NOTES:
             clock.add_up()
@@ -209,19 +212,26 @@ class _Wait:
     then of one parameter, which takes a third of the time as it stays. If a pass does not reach that
     parameter, or reaches it in a pass of its own (reentrant checkpoints), losses have hooks again.
 
+    DDP's own timers (`_set_ddp_runtime_logging_sample_rate`) are no substitute: they cost a step more than
+    the hook, and count a wait again for each forward pass that no backward pass follows.
+
     Attributes:
         hooks_losses: Whether the next pass begins with a hook of its loss.
-        is_queued: Whether the callback is queued in the pass at hand.
+        begin: The callback.
+        unqueued: Holds the callback until it is queued in the pass at hand.
     """
 
     def __init__(self, clock: Clock, awaited: Callable[[], Sequence[torch.nn.Module]]) -> None:
         self.hooks_losses = True
-        self.is_queued = False
+        self.unqueued: dict[str, Callable[[], None]] = {}
         self._awaited = awaited
-        note, now = clock.note, clock.now
-        self._begin_wait = lambda: note((OWN_GRADIENTS_READY, now(), get_ident()))
+        self.begin = clock.noting(OWN_GRADIENTS_READY)
+        # Each item that is taken queues the callback, without a Python function, like `Clock.noting`.
+        callbacks = iter(partial(self.unqueued.pop, _WAIT, self.begin), None)
+        self._queue = map(_queue_callback, callbacks)
         self._task = -1  # torch's number of the pass at hand
         self._handle: Any = None  # of the parameter's hook
+        self._tried: Callable[[], torch.Tensor | None] = lambda: None  # the parameter
         self._may_hook_parameter = True
 
     def hook_loss(self, loss: Any) -> Any:
@@ -232,17 +242,24 @@ class _Wait:
     def choose(self) -> None:
         """Choose what the next pass has a hook of; called where the last one had one of its loss, or none."""
         if self._handle is not None:
-            if self.hooks_losses or not self.is_queued:
+            if self.hooks_losses or self.unqueued:
                 self._may_hook_parameter = False
                 self.release()
-        elif self._may_hook_parameter and self.is_queued:
+            else:
+                self._hook(self._tried(), partial(next, self._queue))
+        elif self._may_hook_parameter and not self.unqueued:
             parameters = (item for model in self._awaited() for item in model.parameters())
             # One that was frozen since may still have a gradient, and takes no hook.
             trained = (item for item in parameters if item.requires_grad)
             reached = next((item for item in trained if item.grad is not None), None)
             if reached is not None:
-                hook = self._at_parameter
-                self._handle = reached.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._tried = ref(reached)
+                self._hook(reached, self._try_parameter)
+
+    def _hook(self, parameter: Any, hook: Callable[[torch.Tensor], None]) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = parameter.register_post_accumulate_grad_hook(hook)
 
     def release(self) -> None:
         """Take the hook of the parameter off."""
@@ -252,18 +269,11 @@ class _Wait:
 
     def _at_loss(self, _: torch.Tensor) -> None:
         self._task = _current_pass()
-        self._queue()
+        next(self._queue)
 
-    def _at_parameter(self, _: torch.Tensor) -> None:
-        if not self.hooks_losses:  # the usual case, without a call more
-            self.is_queued = True
-            _queue_callback(self._begin_wait)
-        elif _current_pass() == self._task:
+    def _try_parameter(self, _: torch.Tensor) -> None:
+        if _current_pass() == self._task:
             self.hooks_losses = False
-
-    def _queue(self) -> None:
-        self.is_queued = True
-        _queue_callback(self._begin_wait)
 
 
 def time_step(clock: Clock, optimizer: Any, stepped: Callable[[], None]) -> Undo:

@@ -139,8 +139,16 @@ class Statistics(Observer):
         self._unused[key] = sizes
 
         def got(batch: Any) -> None:
-            real = getattr(loader, "real_samples", None)  # None where nothing is padded
-            sizes.append(_size(batch) if real is None else real[self.loaders.data_shard[0]])
+            real = getattr(loader, "real_samples", None)
+            if real is not None:
+                sizes.append(real[self.loaders.data_shard[0]])
+                return
+            # Nothing is padded. The usual batch is looked at here, for a fifth of the time.
+            first = batch
+            while isinstance(first, (list, tuple, dict)) and first:
+                first = next(iter(first.values() if isinstance(first, dict) else first))
+            is_usual = isinstance(first, torch.Tensor) and first.dim()
+            sizes.append(first.shape[0] if is_usual else ignorant_find_batch_size(batch) or 0)
 
         def ended() -> None:
             # Batches that were only evaluated; those that a loop has read ahead have their passes to come.
@@ -266,13 +274,3 @@ def _awaited(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the models whose gradients are awaited at the end of backward."""
     inner = (getattr(model, "_orig_mod", model) for model in models)  # of compiled models
     return [model for model in inner if isinstance(model, DistributedDataParallel)]
-
-
-def _size(batch: Any) -> int:
-    """Return the batch size; 0 where there is none."""
-    first = batch
-    while isinstance(first, (list, tuple, dict)) and first:
-        first = next(iter(first.values() if isinstance(first, dict) else first))
-    if isinstance(first, torch.Tensor) and first.dim():  # the usual case, for a fifth of the time
-        return first.shape[0]
-    return ignorant_find_batch_size(batch) or 0
