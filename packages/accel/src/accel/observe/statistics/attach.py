@@ -212,8 +212,8 @@ class _Wait:
     then of one parameter, which takes a third of the time as it stays. If a pass does not reach that
     parameter, or reaches it in a pass of its own (reentrant checkpoints), losses have hooks again.
 
-    DDP's own timers (`_set_ddp_runtime_logging_sample_rate`) are no substitute: they cost a step more than
-    the hook, and count a wait again for each forward pass that no backward pass follows.
+    DDP's own timers (`_set_ddp_runtime_logging_sample_rate`) are no substitute: they cost a step no less
+    than the hook, and count a wait again for each forward pass that no backward pass follows.
 
     Attributes:
         hooks_losses: Whether the next pass begins with a hook of its loss.
