@@ -162,10 +162,12 @@ def test_an_error_surfaces_at_the_next_call_once_and_nothing_is_left(tmp_path: P
 
 
 def test_an_error_while_copying_is_raised_at_once(tmp_path: Path) -> None:
+    large = {"w": torch.ones(2**21)}  # threads copy it
     with pytest.raises(ValueError, match="safetensors holds tensors alone"):  # noqa: SIM117
         with staged(tmp_path / "a", blocking=False) as opened:
-            opened.write({"x": 3}, "model.safetensors", safe_serialization=True)
+            opened.write_all({"custom_checkpoint_0.pkl": large, "model.safetensors": {"x": 3}})
     assert not thread.in_flight()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("accel-")]
     assert os.listdir(tmp_path) == []
 
 

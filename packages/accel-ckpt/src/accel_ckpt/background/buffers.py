@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,15 +15,15 @@ from accel_ops.collectives.pack_parts import as_bytes
 from accel_state.devices.table import row
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from accel_state.process.facts import Process
 
 # 64 MiB: few mappings for large states, and little unused for small ones.
 _SLAB_BYTES = 2**26
 # A cache line; torch aligns its own memory so too.
 _ALIGN_BYTES = 64
-_PIECE_BYTES = 2**22  # that one thread copies
-# Enough for all threads; more would only put the copying off.
-_WAITING_BYTES = 2**28
+_PIECE_BYTES = 2**22  # that one thread copies at a time: a part of a tensor, or many small ones
 
 
 class Memory:
@@ -40,9 +41,11 @@ class Memory:
         self._pinned = process.device.type != "cpu"
         # Filled front to back, and never freed singly: `begin` goes back to the first for the next save.
         self._slabs: list[memoryview] = []
-        # Sources and targets of copies on the CPU, collected so that several threads copy many at once.
-        self._waiting: list[tuple[Any, Any]] = []
-        self._waiting_bytes = 0
+        # Targets and sources on the CPU that are too small for a thread by themselves.
+        self._pieces: list[tuple[Any, Any]] = []
+        self._piece_bytes = 0
+        self._threads: Threads | None = None
+        self._pending: list[Future[None]] = []
         self._slab = self._used = 0
 
     @property
@@ -52,12 +55,13 @@ class Memory:
 
     def begin(self) -> None:
         """Use the memory anew; earlier copies are lost."""
-        self._slab = self._used = self._waiting_bytes = 0
-        self._waiting = []
+        self._slab = self._used = 0
         self._sources.clear()
 
     def copy(self, data: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor. It must not change before `copy_waiting`, nor the copy be read before `finish`.
+        """Begin to copy a tensor.
+
+        One on the CPU must not change before `wait_for_cpu`, and no copy be read before `finish`.
 
         Args:
             data: A dense tensor.
@@ -65,43 +69,50 @@ class Memory:
         Returns:
             Its copy, of the same type and shape, contiguous, on the CPU, with a storage of its own.
         """
-        size = data.numel() * data.element_size()
-        copy = self._take(size).view(data.dtype).view(data.shape)
+        taken = self._take(data.numel() * data.element_size())
+        copy = taken.view(data.dtype).view(data.shape)
         if data.device.type != "cpu":
+            # On the device's current stream: what was queued before is in the copy, what comes later is not.
             copy.copy_(data.detach(), non_blocking=True)
             self._sources.add(data.device)
-            return copy
-        self._waiting.append((as_bytes(copy).numpy(), as_bytes(data.detach()).numpy()))
-        self._waiting_bytes += size
-        if self._waiting_bytes > _WAITING_BYTES:
-            self.copy_waiting()
+        else:
+            self._copy_bytes(taken.numpy(), as_bytes(data.detach()).numpy())
         return copy
 
     def copy_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Copy the bytes of a storage, as `copy`."""
         return self.copy(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
-    def copy_waiting(self) -> None:
-        """Copy the tensors on the CPU that wait for it; several threads take half the time of one."""
-        if not self._waiting:
-            return
-        with Threads(THREADS, "accel-copy") as threads:
-            pending = [
-                threads.submit(
-                    np.copyto, copy[start : start + _PIECE_BYTES], data[start : start + _PIECE_BYTES]
-                )
-                for copy, data in self._waiting
-                for start in range(0, copy.size, _PIECE_BYTES)
-            ]
+    def wait_for_cpu(self) -> None:
+        """Wait until the tensors on the CPU are copied."""
+        _copy_all(self._take_pieces())
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.close()
+        pending, self._pending = self._pending, []
         for piece in pending:
             piece.result()
-        self._waiting, self._waiting_bytes = [], 0
 
     def finish(self) -> None:
         """Wait until all copies are there, from whichever devices they come."""
-        self.copy_waiting()
+        self.wait_for_cpu()
         for device in self._sources:
             row(device).synchronize(device)
+
+    def _copy_bytes(self, copy: Any, data: Any) -> None:
+        for start in range(0, copy.size, _PIECE_BYTES):
+            piece = slice(start, start + _PIECE_BYTES)
+            self._pieces.append((copy[piece], data[piece]))
+            self._piece_bytes += self._pieces[-1][0].size
+            if self._piece_bytes >= _PIECE_BYTES:
+                # At once, so that threads copy while the next tensors are looked for.
+                if self._threads is None:
+                    self._threads = Threads(THREADS, "accel-copy")
+                self._pending.append(self._threads.submit(_copy_all, self._take_pieces()))
+
+    def _take_pieces(self) -> list[tuple[Any, Any]]:
+        pieces, self._pieces, self._piece_bytes = self._pieces, [], 0
+        return pieces
 
     def _take(self, size: int) -> torch.Tensor:
         if size == 0:
@@ -129,3 +140,8 @@ class Memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)  # small pages take longer to get than to fill
         return memoryview(pages)
+
+
+def _copy_all(pieces: Iterable[tuple[Any, Any]]) -> None:
+    for copy, data in pieces:
+        np.copyto(copy, data)

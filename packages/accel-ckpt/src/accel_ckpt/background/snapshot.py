@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -12,30 +14,83 @@ import torch
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.files.tensors import split_tied, write_safe
 
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+
 
 class _Records:
-    """Takes what torch.save writes into its archive, in place of the archive's writer."""
+    """Takes what torch.save writes into its archive, in place of the archive's writer.
+
+    torch.save is given copies of the storages: of one on a device it would make a copy by itself, in new
+    memory, and wait for each.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.records: list[tuple[str, Any, int]] = []
+        # Each storage and its copy, by what torch knows it by; a storage that is freed could lose that to
+        # another one.
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def collect(self, obj: Any) -> None:
+        """Pickle an object, and copy its storages."""
+        # torch.save is this and the archive's writer, so that what is written later is what it would write
+        # now. 2 is torch's DEFAULT_PROTOCOL, and False writes the byte order, as torch.save does by default.
+        token = _collecting.set(self)
+        try:
+            torch.serialization._save(obj, self, _PICKLE, 2, False)  # type: ignore[no-untyped-call]
+        finally:
+            _collecting.reset(token)
+            self._copies.clear()
 
     # The signature of PyTorchFileWriter.write_record, the one method of it that torch.serialization._save
     # calls here; `write_record_metadata` is only called under torch.serialization.skip_data.
     def write_record(self, name: str, data: Any, size: int) -> None:
-        if isinstance(data, torch.UntypedStorage):
-            data = self._memory.copy_storage(data).untyped_storage()
-        # Anything else is bytes or text already: the pickle, the format version, the byte order.
+        # A copy of a storage, bytes or text: the pickle, the format version, the byte order.
         self.records.append((name, data, size))
+
+    def copied(self, storage: Any) -> Any:
+        """Return the copy of a storage, of the same kind, which torch pickles as it would the storage."""
+        typed = isinstance(storage, torch.storage.TypedStorage)
+        source = storage._untyped_storage if typed else storage
+        if source._cdata not in self._copies:
+            self._copies[source._cdata] = source, self._memory.copy_storage(source).untyped_storage()
+        copy: Any = self._copies[source._cdata][1]
+        if typed:
+            copy = torch.storage.TypedStorage(wrap_storage=copy, dtype=storage.dtype, _internal=True)
+        # torch's own means of having a storage on the CPU say that it is elsewhere.
+        copy._fake_device = torch.serialization.location_tag(source)
+        return copy
+
+
+_collecting: ContextVar[_Records] = ContextVar("_collecting")
+
+
+class _Pickler(pickle.Pickler):
+    """The base of torch's pickler, a class that torch makes for each file."""
+
+    # Nothing here is made for a file and refers to copies: classes are left to the garbage collector.
+    of_storage: Any
+
+    def __init_subclass__(cls) -> None:
+        # torch's method describes a storage, and keeps it to be written.
+        cls.of_storage = cls.persistent_id
+        cls.persistent_id = _Pickler.of_any  # type: ignore[method-assign]
+
+    def of_any(self, obj: Any) -> Any:
+        return self.of_storage(_collecting.get().copied(obj)) if isinstance(obj, _STORAGES) else None
+
+
+_PICKLE = SimpleNamespace(Pickler=_Pickler)
 
 
 def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[IO[bytes]], None]:
-    """Copy an object, so that it can be written when it has changed.
+    """Begin to copy an object, so that it can be written when it has changed.
 
     Args:
         obj: What to write; for safetensors a dict of tensors.
         safe_serialization: Whether to write safetensors.
-        memory: Where the copy of its tensors goes; `memory.finish` must be called before it is used.
+        memory: Where the copy of its tensors goes. The object must not change before `memory.wait_for_cpu`,
+            and `memory.finish` must be called before the copy is used.
 
     Returns:
         What writes the copy into an open file, as often as it is called.
@@ -47,14 +102,10 @@ def freeze(obj: Any, safe_serialization: bool, memory: Memory) -> Callable[[IO[b
         tensors, tied = split_tied(obj)
         # The header depends on names, dtypes and shapes alone, so it can be made when the file is written.
         copies = {name: memory.copy(tensor) for name, tensor in tensors.items()}
-        memory.copy_waiting()
         return partial(write_safe, copies, tied)
     # The pickle is made now, so that plain values are those of this moment; only writing it is put off.
     frozen = _Records(memory)
-    # torch.save is these two steps, so that what is written later is what it would write now.
-    # 2 is torch's DEFAULT_PROTOCOL, and False writes the byte order, as torch.save does by default.
-    torch.serialization._save(obj, frozen, pickle, 2, False)  # type: ignore[no-untyped-call]
-    memory.copy_waiting()
+    frozen.collect(obj)
 
     def write(file: IO[bytes]) -> None:
         with torch.serialization._open_zipfile_writer(file) as archive:

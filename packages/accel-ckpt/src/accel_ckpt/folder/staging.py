@@ -11,7 +11,7 @@ written in the background when the block is left.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,11 +77,34 @@ class Staging:
         Raises:
             ValueError: If safetensors cannot hold the object; it names the entry.
         """
+        self._write(obj, name, safe_serialization)
+        self._wait()
+
+    def write_all(self, objects: Mapping[str, Any]) -> None:
+        """Write several objects, as `write` does, and copy them all at the same time.
+
+        Args:
+            objects: What to write, by the file's path inside the folder. Those called `*.safetensors` are
+                written as such.
+
+        Raises:
+            ValueError: As `write`.
+        """
+        for name, obj in objects.items():
+            self._write(obj, name, name.endswith(".safetensors"))
+        self._wait()
+
+    def _write(self, obj: Any, name: str, safe_serialization: bool) -> None:
         if self.memory is not None:
             frozen = freeze(obj, safe_serialization, self.memory)
             self._later.append(lambda: self._put(name, frozen))
         else:
             self._put(name, tensors.writing(obj, safe_serialization))
+
+    def _wait(self) -> None:
+        """What was given may change when this is over; a device copies it before it changes it."""
+        if self.memory is not None:
+            self.memory.wait_for_cpu()
 
     def write_bytes(self, content: bytes, name: str) -> None:
         """Write a file of the checkpoint, with the others.
@@ -183,9 +206,11 @@ def staged(
     handed_on = False
     try:
         try:
-            yield staging
-            if staging.memory is not None:
-                staging.memory.finish()
+            try:
+                yield staging
+            finally:  # also after an error, as threads may still be copying
+                if staging.memory is not None:
+                    staging.memory.finish()
         except Exception as caught:
             error = caught
         # Every process gets here: one that failed must not leave the others waiting in a collective.

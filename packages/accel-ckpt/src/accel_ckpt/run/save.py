@@ -93,10 +93,10 @@ def save_accelerator_state(
         if gradients is not None:
             staging.facts["open_window"] = True
             parts[file_names.gradients_file(process_index)] = gradients
-        # Tensors only, as the rest is small: a bar needs no exact total.
-        staging.progress.total = sum(map(_tensor_bytes, parts.values()))
-        for name, part in parts.items():
-            staging.write(part, name, name.endswith(".safetensors"))
+        if staging.memory is None:
+            # Tensors only, as the rest is small: a bar needs no exact total.
+            staging.progress.total = sum(map(_tensor_bytes, parts.values()))
+        staging.write_all(parts)
         return str(staging.target)
 
 

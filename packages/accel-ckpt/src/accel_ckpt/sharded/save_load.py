@@ -293,7 +293,7 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
     folder = staging.path / name
     if staging.memory is not None:
         state = recursively_apply(_copy, state, staging.memory)
-        staging.memory.copy_waiting()
+        staging.memory.wait_for_cpu()
 
     def write(group: Any) -> None:
         # What is flushed and renamed as a whole needs no flush of each file.

@@ -1,0 +1,104 @@
+"""Copies of objects, beside what torch.save writes of the objects themselves."""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ckpt.background.buffers import Memory
+from accel_ckpt.background.snapshot import freeze
+from accel_state.process.state import current_process
+
+
+def saved(obj: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(obj, file)
+    return file.getvalue()
+
+
+def saved_later(obj: Any) -> bytes:
+    memory = Memory(current_process())
+    write = freeze(obj, False, memory)
+    memory.finish()
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def storages() -> dict[str, Any]:
+    whole = torch.arange(6.0)
+    return {
+        "whole": whole,
+        "part": whole[2:4],
+        "bytes": torch.arange(5.0).untyped_storage(),
+        "empty": [torch.empty(0), torch.empty(0, dtype=torch.int8)],
+    }
+
+
+def test_every_kind_of_storage_is_written_as_torch_does() -> None:
+    obj = storages()
+    assert saved_later(obj) == saved(obj)
+
+
+def test_a_copy_says_where_its_original_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = torch.ones(3), torch.full((3,), 2.0)
+
+    def tag(storage: Any) -> str | None:
+        return "far:1" if storage.data_ptr() == far.data_ptr() else None
+
+    monkeypatch.setattr(torch.serialization, "_package_registry", [*torch.serialization._package_registry])
+    torch.serialization.register_package(0, tag, lambda storage, location: None)
+    expected = saved([near, far, far])
+    assert b"far:1" in expected
+    assert saved_later([near, far, far]) == expected
+
+
+def test_a_storage_under_two_dtypes_is_an_error_as_it_is_for_torch() -> None:
+    obj = [torch.zeros(4), torch.zeros(4)]
+    obj[1] = obj[0].view(torch.int32)
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        saved(obj)
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        saved_later(obj)
+
+
+def test_large_and_small_tensors_are_copied_by_threads_that_end() -> None:
+    obj = [torch.arange(3 * 2**20), *(torch.full((7,), value) for value in range(50)), torch.ones(2**21)]
+    memory = Memory(current_process())
+    write = freeze(obj, False, memory)
+    assert any(thread.name.startswith("accel-copy") for thread in threading.enumerate())
+    expected = saved(obj)
+    memory.wait_for_cpu()
+    for tensor in obj:
+        tensor.zero_()
+    memory.finish()
+    assert not any(thread.name.startswith("accel-copy") for thread in threading.enumerate())
+    file = io.BytesIO()
+    write(file)
+    assert file.getvalue() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_is_not_waited_for_before_the_end() -> None:
+    obj = {index: torch.full((2**20,), float(index), device="cuda") for index in range(8)}
+    expected = saved(obj)
+    memory = Memory(current_process())
+    freeze(obj, False, memory)  # takes the memory
+    memory.finish()
+    memory.begin()
+    torch.cuda._sleep(1_000_000_000)  # so that the copies are late on the device
+    write = freeze(obj, False, memory)
+    late = torch.cuda.Event()
+    late.record()
+    assert not late.query()
+    for tensor in obj.values():
+        tensor.zero_()  # behind the copies
+    memory.finish()
+    file = io.BytesIO()
+    write(file)
+    assert file.getvalue() == expected
