@@ -14,7 +14,8 @@ import torch
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.files.tensors import split_tied, write_safe
 
-_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+_TYPED: Any = torch.storage.TypedStorage  # torch's annotations leave out its constructor
+_STORAGES = (_TYPED, torch.UntypedStorage)
 
 
 class _Records:
@@ -50,13 +51,13 @@ class _Records:
 
     def copied(self, storage: Any) -> Any:
         """Return the copy of a storage, of the same kind, which torch pickles as it would the storage."""
-        typed = isinstance(storage, torch.storage.TypedStorage)
+        typed = isinstance(storage, _TYPED)
         source = storage._untyped_storage if typed else storage
         if source._cdata not in self._copies:
             self._copies[source._cdata] = source, self._memory.copy_storage(source).untyped_storage()
         copy: Any = self._copies[source._cdata][1]
         if typed:
-            copy = torch.storage.TypedStorage(wrap_storage=copy, dtype=storage.dtype, _internal=True)
+            copy = _TYPED(wrap_storage=copy, dtype=storage.dtype, _internal=True)
         # torch's own means of having a storage on the CPU say that it is elsewhere.
         copy._fake_device = torch.serialization.location_tag(source)
         return copy
@@ -74,7 +75,7 @@ class _Pickler(pickle.Pickler):
     def __init_subclass__(cls) -> None:
         # torch's method describes a storage, and keeps it to be written.
         cls.of_storage = cls.persistent_id
-        cls.persistent_id = _Pickler.of_any  # type: ignore[method-assign]
+        cls.persistent_id = _Pickler.of_any  # type: ignore[method-assign, assignment]
 
     def of_any(self, obj: Any) -> Any:
         return self.of_storage(_collecting.get().copied(obj)) if isinstance(obj, _STORAGES) else None
