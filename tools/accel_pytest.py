@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_guard] = Guard()
     fork_by_default()
     # All other tests are of the CPU, and would find the GPU; `hatch run gpu:test` selects by `-m gpu`.
-    if "gpu" not in config.option.markexpr and any(map(os.path.exists, _GPU_DRIVERS)):
+    if not re.match(r"gpu( and |$)", config.option.markexpr) and any(map(os.path.exists, _GPU_DRIVERS)):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
     hypothesis.settings.register_profile("accel", deadline=None)

@@ -70,6 +70,7 @@ def _serve(connection: Connection, call: Call) -> None:
             reply = Reply(result=_run(call))
         except BaseException as error:
             reply = Reply(failure=_describe(error))
+        _flush()
         connection.send_bytes(pickle.dumps(reply))
         _receive(connection)
         problems = _leave_world()
@@ -77,7 +78,14 @@ def _serve(connection: Connection, call: Call) -> None:
     problems += [f"The function left {name}: {'; '.join(left[name])}" for name in FATAL_LEAKS if name in left]
     problems += _unraised
     worn = num_gloo_threads() > MOST_GLOO_THREADS
+    _flush()
     connection.send_bytes(pickle.dumps(Reply(failure="\n".join(problems), left=True, worn=worn)))
+
+
+def _flush() -> None:
+    """Write out what was printed: the output is a file, which is read with each reply."""
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _run(call: Call) -> bytes:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
+import pickle
 import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.background.snapshot import freeze
 from accel_state.process.state import current_process
+
+pytestmark = pytest.mark.core  # it stands on what is private in torch
 
 
 def saved(obj: Any) -> bytes:
@@ -64,6 +71,31 @@ def test_a_storage_under_two_dtypes_is_an_error_as_it_is_for_torch() -> None:
         saved(obj)
     with pytest.raises(RuntimeError, match="view the same data as different types"):
         saved_later(obj)
+
+
+def test_two_storages_of_the_same_bytes_are_an_error_too() -> None:
+    array = np.zeros(4, np.float32)
+    obj = [torch.from_numpy(array), torch.from_numpy(array.view(np.int32))]
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        saved(obj)
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        saved_later(obj)
+
+
+@pytest.mark.parametrize("last", [0, lambda: None], ids=["saved", "not to be pickled"])
+def test_copies_are_freed_with_the_memory(last: Any) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        memory = Memory(current_process())
+        with contextlib.suppress(AttributeError, pickle.PicklingError):
+            freeze([torch.ones(3), last], False, memory)
+        memory.finish()
+        slab = weakref.ref(memory._slabs[0].obj)
+        del memory
+        assert slab() is None
+    finally:
+        gc.enable()
 
 
 def test_large_and_small_tensors_are_copied_by_threads_that_end() -> None:

@@ -85,6 +85,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "accel_manifest.json"}
 
 
+@pytest.mark.core
 def test_the_files_are_those_of_a_blocking_save_bit_for_bit(tmp_path: Path) -> None:
     save(tmp_path / "a", blocking=True)
     for name in ("b", "c"):  # the second time in memory that has been used

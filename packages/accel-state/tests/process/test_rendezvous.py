@@ -44,7 +44,8 @@ def _start(folder: Path, rank: int, mode: str) -> subprocess.Popen[str]:
     place["STORE"] = folder / "store"
     environment = {**env.snapshot(), **{name: str(value) for name, value in place.items()}}
     environment["ACCELERATE_USE_CPU"] = "true"
-    environment.pop("OMP_NUM_THREADS", None)
+    for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
+        environment.pop(name, None)
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, mode],
         env=environment,

@@ -37,7 +37,8 @@ class Memory:
 
     def __init__(self, process: Process) -> None:
         self.device = process.device
-        self._sources: set[torch.device] = set()  # that copy by themselves
+        # On devices that copy by themselves; kept, as their memory must not be given to others before that.
+        self._sources: list[torch.Tensor] = []
         self._pinned = process.device.type != "cpu"
         # Filled front to back, and never freed singly: `begin` goes back to the first for the next save.
         self._slabs: list[memoryview] = []
@@ -55,8 +56,9 @@ class Memory:
 
     def begin(self) -> None:
         """Use the memory anew; earlier copies are lost."""
+        self.wait_for_cpu()  # of a save that was interrupted
         self._slab = self._used = 0
-        self._sources.clear()
+        self._sources = []
 
     def copy(self, data: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor.
@@ -74,7 +76,7 @@ class Memory:
         if data.device.type != "cpu":
             # On the device's current stream: what was queued before is in the copy, what comes later is not.
             copy.copy_(data.detach(), non_blocking=True)
-            self._sources.add(data.device)
+            self._sources.append(data)
         else:
             self._copy_bytes(taken.numpy(), as_bytes(data.detach()).numpy())
         return copy
@@ -96,8 +98,9 @@ class Memory:
     def finish(self) -> None:
         """Wait until all copies are there, from whichever devices they come."""
         self.wait_for_cpu()
-        for device in self._sources:
+        for device in {data.device for data in self._sources}:
             row(device).synchronize(device)
+        self._sources = []
 
     def _copy_bytes(self, copy: Any, data: Any) -> None:
         for start in range(0, copy.size, _PIECE_BYTES):

@@ -28,9 +28,11 @@ class _Records:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.records: list[tuple[str, Any, int]] = []
-        # Each storage and its copy, by what torch knows it by; a storage that is freed could lose that to
-        # another one.
+        # Copies by the storage's address as a C++ object. The storage is kept too: the address of one that is
+        # freed may be another's.
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._dtypes: dict[int, torch.dtype] = {}  # by the address of the bytes
+        self.pickler: Any = None  # the class that torch makes for this file
 
     def collect(self, obj: Any) -> None:
         """Pickle an object, and copy its storages."""
@@ -42,6 +44,10 @@ class _Records:
         finally:
             _collecting.reset(token)
             self._copies.clear()
+            if self.pickler is not None:
+                # Classes are left to the garbage collector. With torch 2.6 and 2.9, and after an error, the
+                # method would keep the copies until then.
+                self.pickler.of_storage = self.pickler.persistent_id = None
 
     # The signature of PyTorchFileWriter.write_record, the one method of it that torch.serialization._save
     # calls here; `write_record_metadata` is only called under torch.serialization.skip_data.
@@ -53,6 +59,13 @@ class _Records:
         """Return the copy of a storage, of the same kind, which torch pickles as it would the storage."""
         typed = isinstance(storage, _TYPED)
         source = storage._untyped_storage if typed else storage
+        dtype = storage.dtype if typed else torch.uint8
+        # torch looks at the bytes' addresses for this, and each copy has bytes of its own.
+        if source.data_ptr() and self._dtypes.setdefault(source.data_ptr(), dtype) != dtype:
+            raise RuntimeError(
+                "Cannot save tensors or storages that view the same data as different types: "
+                f"{self._dtypes[source.data_ptr()]} and {dtype}. Save one of them, or a clone of the other."
+            )
         if source._cdata not in self._copies:
             self._copies[source._cdata] = source, self._memory.copy_storage(source).untyped_storage()
         copy: Any = self._copies[source._cdata][1]
@@ -69,10 +82,10 @@ _collecting: ContextVar[_Records] = ContextVar("_collecting")
 class _Pickler(pickle.Pickler):
     """The base of torch's pickler, a class that torch makes for each file."""
 
-    # Nothing here is made for a file and refers to copies: classes are left to the garbage collector.
     of_storage: Any
 
     def __init_subclass__(cls) -> None:
+        _collecting.get().pickler = cls
         # torch's method describes a storage, and keeps it to be written.
         cls.of_storage = cls.persistent_id
         cls.persistent_id = _Pickler.of_any  # type: ignore[method-assign, assignment]

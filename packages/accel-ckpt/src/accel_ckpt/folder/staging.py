@@ -102,7 +102,10 @@ class Staging:
             self._put(name, tensors.writing(obj, safe_serialization))
 
     def _wait(self) -> None:
-        """What was given may change when this is over; a device copies it before it changes it."""
+        """Wait until what was given may change.
+
+        Copies from a device are ordered by its stream, and complete after `Memory.finish`.
+        """
         if self.memory is not None:
             self.memory.wait_for_cpu()
 
@@ -206,13 +209,15 @@ def staged(
     handed_on = False
     try:
         try:
-            try:
-                yield staging
-            finally:  # also after an error, as threads may still be copying
-                if staging.memory is not None:
-                    staging.memory.finish()
+            yield staging
         except Exception as caught:
             error = caught
+        finally:  # also after an error, as threads may still be copying
+            try:
+                if staging.memory is not None:
+                    staging.memory.finish()
+            except Exception as caught:
+                error = error or caught
         # Every process gets here: one that failed must not leave the others waiting in a collective.
         agree(error, process, "writing the checkpoint")
         if blocking:

@@ -99,10 +99,13 @@ class DeviceRow:
         return int(self._call("current_device"))
 
     def with_index(self, device: torch.device) -> torch.device:
-        """Return a device with its index: that of the current one where it has none, and there are several.
+        """Return a device with its index: that of the current one where it has none.
 
         Args:
             device: One of this type. A process that no launcher started has "cuda", without an index.
+
+        Returns:
+            The device with an index; as it is where the type has none.
         """
         if device.index is not None or not self.indexed:
             return device

@@ -8,6 +8,7 @@ the interpreter exits; those of others are left to their owners.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import inspect
@@ -224,6 +225,10 @@ def _destroy_at_exit() -> None:
         return
     # An unhandled exception brought us here, so an operation that waits for the others may be under way, and
     # destroying would wait for it until the group's timeout. Whoever watches this process must see it end.
+    # That end writes nothing out.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_FAILED_EXIT_S, exit=True, file=nowhere)
         destroy()

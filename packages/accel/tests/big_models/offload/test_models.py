@@ -31,6 +31,7 @@ from accel.hooks import (
 )
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_state.process.state import current_process
+from accel_world.devices import on_devices
 
 META = torch.device("meta")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -479,6 +480,34 @@ def test_the_previous_model_goes_when_the_next_one_comes() -> None:
 
     assert went == ["offload"]
     remove_hook_from_module(model)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        table = torch.ones(2)
+        for layer in self.layers:
+            layer.register_buffer("table", table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * layer.table
+        return x
+
+
+@on_devices
+def test_a_buffer_of_two_modules_is_theirs_when_hooks_are_removed(device: str) -> None:
+    model = cpu_offload(Shared(), device)
+    model(torch.ones(1, 2))
+    first, second = model.layers
+    first.table.add_(1)
+    assert second.table.device.type == device
+    remove_hook_from_submodules(model)
+
+    assert first.table is second.table
+    assert first.table.device == torch.device("cpu")
+    assert first.table.tolist() == [2, 2]
 
 
 @pytest.mark.gpu

@@ -524,6 +524,7 @@ def waiting_run(folder, model, late_s):
     ],
     ids=["hooked", "not always reached", "reached in a pass of its own"],
 )
+@pytest.mark.core
 def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model, hooked):
     found = world.run(waiting_run, tmp_path, model, (0.0, 0.04))
     assert found == [(hooked, [False] * len(hooked))] * 2

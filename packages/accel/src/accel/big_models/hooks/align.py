@@ -13,7 +13,15 @@ from torch import nn
 from accel.big_models.hooks.base import Arguments, ModelHook
 from accel.big_models.hooks.offloaded_state import keep_state
 from accel.big_models.hooks.prefetch import Prefetcher, bring_in
-from accel.big_models.hooks.tensors import Device, Slot, TiedParameters, as_device, list_tensors, tied_key
+from accel.big_models.hooks.tensors import (
+    Copies,
+    Device,
+    Slot,
+    TiedParameters,
+    as_device,
+    list_tensors,
+    tied_key,
+)
 from accel.big_models.parameters import (
     META,
     bring_to,
@@ -80,8 +88,8 @@ class AlignDevicesHook(ModelHook):
         # Buffers as they were loaded, by name, and the slots of those that a forward has updated.
         self._given: dict[str, torch.Tensor] = {}
         self._updated: list[Slot] = []
-        # What is not offloaded beside weights that are, and where it was before the hook.
-        self._kept: list[tuple[dict[str, Any], str, torch.device]] = []
+        # What is not offloaded beside weights that are, where it was before the hook, and its tied copies.
+        self._kept: list[tuple[dict[str, Any], str, torch.device, Copies | None]] = []
         self._int8_states: list[Any] = []
         self._lock = threading.Lock()
         self._calls = threading.local()
@@ -120,7 +128,9 @@ class AlignDevicesHook(ModelHook):
         offloaded = [entry for entry in found if self._offloads(entry)]
         self._check(module, kept, offloaded)
         if self.offload:
-            self._kept = [(table, leaf, table[leaf].device) for table, leaf, _, _ in kept]
+            self._kept = [
+                (table, leaf, table[leaf].device, self._copies(table[leaf])) for table, leaf, _, _ in kept
+            ]
         for table, leaf, _, _ in kept:
             if self.execution_device is not None:
                 table[leaf] = self._tied_or_moved(table[leaf])
@@ -156,7 +166,7 @@ class AlignDevicesHook(ModelHook):
                 "weights first, or say where they are with weights_map= (state_dict=, offload_index=)."
             )
 
-    def _copies(self, tensor: torch.Tensor) -> dict[torch.device, torch.Tensor] | None:
+    def _copies(self, tensor: torch.Tensor) -> Copies | None:
         return None if self.tied_params_map is None else self.tied_params_map.get(tied_key(tensor))
 
     def _tied_or_moved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,13 +265,22 @@ class AlignDevicesHook(ModelHook):
             held, device = slot.table[slot.leaf], self.original_devices[slot.name]
             if held is not None and device != META:
                 slot.table[slot.leaf] = held.to(device)
-        for table, leaf, device in self._kept:
+        for table, leaf, device, copies in self._kept:
             held = table.get(leaf)
             if held is not None and META not in (held.device, device):
-                table[leaf] = held.to(device)
+                table[leaf] = self._moved_back(held, device, copies)
         self._kept = []
         self._refresh(module)
         return module
+
+    def _moved_back(self, held: torch.Tensor, device: torch.device, copies: Copies | None) -> torch.Tensor:
+        if copies is None or self.tied_params_map is None or held is not copies.get(held.device):
+            return move(held, held, device)
+        # Other modules have it too. It lives in the map, so that its key stays its own.
+        back = self.tied_params_map.setdefault(tied_key(held), {})
+        if device not in back:
+            back[device] = move(held, held, device)
+        return back[device]
 
     @property
     def is_loaded(self) -> bool:

@@ -15,8 +15,9 @@ from accel_state.process.state import current_process
 
 Device = int | str | torch.device
 
+Copies = dict[torch.device, torch.Tensor]
 # By `tied_key` of a tied weight: its copies by device, of which each is made once.
-TiedParameters = dict[int, dict[torch.device, torch.Tensor]]
+TiedParameters = dict[int, Copies]
 
 
 def as_device(device: Device) -> torch.device:

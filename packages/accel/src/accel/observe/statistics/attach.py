@@ -217,7 +217,7 @@ class _Wait:
 
     Attributes:
         hooks_losses: Whether the next pass begins with a hook of its loss.
-        begin: The callback.
+        begin: The callback, which notes that this process's gradients are there.
         unqueued: Holds the callback until it is queued in the pass at hand.
     """
 
@@ -245,8 +245,9 @@ class _Wait:
             if self.hooks_losses or self.unqueued:
                 self._may_hook_parameter = False
                 self.release()
-            else:
-                self._hook(self._tried(), partial(next, self._queue))
+            elif (parameter := self._tried()) is not None:
+                # Called with the parameter, which `next` takes for its default, and never needs.
+                self._hook(parameter, partial(next, self._queue))
         elif self._may_hook_parameter and not self.unqueued:
             parameters = (item for model in self._awaited() for item in model.parameters())
             # One that was frozen since may still have a gradient, and takes no hook.

@@ -22,7 +22,7 @@ OWN_GRADIENTS_READY = "own gradients ready"
 """Noted in a backward pass: the rest of it is a wait for the others."""
 
 MANY_NOTES = 10_000
-"""Notes above which whoever takes one adds them up: a step leaves nine."""
+"""Notes above which whoever takes one adds them up: a step leaves eight or nine."""
 
 
 class Clock:
