@@ -1,6 +1,7 @@
 import inspect
 import random
 from itertools import zip_longest
+from unittest import mock
 
 import pytest
 import torch
@@ -875,3 +876,14 @@ def reads_for_itself():
 
 def test_one_process_may_read_for_itself(world):
     world.run(reads_for_itself, size=2)
+
+
+def prepared_beside_a_recorder() -> list[str]:
+    with mock.patch("accel_state.process.drain.atexit") as recorded:
+        prepare_data_loader(DataLoader(range(4)))
+    return [call.args[0].__name__ for call in recorded.register.call_args_list]
+
+
+@pytest.mark.parametrize(("size", "called"), [(1, []), (2, ["drain_gloo"])])
+def test_processes_with_a_loader_wait_for_gloo_at_exit(world, size, called):
+    assert world.run(prepared_beside_a_recorder, size=size) == [called] * size

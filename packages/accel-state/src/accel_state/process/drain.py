@@ -13,6 +13,7 @@ too:
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,12 @@ def drain_gloo(limit_s: float = 5.0) -> None:
             before = _wakings()
     finally:
         sys.setswitchinterval(interval)
+
+
+def drain_at_exit() -> None:
+    """Have `drain_gloo` called when the interpreter ends; several times the same counts once."""
+    atexit.unregister(drain_gloo)
+    atexit.register(drain_gloo)
 
 
 def _keep_lock(seconds: float) -> None:

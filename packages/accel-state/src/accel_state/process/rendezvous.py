@@ -27,7 +27,7 @@ from accel_state import env
 from accel_state.devices.table import DeviceRow
 from accel_state.env import CPUInformation
 from accel_state.logging.warning import warn
-from accel_state.process.drain import drain_gloo
+from accel_state.process.drain import drain_at_exit, drain_gloo
 from accel_state.process.stores import open_store
 
 _FAILED_EXIT_S = 2.0  # how long destroying the group may hold up the exit of a failed process
@@ -90,6 +90,7 @@ def start(row: DeviceRow, facts: CPUInformation, device: torch.device, options: 
     if has_group():
         warn_ignored(options)
         _check_serves(device)
+        drain_at_exit()
         return
     if not dist.is_available():
         raise RuntimeError(
@@ -204,9 +205,9 @@ def _backends() -> dict[str, str]:
 
 def _remember(options: Mapping[str, Any]) -> None:
     global _made
-    for function in (drain_gloo, _destroy_at_exit):  # at exit the last one runs first
-        atexit.unregister(function)
-        atexit.register(function)
+    drain_at_exit()
+    atexit.unregister(_destroy_at_exit)
+    atexit.register(_destroy_at_exit)  # at exit the last one runs first
     _made = _Made(weakref.ref(dist.group.WORLD), dict(options), os.getpid())
 
 
