@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from .engines import Transformer
+from .engines import WIDTH, make_transformer
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
 from .workers import end_group, run_workers
 
 __all__ = ["evaluation_rows", "measure_evaluation"]
 
-WIDTH, WORDS, BATCH, LENGTH = 256, 1024, 8, 64
+WORDS, BATCH, LENGTH = 1024, 8, 64
 LIMITS = {"transformer_based_wrap": 1.25, "no_wrap": 2.0}
 
 
@@ -70,13 +70,8 @@ def _evaluate(model: nn.Module, tokens: torch.Tensor) -> None:
     model(tokens)
 
 
-def _make() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(WIDTH)
-
-
 def _by_hand(policy: str) -> nn.Module:
-    model = _make()
+    model = make_transformer(WIDTH)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks if policy != "no_wrap" else ():
         fully_shard(block, mesh=mesh)
@@ -89,5 +84,5 @@ def _accel(policy: str) -> nn.Module:
     from accel.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
-    model: nn.Module = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(_make())
+    model: nn.Module = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(make_transformer(WIDTH))
     return model

@@ -17,6 +17,7 @@ import torch
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.background.snapshot import freeze
 from accel_state.process.state import current_process
+from accel_world.devices import needs_cuda
 
 pytestmark = pytest.mark.core  # it stands on what is private in torch
 
@@ -115,7 +116,7 @@ def test_large_and_small_tensors_are_copied_by_threads_that_end() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_a_device_is_not_waited_for_before_the_end() -> None:
     obj = {index: torch.full((2**20,), float(index), device="cuda") for index in range(8)}
     expected = saved(obj)

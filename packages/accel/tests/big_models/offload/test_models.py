@@ -31,10 +31,9 @@ from accel.hooks import (
 )
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_state.process.state import current_process
-from accel_world.devices import on_devices
+from accel_world.devices import needs_cuda, on_devices
 
 META = torch.device("meta")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 Offload = Callable[[nn.Module], nn.Module]
 
 

@@ -16,6 +16,7 @@ from accel.big_models.hooks.prefetch import Prefetcher, bring_in
 from accel.big_models.hooks.tensors import (
     Copies,
     Device,
+    Kept,
     Slot,
     TiedParameters,
     as_device,
@@ -88,8 +89,7 @@ class AlignDevicesHook(ModelHook):
         # Buffers as they were loaded, by name, and the slots of those that a forward has updated.
         self._given: dict[str, torch.Tensor] = {}
         self._updated: list[Slot] = []
-        # What is not offloaded beside weights that are, where it was before the hook, and its tied copies.
-        self._kept: list[tuple[dict[str, Any], str, torch.device, Copies | None]] = []
+        self._kept: list[Kept] = []
         self._int8_states: list[Any] = []
         self._lock = threading.Lock()
         self._calls = threading.local()
@@ -129,7 +129,7 @@ class AlignDevicesHook(ModelHook):
         self._check(module, kept, offloaded)
         if self.offload:
             self._kept = [
-                (table, leaf, table[leaf].device, self._copies(table[leaf])) for table, leaf, _, _ in kept
+                Kept(table, leaf, table[leaf].device, self._copies(table[leaf])) for table, leaf, _, _ in kept
             ]
         for table, leaf, _, _ in kept:
             if self.execution_device is not None:
@@ -265,22 +265,11 @@ class AlignDevicesHook(ModelHook):
             held, device = slot.table[slot.leaf], self.original_devices[slot.name]
             if held is not None and device != META:
                 slot.table[slot.leaf] = held.to(device)
-        for table, leaf, device, copies in self._kept:
-            held = table.get(leaf)
-            if held is not None and META not in (held.device, device):
-                table[leaf] = self._moved_back(held, device, copies)
+        for entry in self._kept:
+            entry.put_back(self.tied_params_map)
         self._kept = []
         self._refresh(module)
         return module
-
-    def _moved_back(self, held: torch.Tensor, device: torch.device, copies: Copies | None) -> torch.Tensor:
-        if copies is None or self.tied_params_map is None or held is not copies.get(held.device):
-            return move(held, held, device)
-        # Other modules have it too. It lives in the map, so that its key stays its own.
-        back = self.tied_params_map.setdefault(tied_key(held), {})
-        if device not in back:
-            back[device] = move(held, held, device)
-        return back[device]
 
     @property
     def is_loaded(self) -> bool:

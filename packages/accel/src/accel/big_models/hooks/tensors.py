@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.big_models.parameters import META, move
 from accel_ckpt.weights.placement import memory_device
 from accel_ops.modules import unsaved_buffers
 from accel_state.process.state import current_process
@@ -40,6 +41,36 @@ def tied_key(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A tensor of a module that stays on the execution device, beside weights that are offloaded.
+
+    Args:
+        table: The module's parameters, or its buffers.
+        leaf: The key there.
+        device: Where it was before.
+        tied: Copies by device where other modules share it; None where they do not.
+    """
+
+    table: dict[str, Any]
+    leaf: str
+    device: torch.device
+    tied: Copies | None
+
+    def put_back(self, tied_params_map: TiedParameters | None) -> None:
+        """Bring the tensor to where it was, once for all modules that share it."""
+        held: torch.Tensor | None = self.table.get(self.leaf)
+        if held is None or META in (held.device, self.device):
+            return
+        back: Copies = {}
+        if tied_params_map is not None and self.tied is not None and held is self.tied.get(held.device):
+            # It lives in the map, so that its key stays its own.
+            back = tied_params_map.setdefault(tied_key(held), {})
+        if self.device not in back:
+            back[self.device] = move(held, held, self.device)
+        self.table[self.leaf] = back[self.device]
+
+
+@dataclass(frozen=True)
 class Slot:
     """One offloaded weight of a module.
 
@@ -55,7 +86,7 @@ class Slot:
     leaf: str
     name: str
     placeholder: torch.Tensor
-    tied: dict[torch.device, torch.Tensor] | None
+    tied: Copies | None
 
     @property
     def is_buffer(self) -> bool:
