@@ -24,12 +24,15 @@ class Started:
         self, folder: Path, arguments: tuple[str, ...], env: Mapping[str, str], **popen: Any
     ) -> None:
         self.folder = folder
+        # Of its own: a launcher that a test kills leaves its folder there.
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         code = "import sys; from accel_launch.cli import main; sys.exit(main())"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=folder,
-            env={**clean_environment(folder), MARK: self.mark, **env},
+            env={**clean_environment(folder), "TMPDIR": str(self.temporary), MARK: self.mark, **env},
             **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
         )
 
@@ -51,8 +54,9 @@ class Started:
             time.sleep(0.01)
 
     def finish(self, timeout_s: float = 150) -> tuple[int, str, str]:
-        """Wait for the launcher and return its exit code, stdout and stderr."""
+        """Wait for the launcher, which tidies up, and return its exit code, stdout and stderr."""
         out, err = self.process.communicate(timeout=timeout_s)
+        assert not list(self.temporary.glob("accel-launch-*"))
         return self.process.returncode, (out or b"").decode(), (err or b"").decode()
 
     def assert_nothing_left(self, timeout_s: float = 20) -> None:
@@ -72,7 +76,7 @@ class Started:
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    keep = ("PATH", "HOME", "PYTHONPATH", "LANG", "TMPDIR", "VIRTUAL_ENV")
+    keep = ("PATH", "HOME", "PYTHONPATH", "LANG", "VIRTUAL_ENV")
     environ = {name: text for name, text in os.environ.items() if name in keep}
     return {**environ, "HF_HOME": str(folder / "hf")}
 
