@@ -23,6 +23,7 @@ from accel.big_models.hooks.tensors import (
     list_tensors,
     tied_key,
 )
+from accel.big_models.hooks.updated_buffers import UpdatedBuffers, versioned_copy
 from accel.big_models.parameters import (
     META,
     bring_to,
@@ -86,9 +87,7 @@ class AlignDevicesHook(ModelHook):
         self._recurrent = False
         # Calls that are running: in several threads, or one inside another.
         self._users = 0
-        # Buffers as they were loaded, by name, and the slots of those that a forward has updated.
-        self._given: dict[str, torch.Tensor] = {}
-        self._updated: list[Slot] = []
+        self._updated = UpdatedBuffers()
         self._kept: list[Kept] = []
         self._int8_states: list[Any] = []
         self._lock = threading.Lock()
@@ -261,10 +260,7 @@ class AlignDevicesHook(ModelHook):
         self._handles = ()
         for slot in self.slots:
             slot.table[slot.leaf] = self._restored(slot)
-        for slot in self._updated:
-            held, device = slot.table[slot.leaf], self.original_devices[slot.name]
-            if held is not None and device != META:
-                slot.table[slot.leaf] = held.to(device)
+        self._updated.bring_back(self.original_devices)
         for entry in self._kept:
             entry.put_back(self.tied_params_map)
         self._kept = []
@@ -336,7 +332,7 @@ class AlignDevicesHook(ModelHook):
                 for slot in self.slots:
                     slot.table[slot.leaf] = value = self._loaded(module, slot, ready)
                     if slot.is_buffer:
-                        self._given[slot.name] = value
+                        self._updated.watch(slot, value)
                 self._refresh(module)
                 if self.prefetcher is not None:
                     self.prefetcher.start_next(self)
@@ -356,9 +352,7 @@ class AlignDevicesHook(ModelHook):
             )
         value = bring_to(device, value, slot.placeholder)
         if slot.is_buffer:
-            # A copy whose version counts what the forward does to it; tensors of inference mode have none.
-            with torch.inference_mode(False):
-                value = value.clone()
+            value = versioned_copy(value)
         if slot.tied is not None and device is not None:
             slot.tied[device] = value
         return value
@@ -380,8 +374,8 @@ class AlignDevicesHook(ModelHook):
     def _take_away(self, module: nn.Module) -> None:
         self._users = 0
         device = self.execution_device
-        if self._given:
-            self._keep_updated(module)
+        # In place, as the hooks on the state dict share the list.
+        self._updated.take_from(self.slots, self._value, training=module.training)
         for slot in self.slots:
             held = slot.table[slot.leaf]
             slot.table[slot.leaf] = slot.placeholder
@@ -395,22 +389,3 @@ class AlignDevicesHook(ModelHook):
             for state in self._int8_states:
                 state.CB = None
         self._refresh(module)
-
-    def _keep_updated(self, module: nn.Module) -> None:
-        """Leave buffers where they are that a forward has updated: what is stored is old."""
-        updated = {slot.name for slot in self.slots if self._is_updated(module, slot)}
-        self._updated += [slot for slot in self.slots if slot.name in updated]
-        # In place, as the hooks on the state dict share the list.
-        self.slots[:] = [slot for slot in self.slots if slot.name not in updated]
-        self._given.clear()
-
-    def _is_updated(self, module: nn.Module, slot: Slot) -> bool:
-        """Return whether a forward has changed a buffer that was loaded for it."""
-        given = self._given.get(slot.name)
-        if given is None:
-            return False
-        held = slot.table[slot.leaf]
-        if held is not given or given._version > 0:
-            return True
-        # What is written through .data, as some do in training, is not counted.
-        return module.training and not torch.equal(held, bring_to(held.device, self._value(slot), held))

@@ -1,0 +1,69 @@
+"""The offloaded buffers that a forward updates, such as running statistics: what is stored of them is old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from accel.big_models.hooks.tensors import Slot
+from accel.big_models.parameters import META, bring_to
+
+
+def versioned_copy(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose version counts what a forward does to it; tensors of inference mode have none."""
+    with torch.inference_mode(False):
+        return value.clone()
+
+
+class UpdatedBuffers:
+    """Finds the buffers of a module that a forward has updated; they are offloaded no more."""
+
+    def __init__(self) -> None:
+        # Buffers by name, as they were before the calls that are running.
+        self._given: dict[str, torch.Tensor] = {}
+        self._slots: list[Slot] = []
+
+    def watch(self, slot: Slot, value: torch.Tensor) -> None:
+        """Compare a buffer, once the calls have ended, with what it is before.
+
+        Args:
+            slot: The buffer's.
+            value: What was put in its place, from `versioned_copy`.
+        """
+        self._given[slot.name] = value
+
+    def take_from(self, slots: list[Slot], stored: Callable[[Slot], torch.Tensor], *, training: bool) -> None:
+        """Take those that a forward has updated out of a list, and leave them where they are.
+
+        Args:
+            slots: The list, which is changed in place.
+            stored: Returns what is stored of one.
+            training: Whether the module is in training.
+        """
+        if self._given:
+            updated = {slot.name for slot in slots if self._is_updated(slot, stored, training)}
+            self._slots += [slot for slot in slots if slot.name in updated]
+            slots[:] = [slot for slot in slots if slot.name not in updated]
+            self._given.clear()
+
+    def _is_updated(self, slot: Slot, stored: Callable[[Slot], torch.Tensor], training: bool) -> bool:
+        given = self._given.get(slot.name)
+        if given is None:
+            return False
+        held = slot.table[slot.leaf]
+        if held is not given or given._version > 0:
+            return True
+        # What is written through .data, as some do in training, is not counted.
+        return training and not torch.equal(held, bring_to(held.device, stored(slot), held))
+
+    def bring_back(self, devices: Mapping[str, torch.device]) -> None:
+        """Bring those that were taken to their devices; what came from the meta device stays where it is.
+
+        Args:
+            devices: Where each was before it was offloaded, by name.
+        """
+        for slot in self._slots:
+            held, device = slot.table[slot.leaf], devices[slot.name]
+            if held is not None and device != META:
+                slot.table[slot.leaf] = held.to(device)
