@@ -5,11 +5,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from accel_data import prepare_data_loader
+from accel_world.devices import needs_cuda
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 LENGTH = 23
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Drawing(Sampler):

@@ -12,10 +12,10 @@ from accel_data.loader.iteration import noted
 from accel_data.loader.prefetch import Copy, SideStream, copied_ahead
 from accel_data.order.shares import Share
 from accel_state.devices.table import DEVICES
+from accel_world.devices import needs_cuda
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
 
 

@@ -24,6 +24,7 @@ from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodul
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.weights import mapped
 from accel_ckpt.weights.files import save_weights
+from accel_world.devices import needs_cuda
 
 
 class Tied(nn.Module):
@@ -44,7 +45,6 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.tensor([1, 2, 3, 10])
 MAPS = {
     "memory": {"": "cpu"},

@@ -11,8 +11,8 @@ from torch import nn
 from accel import cpu_offload, disk_offload
 from accel.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel.utils import align_module_device, has_offloaded_params
+from accel_world.devices import needs_cuda
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
