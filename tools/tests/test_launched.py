@@ -67,10 +67,12 @@ def test_an_orphan_is_named_and_killed(launched, monkeypatch):
         launched(ORPHAN, launcher="python")
 
 
-def test_a_run_past_its_limit_is_killed_with_the_stacks_of_every_rank(launched, capsys):
+def test_a_run_past_its_limit_is_killed_with_the_stacks_of_every_rank(launched, capsys, tmp_path):
     begin = time.monotonic()
+    temporary = {"TMPDIR": str(tmp_path)}  # a launcher that is killed leaves its folder there
     with pytest.raises(LaunchFailure, match=r"did not end within 6 s") as info:
-        launched(SLEEPER, timeout_s=6)  # the workers, which import nothing, start in tenths of a second
+        # The workers, which import nothing, start in tenths of a second.
+        launched(SLEEPER, timeout_s=6, env=temporary)
     assert str(info.value).count("in wait_for_ever") == 2
     assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 waits", "rank 1 waits"]
     assert time.monotonic() - begin < 60

@@ -282,9 +282,9 @@ world.run(sleep, 60)
 
 def test_busy_workers_do_not_outlive_a_killed_pytest(tmp_path):
     (tmp_path / "sleeper.py").write_text("import time\ndef sleep(seconds): time.sleep(seconds)\n")
-    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[1]}:{tmp_path}"}
+    paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{tmp_path}", "TMPDIR": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", KILLED], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, env=os.environ | paths, check=False
     )
     assert run.returncode == -signal.SIGKILL, run.stderr
     assert len(run.stdout.split()) == 3
