@@ -1,5 +1,6 @@
 """The clock gives each moment to one part."""
 
+import sys
 import threading
 import time
 
@@ -81,6 +82,40 @@ def test_other_threads_change_nothing():
     thread.start()
     thread.join()
     assert clock.current == "data"
+
+
+def test_what_takes_notes_takes_one_at_each_call():
+    clock = Clock()
+    clock.now = iter([10.0, 13.0, 20.0, 50.0]).__next__
+    begin, wait, end = (clock.noting(what) for what in ("backward", OWN_GRADIENTS_READY, None))
+    assert clock.notes.qsize() == 0
+    for take_note in (begin, wait, end, begin):
+        take_note()
+    assert clock.notes.qsize() == 4
+    assert seconds_of(clock) == {"backward": 53, "collectives": 7, "other": 30}
+
+
+def test_a_note_is_of_the_thread_that_takes_it():
+    clock = Clock()
+    clock.begin("data")
+    take_note = clock.noting("checkpoint")
+    thread = threading.Thread(target=take_note)
+    thread.start()
+    thread.join()
+    assert clock.current == "data"
+    take_note()
+    assert clock.current == "checkpoint"
+
+
+def test_to_take_a_note_calls_no_python_function():
+    events = []
+    take_note = Clock().noting("backward")
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    take_note()
+    sys.setprofile(before)
+    assert events
+    assert "call" not in events
 
 
 def test_a_signal_may_come_while_notes_are_added_up():
