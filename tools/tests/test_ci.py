@@ -1,43 +1,20 @@
-"""`.ci/run` when it is stopped in its first step, and the order of its steps by calls of hatch."""
+"""`.ci/run` when it is stopped, the order of its steps by calls of hatch, and what it says of each."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accel_world import marked
+
 RUN = Path(__file__).parents[2] / ".ci/run"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_a_failure(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / "bin").mkdir()
-    shutil.copy(RUN, tmp_path / ".ci/run")
-    os.mkfifo(tmp_path / "started")
-    os.mkfifo(tmp_path / "go")
-    first = tmp_path / "bin/python3"
-    first.write_text(f"#!/bin/sh\necho here > {tmp_path}/started\nread line < {tmp_path}/go\n")
-    first.chmod(0o755)
-    run = subprocess.Popen(
-        ["bash", str(tmp_path / ".ci/run")],
-        env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        # Tests may run under nohup or in the background, where these signals are ignored.
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-    )
-    (tmp_path / "started").read_text()
-    run.send_signal(number)
-    (tmp_path / "go").write_text("end well\n")
-    out, _ = run.communicate(timeout=60)
-
-    assert run.returncode == 128 + number
-    assert out.splitlines()[-1] == "ci: FAILED"
 
 
 HATCH = """#!/bin/bash
@@ -47,6 +24,11 @@ if [ "$1" = env ]; then
   echo "made $3" >> "$CALLS"
 else
   echo "run $2" >> "$CALLS"
+  echo "output of $2"
+  if [ "$2" = "$STOPPED" ]; then
+    echo here > started
+    sleep 60
+  fi
   [ "$2" != "$FAILING" ]
 fi
 """
@@ -69,8 +51,7 @@ NEEDED = {
 ALONE = {"lint:check", "release:check", "wheels:test"}  # these make their environments themselves
 
 
-def _run(folder: Path, **environment: str) -> tuple[int, str, list[str]]:
-    """Return the exit code, what is printed, and the calls of hatch in their order."""
+def _start(folder: Path, environment: dict[str, str], **options: Any) -> subprocess.Popen[str]:
     for name in (".ci", "bin", "work"):
         (folder / name).mkdir()
     shutil.copy(RUN, folder / ".ci/run")
@@ -78,16 +59,44 @@ def _run(folder: Path, **environment: str) -> tuple[int, str, list[str]]:
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     paths = {"TMPDIR": f"{folder}/work", "TOOLS": f"{folder}/bin", "CALLS": f"{folder}/calls"}
-    run = subprocess.run(
+    return subprocess.Popen(
         ["bash", str(folder / ".ci/run")],
         env={"PATH": f"{folder}/bin:{os.environ['PATH']}"} | paths | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        **options,
     )
+
+
+def _run(folder: Path, **environment: str) -> tuple[int, str, list[str]]:
+    """Return the exit code, what is printed, and the calls of hatch in their order."""
+    run = _start(folder, environment)
+    out, _ = run.communicate(timeout=60)
     assert not any((folder / "work").iterdir())
-    return run.returncode, run.stdout, (folder / "calls").read_text().splitlines()
+    return run.returncode, out, (folder / "calls").read_text().splitlines()
+
+
+# The second runs beside others, and the third while another one does.
+@pytest.mark.parametrize("step", ["lint:check", "docs:build", "types:check"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_a_failure_and_ends_everything(tmp_path: Path, step: str, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "started")
+    mark = str(tmp_path)
+    run = _start(
+        tmp_path,
+        {"STOPPED": step, marked.MARK: mark},
+        # Tests may run under nohup or in the background, where these signals are ignored.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    (tmp_path / "started").read_text()
+    run.send_signal(number)
+    out, _ = run.communicate(timeout=20)
+
+    assert run.returncode == 128 + number
+    assert out.splitlines()[-1] == "ci: FAILED"
+    assert marked.end(mark, patience_s=2) == []
+    assert not any((tmp_path / "work").iterdir())
 
 
 def test_each_step_runs_once_after_its_environments_are_made(tmp_path: Path) -> None:
@@ -118,3 +127,14 @@ def test_a_step_that_fails_is_a_failure(tmp_path: Path, step: str) -> None:
     assert (code, out.splitlines()[-1]) == (1, "ci: FAILED")
     assert f"run {step}" in calls
     assert (step == "matrix.py3.11-newest:test") == ("run matrix.py3.11-newest:test" in calls)
+    assert re.search(rf"\n== hatch run {step}\noutput of {step}\n== hatch run {step}: FAILED, \d+ s\n", out)
+    _, _, summary = out.partition("\n== summary")
+    assert re.findall(r"== hatch run (\S+): FAILED, \d+ s\n", summary) == [step]
+
+
+def test_the_summary_has_a_line_for_each_step(tmp_path: Path) -> None:
+    _, out, _ = _run(tmp_path)
+
+    _, _, summary = out.partition("\n== summary")
+    found = re.findall(r"== hatch run (\S+): ok, \d+ s\n", summary)
+    assert sorted(found) == sorted(NEEDED.keys() | ALONE)
