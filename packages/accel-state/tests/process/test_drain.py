@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_state import env
+from accel_state.process import drain
 from accel_state.process.drain import drain_gloo
 from accel_state.process.state import PartialState
 
@@ -83,6 +86,30 @@ def test_other_threads_and_idle_ones_hold_nothing_up() -> None:
         assert works()
 
 
+def drain_without_names() -> bool:
+    """Wait, as with a torch that gives gloo's threads no name, for a thread that Python does not know of."""
+    started, end = threading.Event(), time.monotonic() + 0.5
+    name = Path("/proc/self/comm").read_text().strip()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        started.set()
+        while time.monotonic() < end:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1000)
+
+    _thread.start_new_thread(work, ())
+    started.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drain, "_NAMED", False)
+        drain.drain_gloo(limit_s=60)
+    return time.monotonic() >= end
+
+
+@pytest.mark.core
+def test_waits_for_threads_without_a_name(world: Any) -> None:
+    assert world.run(drain_without_names, size=1) == [True]
+
+
 EXIT_RIGHT_AFTER_A_COLLECTIVE = """
 import os, warnings
 import torch, torch.distributed as dist
@@ -117,6 +144,7 @@ def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
 
 def destroy_while_held(folder: str) -> None:
     """End groups that a model holds a little longer."""
+    warnings.simplefilter("ignore", FutureWarning)  # of all_reduce_coalesced
     rounds = 10
     interval = sys.getswitchinterval()
     sys.setswitchinterval(10)  # the interpreter's lock is given away at a wait alone
@@ -126,6 +154,7 @@ def destroy_while_held(folder: str) -> None:
             rank = state.process_index
             held = DistributedDataParallel(torch.nn.Linear(4, 4))
             held(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce_coalesced([torch.ones(1) for _ in range(2000)])  # gloo lets go of one by one
             gathered = [torch.empty(3) for _ in range(2)]
             dist.all_gather(gathered, torch.ones(3))
             state.destroy_process_group()
@@ -138,6 +167,7 @@ def destroy_while_held(folder: str) -> None:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.core
 def test_a_group_that_is_held_after_its_end_does_not_hang(world: Any, tmp_path: Path) -> None:
     """Without drain_gloo, both processes hang in the first rounds."""
     world.run(destroy_while_held, str(tmp_path), size=2)

@@ -15,13 +15,29 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from accel_state.imports.packages import is_torch_version
 
 _THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # Linux; elsewhere there is the first short wait alone
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _PAUSE_S = _INTERVAL_S = 0.001
+_NAMED = is_torch_version(">=", "2.11")  # torch gave gloo's threads no name before
+_INTERVALS = 4 if _NAMED else 8  # for which the lock is kept; one waking in them is no sign without a name
+
+
+class _Thread(NamedTuple):
+    """What the system says of a thread: name, letter of its state, how often it has run and stopped."""
+
+    name: str
+    state: str
+    wakings: int
 
 
 def drain_gloo(limit_s: float = 5.0) -> None:
@@ -39,14 +55,14 @@ def drain_gloo(limit_s: float = 5.0) -> None:
     sys.setswitchinterval(_INTERVAL_S)
     try:
         time.sleep(_PAUSE_S)  # gives the lock to whoever waits for it, and it asks anew from now on
-        before = _wakings()
+        before = _threads_of_gloo()
         while before and time.monotonic() < until:
-            _keep_lock(4 * _INTERVAL_S)
-            now = _wakings()
-            if now == before and not any(state in "RD" for state, _ in now.values()):
+            _keep_lock(_INTERVALS * _INTERVAL_S)
+            now = _threads_of_gloo()
+            if not _at_work(before, now):
                 return
             time.sleep(_PAUSE_S)
-            before = _wakings()
+            before = _threads_of_gloo()
     finally:
         sys.setswitchinterval(interval)
 
@@ -63,17 +79,33 @@ def _keep_lock(seconds: float) -> None:
         pass
 
 
-def _wakings() -> dict[str, tuple[str, int]]:
-    """By thread of gloo: its state, and how often it has run and stopped."""
-    found = {}
-    for task in _TASKS.glob("*"):
-        try:
-            if (task / "comm").read_text().strip() != _THREAD:
-                continue
-            status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-        except OSError:  # the thread has ended
-            continue
-        # Not every system counts them; the state alone says less.
-        switches = sum(int(status.get(name, 0)) for name in _SWITCHES)
-        found[task.name] = status["State"].split()[0], switches
-    return found
+def _at_work(before: dict[str, _Thread], now: dict[str, _Thread]) -> bool:
+    """Whether a thread runs, waits for a processor or the disk, or has woken more often than an idle one."""
+    if before.keys() != now.keys() or any(thread.state in "RD" for thread in now.values()):
+        return True
+    return any(thread.wakings - before[task].wakings > (0 if _NAMED else 1) for task, thread in now.items())
+
+
+def _threads_of_gloo() -> dict[str, _Thread]:
+    """The threads that may be gloo's, by their number.
+
+    Where torch gives them no name: all those that have the process's own name and were not started by Python.
+    Some of these poll the network every 10 ms.
+    """
+    threads = {task.name: thread for task in _TASKS.glob("*") if (thread := _read(task))}
+    if _NAMED or not threads or not (dist.is_available() and dist.is_initialized()):
+        return {task: thread for task, thread in threads.items() if thread.name == _THREAD}
+    name = (_TASKS.parent / "comm").read_text().strip()
+    # The calling one by itself: Python has an old number for it in a process that was forked.
+    ours = {threading.get_native_id(), *(thread.native_id for thread in threading.enumerate())}
+    return {task: thread for task, thread in threads.items() if thread.name == name and int(task) not in ours}
+
+
+def _read(task: Path) -> _Thread | None:
+    try:
+        status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+    except OSError:  # the thread has ended
+        return None
+    # Not every system counts them; the state alone says less.
+    wakings = sum(int(status.get(name, 0)) for name in _SWITCHES)
+    return _Thread(status["Name"].strip(), status["State"].split()[0], wakings)
