@@ -30,7 +30,11 @@ from accel_world.start_method import fork_by_default
 
 __all__ = ["fresh_state", "launched", "world"]
 
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL; without importing torch
+# NVIDIA, AMD, Intel, WSL; without importing torch.
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+# Of CUDA, ROCm and XPU, in this order. The last is an index that no device has, as an empty mask hides none.
+# No variable hides Apple's GPU (MPS). Only that of CUDA has been tried with a device.
+_HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "ZE_AFFINITY_MASK": "127"}
 
 _world = pytest.StashKey[World]()
 _guard = pytest.StashKey[Guard]()
@@ -43,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     fork_by_default()
     # All other tests are of the CPU, and would find the GPU; `hatch run gpu:test` selects by `-m gpu`.
     if not re.match(r"gpu( and |$)", config.option.markexpr) and any(map(os.path.exists, _GPU_DRIVERS)):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.update(_HIDING)
     # hypothesis' own limit of 200 ms for each example is broken by any pause of a busy machine.
     hypothesis.settings.register_profile("accel", deadline=None)
     hypothesis.settings.load_profile("accel")
