@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from .ddp_step import WARMUP, ddp_step
+from .prepared_loop import WARMUP, prepare_loop
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, median_limits, ratios
 from .workers import run_workers
@@ -15,7 +15,6 @@ __all__ = ["measure_statistics", "statistics_rows"]
 LIMIT = 1.01
 ON, GATHERING = "accel", "accel, one gather in each turn"
 STEPS = 10  # of a turn: the shorter it is, the more alike are its neighbours
-EVERY = 100  # steps between two gathers by default
 WHAT = {
     1: "statistics on, step of 1 process: time / off",
     2: "statistics on, DDP step on 2 processes: time / off",
@@ -28,9 +27,11 @@ def statistics_rows(*, quick: bool = False) -> list[Row]:
 
 
 def _row(size: int, rounds: int) -> Row:
+    from accel_state import env
+
     samples: Samples = run_workers("statistics:measure_statistics", size, rounds=rounds)
     # One gather in ten turns, where each turn of the second kind has one.
-    share = STEPS / EVERY
+    share = STEPS / env.VARIABLES["ACCELERATE_STATISTICS"].default
     values = [
         ((1 - share) * on + share * gathering) / off
         for on, gathering, off in zip(samples[ON], samples[GATHERING], samples[BASELINE], strict=True)
@@ -49,19 +50,19 @@ def measure_statistics(rank: int, size: int, rounds: int) -> Samples:
     """Time the same steps with and without; runs in each worker."""
     from accel.observe.statistics import StatisticsKwargs
 
-    step = ddp_step(STEPS)
+    loop = prepare_loop(STEPS)
 
     def observed(every: int) -> Callable[[], float]:
         settings = StatisticsKwargs(every=every, slow=1e9, summary=False)
 
         def measure() -> float:
-            observer = settings.start(step.accelerator.run)
-            observer.model_prepared(step.model)
-            observer.optimizer_prepared(step.optimizer)
-            observer.loader_prepared(step.loader)
+            observer = settings.start(loop.accelerator.run)
+            observer.model_prepared(loop.model)
+            observer.optimizer_prepared(loop.optimizer)
+            observer.loader_prepared(loop.loader)
             try:
                 # Notes are added up at the next gather, wherever that is: each turn pays for its notes.
-                return step.measure(at_end=observer.clock.read)
+                return loop.measure(at_end=observer.clock.read)
             finally:
                 observer.stop()
 
@@ -69,11 +70,11 @@ def measure_statistics(rank: int, size: int, rounds: int) -> Samples:
 
     # The gather is in the turn's middle, so that the turn has the steps that take its result too.
     measures = {
-        BASELINE: step.measure,
-        CONTROL: step.measure,
+        BASELINE: loop.measure,
+        CONTROL: loop.measure,
         ON: observed(every=0),
         GATHERING: observed(every=STEPS // 2 + WARMUP),
     }
     samples = interleave(measures, rounds=rounds, warmup=1)
-    step.accelerator.end_training()
+    loop.accelerator.end_training()
     return samples

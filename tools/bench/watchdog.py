@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from .ddp_step import ddp_step
+from .prepared_loop import prepare_loop
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios
 from .workers import run_workers
@@ -33,18 +33,18 @@ def measure_watchdog(rank: int, size: int, rounds: int) -> Samples:
     """Time the same steps with and without; runs in each worker."""
     from accel_ops.debug.watchdog import Watchdog
 
-    step = ddp_step(STEPS)
+    loop = prepare_loop(STEPS)
 
     def watched() -> float:
-        dog = Watchdog(step.accelerator.process, TIMEOUT_S)
+        dog = Watchdog(loop.accelerator.process, TIMEOUT_S)
         try:
-            return step.measure()
+            return loop.measure()
         finally:
-            step.accelerator.wait_for_everyone()  # else one process would wait for the other to see it leave
+            loop.accelerator.wait_for_everyone()  # else one process would wait for the other to see it leave
             dog.stop()
 
     samples = interleave(
-        {BASELINE: step.measure, CONTROL: step.measure, "accel": watched}, rounds=rounds, warmup=1
+        {BASELINE: loop.measure, CONTROL: loop.measure, "accel": watched}, rounds=rounds, warmup=1
     )
-    step.accelerator.end_training()
+    loop.accelerator.end_training()
     return samples

@@ -1,4 +1,4 @@
-"""A step of about 5 ms, under DDP on two processes, for what is switched on and off around its objects."""
+"""A loop with steps of some milliseconds, alone or under DDP, for what is switched on and off around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-__all__ = ["WARMUP", "DdpStep", "ddp_step"]
+__all__ = ["WARMUP", "PreparedLoop", "prepare_loop"]
 
 WIDTH, CLASSES = 384, 10
 BATCH = {1: 128, 2: 64}  # by the number of processes, as DDP adds to the time of a step
@@ -20,7 +20,7 @@ WARMUP = 3  # steps of a turn that are not timed
 
 
 @dataclass(frozen=True)
-class DdpStep:
+class PreparedLoop:
     """The prepared objects of a loop.
 
     Two models, even two alike, differ in time by 2 % and more, as their memory lies elsewhere: what is
@@ -54,7 +54,7 @@ class DdpStep:
             self.optimizer.zero_grad()
 
 
-def ddp_step(steps: int) -> DdpStep:
+def prepare_loop(steps: int) -> PreparedLoop:
     """Prepare a model, its optimizer and its loader; runs in each worker.
 
     Args:
@@ -72,4 +72,4 @@ def ddp_step(steps: int) -> DdpStep:
     rows = [(torch.randn(WIDTH), 0) for _ in range(BATCH[size])] * size * (WARMUP + steps)
     loader: Any = DataLoader(rows, batch_size=BATCH[size])  # type: ignore[arg-type]  # a list is a dataset
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    return DdpStep(accelerator, model, optimizer, loader, steps)
+    return PreparedLoop(accelerator, model, optimizer, loader, steps)
