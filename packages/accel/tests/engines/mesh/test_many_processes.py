@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -133,3 +133,32 @@ def test_more_layers_are_no_more_walks_of_the_model(tensor: int) -> None:
             _, model, _ = prepared(Model(layers), tensor)
             walks.append(model.walks)
     assert walks[0] == walks[1] > 0
+
+
+@pytest.mark.skipif(
+    not isinstance(getattr(DeviceMesh, "mesh", None), property), reason="this torch keeps the list of ranks"
+)
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_the_ranks_of_a_mesh_are_listed_no_more_often_than_by_torchs_own_calls(
+    tensor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = 0
+    torchs = DeviceMesh.mesh.fget
+
+    def counted(mesh: DeviceMesh) -> torch.Tensor:
+        nonlocal lists
+        lists += 1
+        return torchs(mesh)
+
+    monkeypatch.setattr(DeviceMesh, "mesh", property(counted))
+    of_four_layers = []
+    for make in (by_hand, prepared):
+        totals = []
+        for layers in (2, 6):
+            lists = 0
+            with fake_world(1024):
+                make(Model(layers), tensor)
+            totals.append(lists)
+        of_four_layers.append(totals[1] - totals[0])
+    hand, ours = of_four_layers
+    assert 0 < ours <= hand

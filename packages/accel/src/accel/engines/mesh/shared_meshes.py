@@ -30,6 +30,7 @@ class SharedMeshes:
             for name, value in vars(parameter).items():
                 if isinstance(value, DeviceMesh):
                     setattr(parameter, name, self._shared(value))
+                    continue  # a mesh's own attribute `mesh` is a tensor of all its ranks, computed anew
                 # Private in torch: where a DTensor has its mesh.
                 layout = value._spec if isinstance(value, DTensor) else value
                 mesh = getattr(layout, "mesh", None)
