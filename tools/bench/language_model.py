@@ -5,7 +5,8 @@ autocast, accumulation, clipping, a schedule), then an evaluation, and the turn 
 complete. Model, data, loss and schedule are those of the example.
 
 By hand, plain PyTorch saves in the background too: it copies the states and writes them by `torch.save` and
-fsync in a thread, without digests. accelerate has only a blocking save, which does not flush.
+fsync in a thread, without digests. accelerate has only a blocking save, which leaves its files to the system;
+they are flushed at the end of its turn, as the others' are.
 """
 
 from __future__ import annotations
@@ -330,10 +331,21 @@ def _by_accelerator(task: Task, library: str) -> Training:
         save = partial(accelerator.save_state, blocking=False)
         return Training(plain, train, evaluate, save, accelerator.wait_for_save)
 
+    written: list[Path] = []
+
     def save_blocking(folder: Path) -> None:
         accelerator.save_state(str(folder))
+        if task.rank == 0:
+            written.append(folder)
 
-    return Training(plain, train, evaluate, save_blocking, lambda: None)
+    def flush() -> None:
+        """Wait for the disk, as the others do."""
+        while written:
+            for path in written.pop().iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+
+    return Training(plain, train, evaluate, save_blocking, flush)
 
 
 def _check_same_training(contestants: dict[str, Training], size: int, device: str) -> None:
