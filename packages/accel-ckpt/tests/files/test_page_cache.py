@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -28,6 +29,19 @@ def file(tmp_path: Path) -> Path:
 def test_what_was_just_written_is_there(file: Path, start: int, length: int) -> None:
     with cached_part(file, start, length) as part:
         assert part == DATA[start : start + length]
+
+
+@linux
+def test_nothing_waits_for_the_garbage_collector(file: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for pages in range(1, 20):
+            with cached_part(file, 0, 4096 * pages) as part:
+                assert part is not None
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @linux

@@ -88,12 +88,13 @@ def _are_cached(pages: mmap.mmap, path: Path) -> bool:
     ask = _mincore()
     if ask is None or not os.access(path, os.W_OK):  # the kernel says "all of them" to others
         return False
-    # mincore writes a byte per page, whose lowest bit says that it is there.
-    answer = ctypes.create_string_buffer(-(-len(pages) // mmap.PAGESIZE))
+    # mincore writes a byte per page, whose lowest bit says that it is there. No array of ctypes, which makes
+    # a class for each length: classes are in reference cycles, and wait for the garbage collector.
+    answer = bytearray(-(-len(pages) // mmap.PAGESIZE))
     # ctypes takes an address from writable buffers only, hence ACCESS_COPY above, though nothing is written.
-    first = ctypes.c_char.from_buffer(pages)
-    failed = ask(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), answer)
-    return not failed and answer.raw.count(1) == len(answer)
+    first, states = ctypes.c_char.from_buffer(pages), ctypes.c_char.from_buffer(answer)
+    failed = ask(ctypes.byref(first), ctypes.c_size_t(len(pages)), ctypes.byref(states))
+    return not failed and answer.count(1) == len(answer)
 
 
 @cache
