@@ -24,6 +24,7 @@ ENGINES = {
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
 }
 STEPS = 2
+pytestmark = pytest.mark.core
 
 
 class Layers(torch.nn.Sequential):

@@ -60,6 +60,7 @@ def test_a_handler_of_the_call_comes_before_the_constructors(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.filterwarnings("ignore:with_modules is deprecated:FutureWarning")  # torch 2.15
 def test_shapes_memory_stacks_flops_and_modules_are_recorded_as_asked(tmp_path):
     what = ["record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"]
     found = []
@@ -219,11 +220,13 @@ def test_the_summary_adds_the_recordings_and_counts_self_time(capsys):
 
 
 def test_methods_of_objects_are_summed_over_processes_which_have_them_elsewhere(capsys):
-    with Accelerator(kwargs_handlers=[handler(with_stack=True, summary=10_000)]).profile():
+    with Accelerator(kwargs_handlers=[handler(with_stack=True, summary=10_000)]).profile() as profiler:
         torch.ones(2, requires_grad=True).sum().backward()
 
     printed = capsys.readouterr().out
-    assert "<built-in method run_backward of torch._C._EngineBase object>" in printed
+    # From torch 2.15 on there are none in its averages.
+    has_functions = any("run_backward" in event.key for event in profiler.key_averages())
+    assert ("<built-in method run_backward of torch._C._EngineBase object>" in printed) == has_functions
     assert " at 0x" not in printed
 
 

@@ -32,8 +32,12 @@ def reduce(model: FSDPModule) -> None:
     modules = cast("torch.nn.Module", model).modules()
     parts = [part for part in modules if isinstance(part, FSDPModule)]
     if any(True for _ in gradients(parts)):
+        state: Any = model._get_fsdp_state()
+        # Of torch 2.15: a backward pass sets it.
+        if hasattr(state._state_ctx, "manual_backward_finalization_active"):
+            state._state_ctx.manual_backward_finalization_active = False
         # What torch queues in backward: it reduces what is there, part by part, and waits for it.
-        model._get_fsdp_state()._root_post_backward_final_callback()
+        state._root_post_backward_final_callback()
 
 
 def reduce_unused(part: FSDPModule) -> None:
@@ -78,8 +82,9 @@ def forget(parts: Iterable[FSDPModule], wanted: Collection[int] | None = None) -
     for parameter, _ in gradients(parts):
         if wanted is None or id(parameter.sharded_param) in wanted:
             # Both places: in another dtype for reduction torch moves the gradient to the first, else it stays
-            # in the second.
-            parameter.unsharded_accumulated_grad = None
+            # in the second. In torch 2.15 it always does, and the first is a property.
+            if "unsharded_accumulated_grad" in vars(parameter):
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
