@@ -100,14 +100,31 @@ def drain_without_names() -> bool:
     _thread.start_new_thread(work, ())
     started.wait()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drain, "_NAMED", False)
+        patch.setattr(drain, "_are_named", lambda: False)
         drain.drain_gloo(limit_s=60)
-    return time.monotonic() >= end
+    return end <= time.monotonic() < end + 20
 
 
 @pytest.mark.core
 def test_waits_for_threads_without_a_name(world: Any) -> None:
     assert world.run(drain_without_names, size=1) == [True]
+
+
+def drain_idle_threads() -> float:
+    """Return the seconds that it takes while gloo's threads wait and poll."""
+    dist.all_reduce(torch.ones(1))
+    groups = [dist.new_group([0, 1]) for _ in range(4)]
+    begin = time.monotonic()
+    drain_gloo(limit_s=60)
+    seconds = time.monotonic() - begin
+    for group in groups:
+        dist.destroy_process_group(group)
+    return seconds
+
+
+@pytest.mark.core
+def test_idle_threads_of_gloo_hold_nothing_up(world: Any) -> None:
+    assert max(world.run(drain_idle_threads, size=2)) < 20
 
 
 EXIT_RIGHT_AFTER_A_COLLECTIVE = """

@@ -15,6 +15,7 @@ import torch
 from accel.accelerator import Accelerator
 from accel.observe.profiling import summary as profile_summary
 from accel_state.handlers import ProfileKwargs
+from accel_state.imports.packages import is_torch_version
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_state"),
@@ -224,8 +225,8 @@ def test_methods_of_objects_are_summed_over_processes_which_have_them_elsewhere(
         torch.ones(2, requires_grad=True).sum().backward()
 
     printed = capsys.readouterr().out
-    # From torch 2.15 on there are none in its averages.
     has_functions = any("run_backward" in event.key for event in profiler.key_averages())
+    assert has_functions or is_torch_version(">=", "2.14")  # there are none in the averages of torch 2.15
     assert ("<built-in method run_backward of torch._C._EngineBase object>" in printed) == has_functions
     assert " at 0x" not in printed
 

@@ -112,9 +112,10 @@ def test_to_take_a_note_calls_no_python_function():
     take_note = Clock().noting("backward")
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, argument: events.append(event))
-    take_note()
-    sys.setprofile(before)
-    assert events
+    try:
+        take_note()
+    finally:
+        sys.setprofile(before)
     assert "call" not in events
 
 

@@ -25,7 +25,7 @@ class UpdatedBuffers:
         self._slots: list[Slot] = []
 
     def watch(self, slot: Slot, value: torch.Tensor) -> None:
-        """Compare a buffer, once the calls have ended, with what it is before.
+        """Compare a buffer, once the calls have ended, with what it was before them.
 
         Args:
             slot: The buffer's.

@@ -33,7 +33,7 @@ def reduce(model: FSDPModule) -> None:
     parts = [part for part in modules if isinstance(part, FSDPModule)]
     if any(True for _ in gradients(parts)):
         state: Any = model._get_fsdp_state()
-        # Of torch 2.15: a backward pass sets it.
+        # torch 2.15 asserts that a backward pass has set it.
         if hasattr(state._state_ctx, "manual_backward_finalization_active"):
             state._state_ctx.manual_backward_finalization_active = False
         # What torch queues in backward: it reduces what is there, part by part, and waits for it.
@@ -82,7 +82,7 @@ def forget(parts: Iterable[FSDPModule], wanted: Collection[int] | None = None) -
     for parameter, _ in gradients(parts):
         if wanted is None or id(parameter.sharded_param) in wanted:
             # Both places: in another dtype for reduction torch moves the gradient to the first, else it stays
-            # in the second. In torch 2.15 it always does, and the first is a property.
+            # in the second. torch 2.15 always leaves it there.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
