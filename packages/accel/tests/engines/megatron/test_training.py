@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel.accelerator import Accelerator
 from accel.engines.megatron.optimizers import MegatronLMDummyScheduler
 from accel.engines.megatron.plugin import MegatronLMPlugin
+from accel_ops.memory import find_executable_batch_size
 from accel_ops.rng import set_seed
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -69,7 +70,7 @@ def make(total_num_steps: int = 100, **options: Any) -> tuple[Any, ...]:
     return (accelerator, *prepare(accelerator, total_num_steps))
 
 
-def prepare(accelerator: Accelerator, total_num_steps: int) -> tuple[Any, ...]:
+def prepare(accelerator: Accelerator, total_num_steps: int, micro: int = MICRO) -> tuple[Any, ...]:
     model = GPT2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     shards = accelerator.engine.loaders.data_shard[1]
@@ -77,7 +78,7 @@ def prepare(accelerator: Accelerator, total_num_steps: int) -> tuple[Any, ...]:
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps * shards, warmup_num_steps=2 * shards)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     # Processes with data of their own have fewer samples of each step.
-    loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=MICRO // shards)
+    loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=micro // shards)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, scheduler, loader)
     return prepared
 
@@ -177,6 +178,44 @@ def test_what_is_prepared_after_free_memory_has_a_schedule_of_its_own(world):
     assert is_freed
     assert second["losses"][-1] < second["losses"][0]
     assert second["rates"] == pytest.approx(alone["rates"])
+
+
+def retry(start: int, **options: Any) -> tuple[int, Steps, int]:
+    """The size that fits of a training whose batches are too large at first, its steps, and models left."""
+    made: list[weakref.ref[Any]] = []
+
+    @find_executable_batch_size(starting_batch_size=start, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size: int) -> tuple[int, Steps]:
+        accelerator.free_memory()
+        torch.manual_seed(0)
+        prepared = (accelerator, *prepare(accelerator, 100, batch_size))
+        made.append(weakref.ref(prepared[1]))
+        first = steps_of(prepared, 0, 1)
+        if batch_size > MICRO:
+            raise RuntimeError("CUDA out of memory.")
+        rest = steps_of(prepared, 1, STEPS)
+        return batch_size, {name: first[name] + rest[name] for name in first}
+
+    with shim():
+        options = {"num_micro_batches": BATCHES, "other_megatron_args": OTHER} | options
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**options))
+        sizes = iter([start // 2, start // 4])
+        size, steps = train()
+        accelerator.free_memory()
+        gc.collect()
+        left = sum(reference() is not None for reference in made)
+        accelerator.end_training()
+    return size, steps, left
+
+
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (2, {}), (2, {"tp_degree": 2})], ids=str)
+def test_a_loop_begins_anew_with_batches_that_fit(world, size, options):
+    (one,) = world.run(train, size=1, timeout_s=90)
+
+    for batch_size, steps, left in world.run(retry, 4 * MICRO, size=size, timeout_s=90, **options):
+        assert batch_size == MICRO
+        assert_same(steps, one)
+        assert left == 0
 
 
 @pytest.mark.parametrize(
