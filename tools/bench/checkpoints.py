@@ -41,8 +41,8 @@ SAVE_LIMIT = 0.8
 ASYNC_LIMIT = 0.1
 LOAD_LIMIT = 1.25  # from the system's cache
 COLD_LOAD_LIMIT = 1.05
-LOAD_FASTER_LIMIT = 2.0  # from the system's cache; the disk takes as long for both
-COLD_LOAD_FASTER_LIMIT = 1.0
+LOAD_FASTER_LIMIT = 2.0  # from the system's cache
+COLD_LOAD_FASTER_LIMIT = 1.0  # the disk sets the pace
 LOAD_PEAK_LIMIT = 1.05  # of the largest file
 
 WIDTH, LAYERS = 1024, 100  # 4 MiB of weights per layer
