@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ckpt.files import writer
+from accel_ckpt.files import piece_file, writer
 from accel_ckpt.files.digests import FileEntry
 from accel_ckpt.files.writer import Writer
 
@@ -23,7 +23,7 @@ def test_the_digests_are_those_of_the_finished_file(
 ) -> None:
     folder = tmp_path_factory.mktemp("c")
     with closing(Writer(chunk_bytes=chunk)) as files, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_BUFFER_BYTES", 64)
+        patch.setattr(piece_file, "PIECE_BYTES", 64)
         with files.open(folder / "model.safetensors") as file:
             for piece in pieces:
                 file.write(piece)
@@ -41,11 +41,11 @@ def test_the_digests_are_those_of_the_finished_file(
     ]
 
 
-def test_a_chunk_is_digested_before_the_file_is_finished(tmp_path: Path) -> None:
-    with closing(Writer(chunk_bytes=2**20)) as files, files.open(tmp_path / "x") as file:
+def test_a_piece_is_on_its_way_before_the_file_is_finished(tmp_path: Path) -> None:
+    with closing(Writer()) as files, files.open(tmp_path / "x") as file:
         done = threading.Event()
         files._progress.add = lambda count: done.set()  # type: ignore[method-assign]
-        file.write(bytes(3 * 2**20))
+        file.write(bytes(piece_file.PIECE_BYTES))
         assert done.wait(20)
 
 

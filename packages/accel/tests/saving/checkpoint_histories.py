@@ -20,7 +20,8 @@ from interrupted_run import Injection, ended
 
 from accel.accelerator import Accelerator
 from accel_ckpt.config import ProjectConfiguration
-from accel_ckpt.file_names import iteration_of
+from accel_ckpt.file_names import custom_file, iteration_of
+from accel_ckpt.files import tensors
 from accel_ckpt.folder import manifest, rotation
 
 
@@ -43,11 +44,15 @@ class History:
     Args:
         project: The folder.
         committed: Name and number of each checkpoint that is there, in the order of the commits.
+        saves: The number of the last save.
+        sealed: That of the last one that was killed when all was written and nothing committed: the next save
+            may commit it before its own.
     """
 
     project: Path
     committed: list[tuple[str, int]] = field(default_factory=list)
     saves: int = 0
+    sealed: int | None = None
 
     def begin(self, limit: int | None, iteration: int) -> None:
         """A process starts, and loads nothing."""
@@ -86,13 +91,18 @@ class History:
         known = {name for name, _ in self.committed}
         limit = self.accelerator.project_configuration.total_limit
         if new := complete - known:
-            self.committed += [(new.pop(), self.saves)]
+            name = new.pop()
             assert not new
+            number = tensors.load(self.root / name / custom_file(0))["number"]
+            assert number in (self.saves, self.sealed)
+            self.committed += [(name, number)]
         else:
             limit = None  # nothing goes before the new one is there
         spared = self.committed[-limit:] if limit else self.committed
         assert {name for name, _ in spared} <= complete
         self.committed = [entry for entry in self.committed if entry[0] in complete]
+        if any(manifest.is_complete(path) for path in self.root.glob(".*.staging-*")):
+            self.sealed = self.saves
 
     def load(self, which: int) -> None:
         """Load one of those that are there, by its name."""

@@ -1,9 +1,9 @@
-"""The digest of a part of a file."""
+"""Digests of the parts of a file."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,40 @@ def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGO
                 digest.update(part)
     text: str = digest.hexdigest()
     return text
+
+
+class ChunkDigests:
+    """Digests of the chunks of what it is given, piece by piece.
+
+    Args:
+        chunk_bytes: How long a chunk is.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._digest: Any = ALGORITHMS[ALGORITHM]()
+        self._room = chunk_bytes  # in the chunk that has begun
+
+    def add(self, data: memoryview) -> Iterator[str]:
+        """Add the next bytes ("B"), and yield the digest of each chunk that they fill, in hexadecimal."""
+        while len(data):
+            part = data[: self._room]
+            self._digest.update(part)
+            self._room -= len(part)
+            data = data[len(part) :]
+            if not self._room:
+                yield self._end_chunk()
+
+    def end(self) -> Iterator[str]:
+        """Yield the digest of the last chunk, if it is shorter than the others."""
+        if self._room < self._chunk_bytes:
+            yield self._end_chunk()
+
+    def _end_chunk(self) -> str:
+        text: str = self._digest.hexdigest()
+        self._digest.reset()
+        self._room = self._chunk_bytes
+        return text
 
 
 def _add_read(digest: Any, path: Path, start: int, length: int) -> None:

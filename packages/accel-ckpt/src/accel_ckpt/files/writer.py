@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.file_names import role_of
@@ -17,17 +16,18 @@ from accel_ckpt.files import digests
 from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry
 from accel_ckpt.files.disk import flush
 from accel_ckpt.files.hashing import digest_chunk
+from accel_ckpt.files.piece_file import PieceFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.threads import Threads
 
-# torch.save writes headers of a few bytes between its tensors.
-_BUFFER_BYTES = 2**20
 _FLUSH_BYTES = 2**26  # how far the disk is behind at most, before a flush begins
 
 
 @dataclass
 class _Written:
-    chunks: list[Future[str]] = field(default_factory=list)
+    chunks: tuple[str, ...] = ()
+    read_back: list[Future[str]] = field(default_factory=list)  # chunks of what something else has written
+    size: int = 0  # as far as it is written
     flushed: list[Future[None]] = field(default_factory=list)
     identity: tuple[int, int, int] | None = None  # size, time and inode when it was complete
     linked: bool = False  # whether another checkpoint has the same file
@@ -39,14 +39,19 @@ class Writer:
     Args:
         progress: Where written bytes are counted.
         chunk_bytes: Size of a digested chunk.
+        cached: Whether the system's cache keeps what is written. If not, files are written past it, where that
+            is possible.
     """
 
-    def __init__(self, progress: Progress | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, progress: Progress | None = None, chunk_bytes: int = CHUNK_BYTES, cached: bool = True
+    ) -> None:
         self._progress = Progress("") if progress is None else progress
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._cached = chunk_bytes, cached
         self._files: dict[Path, _Written] = {}
         self._digest = Threads(digests.THREADS, "accel-digest")
-        self._disk = Threads(1, "accel-flush")
+        self._write = Threads(1, "accel-write")
+        self._flush = Threads(1, "accel-flush")
 
     @contextmanager
     def open(self, path: Path) -> Iterator[IO[bytes]]:
@@ -64,15 +69,15 @@ class Writer:
         written = _Written()
         if path in self._files and self._files[path].linked:
             path.unlink()  # or the file of the other checkpoint would be cut off
-        raw = _Raw(path, lambda size: self._advance(path, written, size))
-        # BufferedWriter gathers small pieces and passes large ones on as they are.
-        try:
-            with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
+        wrote = partial(self._wrote, path, written)
+        with closing(PieceFile(path, self._write, self._chunk_bytes, self._cached, wrote)) as file:
+            try:
                 yield cast("IO[bytes]", file)
-        except Exception as error:
-            if raw.error is None or raw.error is error:
-                raise
-            raise raw.error from error  # torch.save says nothing of a full disk
+                written.chunks = file.finish()
+            except Exception as error:
+                if file.error is None or file.error is error:
+                    raise
+                raise file.error from error  # torch.save says nothing of a full disk
         self._complete(path, written)
 
     def follow(self, path: Path) -> None:
@@ -81,7 +86,14 @@ class Writer:
         Args:
             path: Where it is.
         """
-        self._complete(path, _Written())
+        written = _Written()
+        # Out of the system's cache, as a rule.
+        for start in range(0, path.stat().st_size, self._chunk_bytes):
+            written.read_back.append(
+                # Not a callback of the future: that would keep this writer, which keeps it, in a cycle.
+                self._digest.submit(_digest_and_count, path, start, self._chunk_bytes, self._progress)
+            )
+        self._complete(path, written)
 
     def digest(self, path: Path, start: int, length: int) -> Future[str]:
         """Have a chunk of a file digested by this writer's threads.
@@ -103,14 +115,9 @@ class Writer:
             path: Where it is.
             chunks: Its digests, which have been checked.
         """
-        written = _Written(identity=_identity(path), linked=True)
-        for chunk in chunks:
-            known: Future[str] = Future()
-            known.set_result(chunk)
-            written.chunks.append(known)
-            self._progress.add(self._chunk_bytes)
-        written.flushed.append(self._disk.submit(flush, path))
-        self._files[path] = written
+        written = _Written(tuple(chunks), linked=True)
+        self._progress.add(self._chunk_bytes * len(written.chunks))
+        self._complete(path, written)
 
     def entries(self, folder: Path) -> list[FileEntry]:
         """Wait until all files are digested and flushed.
@@ -131,7 +138,7 @@ class Writer:
                 flushed.result()
         described = []
         for path, written in self._files.items():
-            chunks = tuple(chunk.result() for chunk in written.chunks)
+            chunks = written.chunks or tuple(chunk.result() for chunk in written.read_back)
             name = path.relative_to(folder).as_posix()
             identity = _identity(path) if path.exists() else None
             if written.linked and identity != written.identity and identity and written.identity:
@@ -143,61 +150,20 @@ class Writer:
 
     def close(self) -> None:
         """End the threads."""
-        self._digest.close()
-        self._disk.close()
+        for threads in (self._digest, self._write, self._flush):
+            threads.close()
 
-    def _advance(self, path: Path, written: _Written, size: int) -> None:
-        """Digest the chunks that are full, now that the file has `size` bytes."""
-        # Only full chunks: bytes that are still to come would change the digest of the last one.
-        while (len(written.chunks) + 1) * self._chunk_bytes <= size:
-            self._digest_next(path, written)
-        if (len(written.flushed) + 1) * _FLUSH_BYTES <= size:
-            written.flushed.append(self._disk.submit(flush, path))
-
-    def _digest_next(self, path: Path, written: _Written) -> None:
-        start = len(written.chunks) * self._chunk_bytes
-        # Read back out of the system's cache, so that no buffer has to be kept until then.
-        # Not a callback of the future: that would keep this writer, which keeps the future, in a cycle.
-        written.chunks.append(
-            self._digest.submit(_digest_and_count, path, start, self._chunk_bytes, self._progress)
-        )
+    def _wrote(self, path: Path, written: _Written, size: int) -> None:
+        """Count what is written of a file, and have it flushed now and then."""
+        self._progress.add(size)
+        written.size += size
+        if self._cached and (len(written.flushed) + 1) * _FLUSH_BYTES <= written.size:
+            written.flushed.append(self._flush.submit(flush, path))
 
     def _complete(self, path: Path, written: _Written) -> None:
         written.identity = _identity(path)
-        while len(written.chunks) * self._chunk_bytes < written.identity[0]:
-            self._digest_next(path, written)
-        written.flushed.append(self._disk.submit(flush, path))
+        written.flushed.append(self._flush.submit(flush, path))
         self._files[path] = written
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
-        self._handle = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
-        )
-        self._advance, self._size = advance, 0
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        try:
-            # May be less than was given; BufferedWriter calls again with the rest.
-            count = os.write(self._handle, data)
-        except OSError as error:
-            self.error = error
-            raise
-        self._size += count
-        self._advance(self._size)
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            try:
-                super().close()
-            finally:
-                os.close(self._handle)
 
 
 def _digest_and_count(path: Path, start: int, chunk_bytes: int, progress: Progress) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.file_names import MANIFEST
 from accel_ckpt.files.digests import CHUNK_BYTES, FileEntry, plain_file
-from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
+from accel_ckpt.files.hashing import ALGORITHM, ChunkDigests
 from accel_ckpt.folder import manifest
 from accel_state.logging.warning import warn
 
@@ -38,6 +38,10 @@ class Earlier:
 
     folder: Path
     entries: Mapping[str, FileEntry]
+
+    def is_small(self, name: str) -> bool:
+        """Whether this checkpoint has a file under this name, and in one chunk."""
+        return name in self.entries and self.entries[name].size <= CHUNK_BYTES
 
     def link(
         self, name: str, goal: Path, write: Callable[[IO[bytes]], object], digest: _Digest
@@ -151,39 +155,31 @@ class _Compared(io.RawIOBase):
 
     def __init__(self, entry: FileEntry, found_same: Callable[[int], object]) -> None:
         self._entry, self._found_same = entry, found_same
-        self._digest: Any = ALGORITHMS[ALGORITHM]()
-        self._size = 0
+        self._digests = ChunkDigests(CHUNK_BYTES)
+        self._size = self._same = 0  # in bytes, in chunks
         self.differs = False
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
-        rest = memoryview(data).cast("B")
-        count = len(rest)
-        while len(rest):
-            piece = rest[: CHUNK_BYTES - self._size % CHUNK_BYTES]
-            self._digest.update(piece)
-            self._size += len(piece)
-            rest = rest[len(piece) :]
-            if self._size % CHUNK_BYTES == 0:
-                self._end_chunk()
-        return count
+        content = memoryview(data).cast("B")
+        self._size += len(content)
+        self._compare(self._digests.add(content))
+        return len(content)
 
     def is_same(self) -> bool:
-        if not self.differs and self._size % CHUNK_BYTES:
-            with contextlib.suppress(_DifferentError):
-                self._end_chunk()
+        with contextlib.suppress(_DifferentError):
+            self._compare(self._digests.end())
         return not self.differs and self._size == self._entry.size
 
-    def _end_chunk(self) -> None:
-        number = (self._size - 1) // CHUNK_BYTES
-        expected = self._entry.chunks[number : number + 1]
-        self.differs = self.differs or expected != (self._digest.hexdigest(),)
-        if self.differs:
-            raise _DifferentError
-        self._found_same(number * CHUNK_BYTES)
-        self._digest.reset()
+    def _compare(self, chunks: Iterator[str]) -> None:
+        for text in chunks:
+            if self.differs or self._entry.chunks[self._same : self._same + 1] != (text,):
+                self.differs = True
+                raise _DifferentError
+            self._found_same(self._same * CHUNK_BYTES)
+            self._same += 1
 
 
 class _DifferentError(Exception):

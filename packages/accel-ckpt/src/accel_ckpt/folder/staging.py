@@ -10,6 +10,7 @@ written in the background when the block is left.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,21 +117,24 @@ class Staging:
             content: What to write.
             name: The file's path inside the folder.
         """
-
-        def put() -> None:
-            self._put(name, lambda file: file.write(content))
-
+        write = _writing(content)
         if self.memory is not None:
-            self._later.append(put)
+            self._later.append(lambda: self._put(name, write))
         else:
-            put()
+            self._put(name, write)
 
     def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         path = self.path / name
-        known = None if self.earlier is None else self.earlier.link(name, path, write, self.writer.digest)
-        if known is not None:
-            self.writer.link(path, known.chunks)
-            return
+        if self.earlier is not None:
+            if self.earlier.is_small(name):
+                # It is compared to its end before it is found to differ: made once, for both.
+                content = io.BytesIO()
+                write(content)
+                write = _writing(content.getbuffer())
+            known = self.earlier.link(name, path, write, self.writer.digest)
+            if known is not None:
+                self.writer.link(path, known.chunks)
+                return
         with self.writer.open(path) as file:
             write(file)
 
@@ -153,6 +157,10 @@ class Staging:
             function: What to do.
         """
         self._after.append(function)
+
+
+def _writing(content: bytes | memoryview) -> Callable[[IO[bytes]], object]:
+    return lambda file: file.write(content)
 
 
 # Staging folders that are open in this process; keyed by their own path, which save_custom_state is given.
@@ -278,9 +286,9 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool, incre
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
     writes_shared = process.is_main or (each_node and owner)
     earlier = earlier_than(target) if incremental and writes_shared else None
-    return Staging(
-        path, target, owner, writes_shared, Writer(progress), progress, memory, earlier, {"save": token}
-    )
+    # An incremental save reads the files of the one before.
+    writer = Writer(progress, cached=incremental)
+    return Staging(path, target, owner, writes_shared, writer, progress, memory, earlier, {"save": token})
 
 
 def _finish(staging: Staging, process: Process, group: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
 from accel_state.imports.packages import is_torch_version
@@ -21,7 +24,12 @@ from accel_state.process.facts import Process
 
 
 def write_folder(
-    state: dict[str, Any], folder: Path, process: Process, group: Any = None, *, flush: bool = True
+    state: dict[str, Any],
+    folder: Path,
+    process: Process,
+    group: Any = None,
+    *,
+    writer: Writer | None = None,
 ) -> None:
     """Write a state dict into a folder of DCP, each process its part. Every process must call it.
 
@@ -30,18 +38,39 @@ def write_folder(
         folder: The folder.
         process: This process.
         group: The process group of its collectives; None for that of the run.
-        flush: Whether each file is flushed to the disk.
+        writer: What writes this process's parts, and has them flushed; by default torch does. The index is
+            written by torch, and flushed with `writer=None` alone.
 
     Raises:
         Exception: What went wrong here; a CheckpointError on the other processes.
     """
-    writer = FileSystemWriter(folder, sync_files=flush)
+    storage = FileSystemWriter(folder, sync_files=writer is None)
+    if writer is not None:
+        storage.fs = _Files(writer)
     _collective(
-        lambda: save(state, storage_writer=writer, process_group=group, **_without_group(process)),
+        lambda: save(state, storage_writer=storage, process_group=group, **_without_group(process)),
         process,
         f"writing {folder.name}",
         group,
     )
+
+
+class _Files(FileSystem):
+    """Torch's access to files, with the parts written by a `Writer`."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__()
+        self._writer = writer
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:  # type: ignore[override]
+        if Path(path).suffix == ".distcp":
+            assert mode == "wb"
+            with self._writer.open(Path(path)) as file:  # torch closes it
+                yield file
+        else:
+            with super().create_stream(path, mode) as stream:
+                yield cast("IO[bytes]", stream)
 
 
 def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Metadata | None = None) -> None:

@@ -296,11 +296,8 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
         staging.memory.wait_for_cpu()
 
     def write(group: Any) -> None:
-        # What is flushed and renamed as a whole needs no flush of each file.
-        write_folder(state, folder, process, group, flush=False)
-        # DCP names its files __<rank>_<number>.distcp; its index is written by rank 0 and taken up in `seal`.
-        for path in sorted(folder.glob(f"__{process.rank}_*")):
-            staging.writer.follow(path)  # each process digests its own
+        # Its index is written by rank 0 and taken up in `seal`.
+        write_folder(state, folder, process, group, writer=staging.writer)
 
     staging.write_together(write)
 
