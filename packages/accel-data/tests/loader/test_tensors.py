@@ -129,6 +129,25 @@ def test_single_samples_subsets_and_workers_are_as_in_torch():
     assert_same(prepared(with_workers), with_workers)
 
 
+def asks_for_the_dataset(worker_id):
+    assert type(torch.utils.data.get_worker_info().dataset) is TensorDataset
+
+
+def test_workers_read_no_sample_by_itself_unless_a_function_of_the_user_sees_the_dataset():
+    data = TensorDataset(random((2,), torch.float32), random((), torch.int64))
+
+    watched = DataLoader(data, 4, num_workers=1, worker_init_fn=asks_for_the_dataset)
+    assert_same(prepared(watched), watched)
+
+    # The workers are forked with it.
+    fork = {"num_workers": 1, "multiprocessing_context": "fork"}
+    watched = DataLoader(data, 4, worker_init_fn=asks_for_the_dataset, **fork)
+    with mock.patch.object(TensorDataset, "__getitem__", side_effect=KeyError("a sample was read")):
+        assert len(list(prepared(DataLoader(data, 4, shuffle=True, **fork)))) == 3
+        with pytest.raises(KeyError, match="a sample was read"):
+            list(prepared(watched))
+
+
 def test_an_index_beyond_the_end_raises_as_in_torch():
     data = TensorDataset(random((2,), torch.float32))
 

@@ -39,8 +39,8 @@ class Writer:
     Args:
         progress: Where written bytes are counted.
         chunk_bytes: Size of a digested chunk.
-        cached: Whether the system's cache keeps what is written. If not, files are written past it, where that
-            is possible.
+        cached: Whether the system's cache keeps what is written. If not, files are written past it, where
+            that is possible.
     """
 
     def __init__(

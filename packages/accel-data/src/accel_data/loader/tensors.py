@@ -10,13 +10,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from accel_data.loader.by_value import is_plain
+from accel_data.seeds import WithKey
+
 
 @contextmanager
 def reading_batches_at_once(loader: DataLoader[Any]) -> Iterator[None]:
     """Let the iteration that starts inside read whole batches, where these are bit for bit the same.
 
     So it is for a plain `TensorDataset` of contiguous tensors in the CPU's memory that torch's own function
-    collates in this process. For others nothing changes.
+    collates, in this process or in workers. For others nothing changes.
 
     Args:
         loader: The loader that is iterated.
@@ -41,22 +44,17 @@ def _can_be_read_at_once(loader: DataLoader[Any]) -> bool:
         type(loader.dataset) is TensorDataset
         and loader.collate_fn is default_collate
         and loader.batch_sampler is not None
-        and loader.num_workers == 0  # a worker collates into shared memory
+        and _users_init(loader) is None  # a worker's function can ask for the dataset
         # Users may put functions of their own into this table.
         and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
         and not any(isinstance((), kind) for kind in default_collate_fn_map)
-        and all(map(_is_plain, loader.dataset.tensors))
+        and all(map(is_plain, loader.dataset.tensors))
     )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.is_contiguous()
-    )
+def _users_init(loader: DataLoader[Any]) -> Any:
+    init: Any = loader.worker_init_fn
+    return init.init if isinstance(init, WithKey) else init
 
 
 class _Batches:

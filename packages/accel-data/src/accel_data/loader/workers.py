@@ -37,7 +37,7 @@ def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple
 
 
 def opened(
-    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None, num_workers: int
+    start: Callable[[], Iterator[Any]], started: Pass, generator: torch.Generator | None, forks: bool
 ) -> Iterator[Any]:
     """Start torch's own iteration, which draws a seed for the workers, by default from the global generator.
 
@@ -48,9 +48,9 @@ def opened(
         start: Starts the iteration.
         started: The pass.
         generator: Where the seed comes from; None for the global generator of the CPU.
-        num_workers: How many processes read ahead.
+        forks: Whether processes that read ahead are started.
     """
-    if num_workers:
+    if forks:
         # A thread of gloo that ends a collective locks Python's list of threads for a moment. A worker that
         # is forked in this moment waits for that lock for ever: Python 3.11 takes it in the child
         # (_PyEval_ReInitThreads) before it makes it anew (_PyRuntimeState_ReInitThreads).
