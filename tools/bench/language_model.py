@@ -47,7 +47,7 @@ MAX_NORM, WARMUP = 1.0, 4
 TOLERANCE = 0.02  # of a loss: bf16 has 8 bits
 SIZES = {
     # Sequence, optimizer steps of a turn, sequences of an evaluation, turns
-    "cpu": {"length": 64, "steps": 4, "held_out": 8, "rounds": 6},
+    "cpu": {"length": 64, "steps": 4, "held_out": 8, "rounds": 16},
     "cuda": {"length": 512, "steps": 100, "held_out": 64, "rounds": 8},
 }
 QUICK = {"length": 32, "steps": 1, "held_out": 3, "rounds": 2}

@@ -107,6 +107,12 @@ class Gradients:
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm; returns the norm before clipping."""
+        found = [tensor.grad for tensor in parameters if tensor.grad is not None]
+        kinds = {(type(gradient), gradient.device, gradient.dtype) for gradient in found}
+        if len(kinds) == 1:
+            ((kind, device, _),) = kinds
+            if kind is torch.Tensor and device.type in ("cpu", "cuda"):
+                return _clip_alike(found, float(max_norm), float(norm_type))
         return utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
@@ -119,6 +125,19 @@ class Gradients:
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients that there are."""
     return [tensor.grad for tensor in parameters if tensor.grad is not None]
+
+
+@torch.no_grad()
+def _clip_alike(gradients: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip gradients of one device and one dtype.
+
+    The operations are those of `torch.nn.utils.clip_grad_norm_`, with the same bits, without its sorting by
+    device and dtype: that is most of what it takes where gradients are small.
+    """
+    norms = torch._foreach_norm(gradients, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
 
 
 @torch.no_grad()

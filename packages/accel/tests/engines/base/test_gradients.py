@@ -1,0 +1,78 @@
+"""Clipping on one process is torch's, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import Accelerator
+from accel.engines.base import gradients
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+
+
+def parameters_of(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        made.append(parameter)
+    return [*made, torch.nn.Parameter(torch.zeros(2))]  # one without a gradient
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shapes=st.lists(shapes, min_size=1, max_size=8),
+    kinds=st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
+    alike=st.booleans(),
+    max_norm=st.sampled_from([1e-3, 0.5, 1, 1e3, 0.0, float("inf")]),
+    norm_type=st.sampled_from([2, 2.0, 1, 3.5, "inf", float("inf")]),
+    seed=st.integers(0, 2**32),
+)
+def test_gradients_and_norm_are_those_of_torch(
+    shapes: list[tuple[int, ...]],
+    kinds: list[torch.dtype],
+    alike: bool,
+    max_norm: float,
+    norm_type: float,
+    seed: int,
+) -> None:
+    dtypes = [kinds[0] if alike else kind for kind in kinds[: len(shapes)]]
+    own = parameters_of(shapes, dtypes, seed)
+    theirs = copy.deepcopy(own)
+    for one, other in zip(own, theirs, strict=True):
+        other.grad = None if one.grad is None else one.grad.clone()
+
+    norm = Accelerator().clip_grad_norm_(own, max_norm, norm_type)
+
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+    assert norm is not None
+    assert norm.dtype == expected.dtype
+    assert torch.equal(norm, expected)
+    for one, other in zip(own, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert one.grad.equal(other.grad)
+
+
+def test_torchs_function_clips_other_tensors() -> None:
+    class Kind(torch.Tensor):
+        pass
+
+    (parameter, _) = parameters_of([(3,)], [torch.float32], 0)
+    parameter.grad = parameter.grad.as_subclass(Kind)
+    with mock.patch.object(gradients, "_clip_alike") as plain:
+        Accelerator().clip_grad_norm_([parameter], 1e-3)
+        assert not plain.called
+        Accelerator().clip_grad_norm_(parameters_of([(3,)], [torch.float32], 0), 1e-3)
+        assert plain.called
+    assert float(parameter.grad.norm()) == pytest.approx(1e-3, rel=1e-2)
