@@ -1,8 +1,10 @@
-"""What the main process does to seal a checkpoint that 8,192 processes have written: by simulation.
+"""What the main process does to complete a checkpoint that 8,192 processes have written: by simulation.
 
-Each process describes its files, and sends that as bytes; the files here are as large as they say, and hold
-nothing. Unpacking, finding, describing and writing the manifest is the real code. The index of
-torch.distributed.checkpoint is no part of it.
+Manifest: each process describes its files, and sends that as bytes; the files here are as large as they say,
+and hold nothing. Unpacking, finding, describing and writing the manifest is the real code.
+
+Index: each process sends where it has put its parts of a 70B model's weights, as bytes. Unpacking them,
+making and checking the index of torch.distributed.checkpoint, and writing it is the real code.
 """
 
 from __future__ import annotations
@@ -13,22 +15,38 @@ import tempfile
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from accel_ckpt.sharded.dcp_plan import Written
 
 from .row import Row
 from .workers import run_workers
 
 RANKS, QUICK_RANKS = 8_192, 256
 FILE_BYTES, CHUNK_BYTES = 96 << 20, 16 << 20
+LAYERS, QUICK_LAYERS, SHARDS = 80, 2, 128
+HIDDEN, HEADS_OF_KEYS, INNER, WORDS = 8_192, 1_024, 28_672, 128_256  # Llama 3.1 70B
 LIMIT_S, LIMIT_MB = 2.0, 100.0
 
 
 def manifest_rows(*, quick: bool = False) -> list[Row]:
     """Measure the CPU time and the memory of sealing, in processes of their own."""
     ranks = QUICK_RANKS if quick else RANKS
-    what = f"manifest of a checkpoint of {ranks:,} processes, 3 files each, on the main process"
-    timed, traced = (
-        run_workers("manifests:measure_manifest", 1, ranks=ranks, traces=on) for on in (False, True)
-    )
+    layers = QUICK_LAYERS if quick else LAYERS
+    manifest = f"manifest of a checkpoint of {ranks:,} processes, 3 files each, on the main process"
+    index = f"index of {layers} layers of 70B, {ranks // SHARDS} x {SHARDS} processes, on the main process"
+    return [
+        *_rows(manifest, "manifests:measure_manifest", ranks=ranks),
+        *_rows(index, "manifests:measure_index", ranks=ranks, layers=layers),
+    ]
+
+
+def _rows(what: str, function: str, **sizes: int) -> list[Row]:
+    timed, traced = (run_workers(function, 1, traces=on, **sizes) for on in (False, True))
     return [
         Row(f"{what}: CPU time", timed["seconds"], LIMIT_S, unit="s"),
         Row(f"{what}: peak memory of Python", traced["megabytes"], LIMIT_MB, unit="MB"),
@@ -72,3 +90,74 @@ def _written(folder: Path, rank: int) -> list[object]:
         chunks = tuple(f"{rank * 31 + chunk:032x}" for chunk in range(-(-size // CHUNK_BYTES)))
         entries.append(FileEntry(name, size, file_names.role_of(name), chunks))
     return entries
+
+
+def measure_index(rank: int, size: int, ranks: int, layers: int, traces: bool) -> dict[str, float]:
+    """Make the index; runs in a worker."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from accel_ckpt.sharded import dcp_plan
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    weights = _weights(ranks, layers)
+    sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
+    own = {part.name for part in pickle.loads(sent[0])}
+    if own != {item.index.fqn for item in dcp_plan.own_items(weights, 0, ranks)}:
+        raise RuntimeError("the main process writes other parts than those of the simulation")
+    with tempfile.TemporaryDirectory() as folder:
+        writer = FileSystemWriter(folder, sync_files=False)
+        if traces:
+            tracemalloc.start()
+        start = time.process_time()
+        written = (part for parts in sent for part in pickle.loads(parts))
+        index, places = dcp_plan.make_index(weights, {name: (name,) for name in weights}, written)
+        writer.finish(index, cast("Any", [places]))
+        seconds = time.process_time() - start
+        megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traces else 0.0
+        found = FileSystemReader(folder).read_metadata()
+        if len(found.storage_data) != len(weights) * SHARDS:
+            raise RuntimeError("the index does not have every part")
+    dist.destroy_process_group()
+    return {"seconds": seconds, "megabytes": megabytes}
+
+
+def _weights(ranks: int, layers: int) -> dict[str, DTensor]:
+    """The weights of the model, sharded by rows and replicated, as this process has them."""
+    mesh = init_device_mesh("cpu", (ranks // SHARDS, SHARDS))
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (WORDS, HIDDEN), "lm_head": (WORDS, HIDDEN)}
+    shapes["norm"] = (HIDDEN,)
+    for layer in range(layers):
+        of_layer = {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (HEADS_OF_KEYS, HIDDEN),
+            "self_attn.v_proj": (HEADS_OF_KEYS, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": (INNER, HIDDEN),
+            "mlp.up_proj": (INNER, HIDDEN),
+            "mlp.down_proj": (HIDDEN, INNER),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return {
+        f"model.{name}.weight": DTensor.from_local(
+            torch.empty(shape[0] // SHARDS, *shape[1:], device="meta"), mesh, [Replicate(), Shard(0)]
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def _parts(weights: dict[str, DTensor], ranks: int) -> list[list[Written]]:
+    """What each process has written: the replicas take turns, by size."""
+    parts: list[list[Written]] = [[] for _ in range(ranks)]
+    order = sorted(weights, key=lambda name: (-weights[name].numel(), name))
+    for turn, name in enumerate(order):
+        shape = tuple(weights[name].to_local().shape)
+        for shard in range(SHARDS):
+            process = turn % (ranks // SHARDS) * SHARDS + shard
+            begin = (shape[0] * shard, *(0 for _ in shape[1:]))
+            file = f"__{process}_0.distcp"
+            parts[process].append(Written(name, begin, shape, file, turn << 20, 1 << 20))
+    return parts

@@ -84,7 +84,8 @@ def load_and_go_on(folder: str) -> list[float]:
 def test_losses_go_on_on_any_number_of_processes(world: Any, tmp_path: Path, saved: int) -> None:
     folder = tmp_path / "c"
     straight = world.run(save_after_three, str(folder), size=saved, timeout_s=100)[0]
-    assert len(list(folder.glob("pytorch_model_fsdp_0/*.distcp"))) == saved  # nothing was gathered
+    # Nothing was gathered; of four processes the last one has no rows of this model.
+    assert len(list(folder.glob("pytorch_model_fsdp_0/*.distcp"))) == min(saved, 3)
     for loaded in (1, 2, 3, 4):
         for losses in world.run(load_and_go_on, str(folder), size=loaded, timeout_s=100):
             assert losses == pytest.approx(straight, rel=1e-9), (saved, loaded)

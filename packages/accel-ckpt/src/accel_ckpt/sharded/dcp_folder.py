@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
-from accel_ckpt.folder.agree import together
+from accel_ckpt.folder.agree import collect, together
+from accel_ckpt.sharded.dcp_plan import Written, layout_of, make_index, own_items, written_by
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
+
+_T = TypeVar("_T")
 
 
 def write_folder(
@@ -44,15 +52,66 @@ def write_folder(
     Raises:
         Exception: What went wrong here; a CheckpointError on the other processes.
     """
-    storage = FileSystemWriter(folder, sync_files=writer is None)
-    if writer is not None:
-        storage.fs = _Files(writer)
+    if writer is not None and _write_in_turns(state, folder, process, group, writer):
+        return
+    storage = _storage(folder, writer)
     _collective(
         lambda: save(state, storage_writer=storage, process_group=group, **_without_group(process)),
         process,
         f"writing {folder.name}",
         group,
     )
+
+
+def _write_in_turns(
+    state: dict[str, Any], folder: Path, process: Process, group: Any, writer: Writer
+) -> bool:
+    """Write a state without a plan of the main process, if all processes have it in the same layout.
+
+    Returns:
+        Whether it is written.
+    """
+    task = f"writing {folder.name}"
+    flat, paths = flatten_state_dict(state)
+    layouts = set(collect(together(lambda: layout_of(flat, paths), process, task, group), process, group))
+    if None in layouts or len(layouts) > 1:
+        return False
+    storage = _storage(folder, writer)
+
+    def write() -> list[Written]:
+        items = own_items(flat, process.rank, process.world_size)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(flat)
+        storage.set_up_storage_writer(process.is_main)
+        plan = storage.prepare_local_plan(SavePlan(items))
+        if not items:
+            return []
+        # Torch numbers the files by the place of the plan.
+        *_, plan = storage.prepare_global_plan([SavePlan([])] * process.rank + [plan])
+        return written_by(storage.write_data(planner.finish_plan(plan), planner).wait(), items)
+
+    own = _collective(write, process, task, group)
+    sent: list[Any] = [pickle.dumps(own)]
+    if process.world_size > 1:
+        everyones = [None] * process.world_size if process.is_main else None
+        dist.gather_object(sent[0], everyones, group=group)
+        sent = everyones or []
+
+    def finish() -> None:
+        if process.is_main:
+            written = (part for parts in sent for part in pickle.loads(parts))
+            index, places = make_index(flat, paths, written)
+            storage.finish(index, cast("Any", [places]))
+
+    _collective(finish, process, task, group)
+    return True
+
+
+def _storage(folder: Path, writer: Writer | None) -> FileSystemWriter:
+    storage = FileSystemWriter(folder, sync_files=writer is None)
+    if writer is not None:
+        storage.fs = _Files(writer)
+    return storage
 
 
 class _Files(FileSystem):
@@ -114,10 +173,10 @@ def _without_group(process: Process) -> dict[str, Any]:
     return {"no_dist": process.world_size == 1} if is_torch_version(">=", "2.7") else {}
 
 
-def _collective(function: Callable[[], object], process: Process, task: str, group: Any = None) -> None:
-    """Call a function of DCP, which is a collective, and unwrap its errors."""
+def _collective(function: Callable[[], _T], process: Process, task: str, group: Any = None) -> _T:
+    """Call a function of DCP, which may be a collective, and unwrap its errors."""
 
-    def call() -> None:
+    def call() -> _T:
         try:
             with warnings.catch_warnings():
                 # torch 2.13 warns so of no_dist=True, and 2.6 of what it sees itself: both are meant here.
@@ -126,7 +185,7 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
                 )
                 # torch 2.6 itself uses what it deprecates, when it writes.
                 warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
-                function()
+                return function()
         except CheckpointException as error:  # what went wrong on some processes, raised on all
             # The lowest rank's, so that every process raises the same.
             rank, (cause, _) = sorted(error.failures.items())[0]
@@ -135,4 +194,4 @@ def _collective(function: Callable[[], object], process: Process, task: str, gro
                 raise type(cause)(str(cause)) from error
             raise CheckpointError(f"process {rank}: {type(cause).__name__}: {cause}") from error
 
-    together(call, process, task, group)
+    return together(call, process, task, group)

@@ -1,0 +1,245 @@
+"""Who writes which part of a state, where all processes have the same tensors in the same layout.
+
+torch.distributed.checkpoint has every process send its whole plan to the main process, which finds there what
+several of them have. Here each process finds its own parts by itself, so that the main process gets no more
+than the place of each part that was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from accel_ckpt.errors import CheckpointError
+
+
+class Written(NamedTuple):
+    """A part that a process has written.
+
+    Attributes:
+        name: Of the tensor or value.
+        begin: Where the part begins in the tensor, in each dimension; None for what is no tensor.
+        shape: Its shape; None for what is no tensor.
+        file: The file that it is in.
+        offset: Where its bytes begin.
+        length: How many they are.
+    """
+
+    name: str
+    begin: tuple[int, ...] | None
+    shape: tuple[int, ...] | None
+    file: str
+    offset: int
+    length: int
+
+
+class _Index(NamedTuple):
+    """Pickled as torch's; a tuple, and so are the next two, as there may be hundreds of thousands."""
+
+    name: str
+    begin: torch.Size | None = None
+    number: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MetadataIndex, tuple(self)
+
+
+class _Chunk(NamedTuple):
+    begin: torch.Size
+    shape: torch.Size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChunkStorageMetadata, tuple(self)
+
+
+class _Info(NamedTuple):
+    file: str
+    offset: int
+    length: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StorageInfo, tuple(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part is, as far as torch's writer asks for it."""
+
+    index: _Index
+    storage_data: _Info
+
+
+def layout_of(state: Mapping[str, Any], paths: Mapping[str, Any]) -> str | None:
+    """Describe what a state has, and how its tensors lie, in a digest that equal layouts share.
+
+    Args:
+        state: The flat state dict.
+        paths: For each name, its keys in the nested one.
+
+    Returns:
+        The digest; None if the state has tensors of which parts are known to each process alone.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        kind = _kind(state[name])
+        if kind is None:
+            return None
+        digest.update(repr((name, paths.get(name), *kind)).encode())
+    return digest.hexdigest()
+
+
+def _kind(value: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        if mesh.get_coordinate() is None:
+            return None
+        ranks = hashlib.sha256(mesh.mesh.numpy().tobytes()).digest()
+        return "parts", value.shape, value.dtype, value.placements, mesh.mesh.shape, ranks
+    if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
+        return None
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.shape, value.dtype
+    return ("value",)
+
+
+def own_items(state: Mapping[str, Any], rank: int, size: int) -> list[WriteItem]:
+    """Choose what a process writes: every part once, and about as much by each process.
+
+    Args:
+        state: The flat state dict, of one layout on all processes.
+        rank: The process.
+        size: How many there are.
+    """
+    turns: Counter[Any] = Counter()
+    chosen: dict[str, Any] = {}
+    # Processes that have the same part take turns, by size: each gets some of the large ones.
+    for name in sorted(state, key=lambda name: (-_size(state[name]), name)):
+        value = state[name]
+        place, copies, kind = rank, size, ()
+        if isinstance(value, DTensor):
+            place, copies, kind = _copy_of(value)
+        if place == turns[kind] % copies:
+            chosen[name] = value
+        turns[kind] += 1
+    items = create_default_local_save_plan(chosen, is_coordinator=False).items
+    # A tensor with fewer rows than processes leaves some without any.
+    return [item for item in items if not _is_empty_part(item)]
+
+
+def _size(value: Any) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _copy_of(value: DTensor) -> tuple[int, int, Any]:
+    """Return which of the copies of its part this process has, of how many, and what such tensors share."""
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # or there would be no common layout
+    number, copies = 0, 1
+    for dim, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            number = number * mesh.size(dim) + coordinate[dim]
+            copies *= mesh.size(dim)
+    return number, copies, (tuple(mesh.mesh.shape), tuple(value.placements))
+
+
+def _is_empty_part(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0
+
+
+def written_by(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> list[Written]:
+    """Describe what torch says that it has written, in plain values, which take little to send.
+
+    Args:
+        results: What torch says.
+        items: What it was to write.
+    """
+    shapes = {
+        item.index: None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
+        for item in items
+    }
+    return [
+        Written(
+            result.index.fqn,
+            None if result.index.offset is None else tuple(result.index.offset),
+            shapes[result.index],
+            result.storage_data.relative_path,
+            result.storage_data.offset,
+            result.storage_data.length,
+        )
+        for result in results
+    ]
+
+
+def make_index(
+    state: Mapping[str, Any], paths: Mapping[str, Any], written: Iterable[Written]
+) -> tuple[Metadata, Iterator[Place]]:
+    """Make the index of a folder from the parts that all processes have written.
+
+    Args:
+        state: The flat state dict of the main process.
+        paths: For each name, its keys in the nested one.
+        written: The parts.
+
+    Returns:
+        (index, places): the index, and where the parts are, as torch's writer takes it. The index has all
+        parts once the places were iterated over, which raises a CheckpointError if some are missing.
+    """
+    saved: dict[str, Any] = {}
+    for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
+        data = item.tensor_data
+        saved[item.index.fqn] = (
+            BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
+        )
+    return Metadata(saved, planner_data=dict(paths)), _places(saved, written)
+
+
+def _places(saved: dict[str, Any], written: Iterable[Written]) -> Iterator[Place]:
+    # Of each text and shape one object, as many parts have the same.
+    names = {name: name for name in saved}
+    shared: dict[tuple[int, ...], torch.Size] = {}
+    without: set[tuple[str, torch.Size]] = set()
+    elements = Counter[str]()
+    for part in written:
+        name = names[part.name]
+        if part.begin is None or part.shape is None:
+            index = _Index(name)
+            elements[name] += 1
+        else:
+            begin = shared.setdefault(part.begin, torch.Size(part.begin))
+            shape = shared.setdefault(part.shape, torch.Size(part.shape))
+            chunks = saved[name].chunks
+            if 0 in shape:  # of a tensor without elements, which several processes have
+                if (name, begin) in without:
+                    continue
+                without.add((name, begin))
+            index = _Index(name, begin, len(chunks))
+            chunks.append(_Chunk(begin, shape))
+            elements[name] += shape.numel()
+        yield Place(index, _Info(part.file, part.offset, part.length))
+    for name, entry in saved.items():
+        expected = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 1
+        if elements[name] != expected:
+            raise CheckpointError(
+                f"the processes have written {elements[name]} elements of {name}, which has {expected}: save "
+                "again."
+            )

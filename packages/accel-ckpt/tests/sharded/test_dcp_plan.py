@@ -1,0 +1,231 @@
+"""Which process writes which part, and the index of all parts."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files.writer import Writer
+from accel_ckpt.sharded import dcp_folder, dcp_plan
+from accel_ckpt.sharded.dcp_folder import write_folder
+from accel_ckpt.sharded.dcp_plan import Written, layout_of, make_index, own_items
+from accel_state.process.state import current_process
+
+pytestmark = pytest.mark.core
+
+LAYOUTS: list[tuple[Placement, Placement]] = [
+    (Replicate(), Shard(0)),
+    (Shard(0), Replicate()),
+    (Shard(0), Shard(1)),
+    (Replicate(), Replicate()),
+]
+
+
+def distributed(whole: torch.Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators")  # torch 2.6
+        return distribute_tensor(whole, mesh, layout)
+
+
+def state_of(ones: bool = False) -> dict[str, Any]:
+    """Tensors in every layout on 2 x 2 processes: uneven, of one row, without elements."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    state: dict[str, Any] = {"plain": torch.arange(6.0), "step": torch.tensor(3.0), "lr": 0.5, "name": "adam"}
+    for number, layout in enumerate(LAYOUTS):
+        for shape in ((5, 3), (1, 4), (0, 3)):
+            size = shape[0] * shape[1]
+            whole = torch.ones(shape) if ones else torch.arange(float(size)).view(shape) + number
+            state[f"layers.{number}.{shape[0]}"] = distributed(whole, mesh, layout)
+    return {"model": state, "list": [torch.ones(2), 1]}
+
+
+def save_both(folder: str) -> list[str]:
+    """Save with a writer of ours, and as torch does; return the files that this process wrote with ours."""
+    process = current_process()
+    with closing(Writer()) as writer:
+        write_folder(state_of(), Path(folder, "own"), process, writer=writer)
+        written = [entry.path for entry in writer.entries(Path(folder))]
+    write_folder(state_of(), Path(folder, "torch"), process)
+    return written
+
+
+def read_with_torch(folder: str) -> bool:
+    """Whether torch's own function reads what was saved."""
+    state = state_of(ones=True)
+    state["model"] |= {"plain": torch.zeros(6), "step": torch.zeros(()), "lr": 0, "name": ""}
+    state["list"] = [torch.zeros(2), 0]
+    load(state, checkpoint_id=folder)
+    expected = state_of()
+    same = [
+        value.full_tensor().equal(expected["model"][name].full_tensor())
+        if isinstance(value, DTensor)
+        else bool(torch.as_tensor(value == expected["model"][name]).all())
+        for name, value in state["model"].items()
+    ]
+    return all(same) and state["list"][0].tolist() == [1, 1] and state["list"][1] == 1
+
+
+def test_folder_and_index_are_as_torchs(world: Any, tmp_path: Path) -> None:
+    written = world.run(save_both, str(tmp_path), size=4)
+
+    own, torchs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("own", "torch"))
+    assert own.planner_data == torchs.planner_data
+    assert own.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()
+    for name, entry in own.state_dict_metadata.items():
+        other = torchs.state_dict_metadata[name]
+        assert type(entry) is type(other)
+        if isinstance(entry, TensorStorageMetadata):
+            assert (entry.size, entry.properties) == (other.size, other.properties)
+            chunks, others = (
+                [(chunk.offsets, chunk.sizes) for chunk in item.chunks] for item in (entry, other)
+            )
+            # Torch's index has parts without elements of tensors that have some, too.
+            assert sorted(chunks) == sorted(x for x in others if 0 not in x[1] or 0 in entry.size)
+    files = {info.relative_path for info in own.storage_data.values()}
+    assert {f"own/{file}" for file in files} == {path for paths in written for path in paths}
+    assert len(files) == 4
+    assert all(world.run(read_with_torch, str(tmp_path / "own"), size=4))
+    # Torch's own types, also in files.
+    index, info = next(item for item in own.storage_data.items() if item[0].offset is not None)
+    assert (type(index), type(info)) == (MetadataIndex, _StorageInfo)
+    assert type(own.state_dict_metadata["model.plain"].chunks[0]) is ChunkStorageMetadata
+
+
+def save_apart(folder: str, own_name: bool) -> list[Any]:
+    """Save with a name that each process has alone, or a layout that the first does not know."""
+    process = current_process()
+    state = {"all": torch.ones(2), f"of {process.rank if own_name else 'all'}": torch.ones(3)}
+    unknown = mock.patch.object(dcp_folder, "layout_of", return_value=None)
+    with (
+        closing(Writer()) as writer,
+        mock.patch.object(dcp_folder, "own_items") as chosen,
+        nullcontext() if own_name or process.rank else unknown,
+    ):
+        write_folder(state, Path(folder), process, writer=writer)
+    return [chosen.called, *sorted(FileSystemReader(folder).read_metadata().state_dict_metadata)]
+
+
+@pytest.mark.parametrize(("own_name", "names"), [(True, ["of 0", "of 1"]), (False, ["of all"])])
+def test_states_without_a_common_layout_are_planned_by_torch(
+    world: Any, tmp_path: Path, own_name: bool, names: list[str]
+) -> None:
+    assert world.run(save_apart, str(tmp_path), own_name, size=2) == [[False, "all", *names]] * 2
+
+
+@contextmanager
+def process_of(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]),
+    tensors=st.lists(
+        st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=9
+    ),
+    plain=st.integers(0, 9),
+)
+def test_every_part_is_written_once_and_the_index_has_it(
+    shape: tuple[int, int], tensors: list[tuple[int, int, int]], plain: int
+) -> None:
+    size = shape[0] * shape[1]
+    written: list[Written] = []
+    layouts = set()
+    counts = Counter[int]()
+    for rank in reversed(range(size)):  # the main process's last, for the index
+        with process_of(rank, size):
+            mesh = init_device_mesh("cpu", shape)
+            state: dict[str, Any] = {f"plain {number}": torch.zeros(number) for number in range(plain)}
+            for number, (rows, columns, layout) in enumerate(tensors):
+                state[f"parts {number}"] = distributed(torch.zeros(rows, columns), mesh, LAYOUTS[layout])
+            layouts.add(layout_of(state, {}))
+            for item in own_items(state, rank, size):
+                assert item.tensor_data is not None
+                chunk = item.tensor_data.chunk
+                begin, part = tuple(chunk.offsets), tuple(chunk.sizes)
+                written.append(Written(item.index.fqn, begin, part, f"__{rank}_0.distcp", 0, 1))
+                counts[rank] += item.index.fqn.startswith("plain")
+    assert len(layouts) == 1
+    assert None not in layouts
+    assert max(counts.values(), default=0) <= -(-plain // size)
+    full = [part for part in written if 0 not in part.shape]  # type: ignore[operator]
+    assert len({part[:2] for part in full}) == len(full)
+    with process_of(0, size):
+        index, places = make_index(state, {}, written)
+        assert len({place.index for place in places}) >= len(full)
+    elements = {
+        name: sum(torch.Size(chunk[1]).numel() for chunk in entry.chunks)
+        for name, entry in index.state_dict_metadata.items()
+    }
+    assert elements == {name: value.numel() for name, value in state.items()}
+
+
+def test_missing_parts_are_an_error_before_the_index_is_written() -> None:
+    whole = Written("x", (0,), (4,), "__0_0.distcp", 0, 16)
+    half = whole._replace(shape=(2,))
+    state = {"x": torch.zeros(4), "y": 1}
+    value = Written("y", None, None, "__0_0.distcp", 16, 1)
+    list(make_index(state, {}, [whole, value])[1])
+    for parts in ([half, value], [whole], [whole, half, value]):
+        with pytest.raises(CheckpointError, match=r"have written [026] elements of [xy]"):
+            list(make_index(state, {}, parts)[1])
+
+
+def test_layouts_are_told_apart() -> None:
+    found: list[str | None] = []
+    with process_of(0, 4):
+        mesh, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+        whole = torch.zeros(4, 4)
+        for value in (
+            whole,
+            torch.zeros(4),
+            whole.double(),
+            1.0,
+            distributed(whole, mesh, (Replicate(), Shard(0))),
+            distributed(whole, mesh, (Replicate(), Shard(1))),
+            distributed(whole, flat, (Shard(0),)),
+        ):
+            found += [layout_of({"x": value}, {}), layout_of({"y": value}, {})]
+            found += [layout_of({"x": value}, {"x": 1})]
+        assert len(set(found)) == len(found)
+        assert layout_of({"x": 1, "y": 2}, {}) == layout_of({"y": 3, "x": 4}, {})
+        half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        other = DeviceMesh("cpu", torch.tensor([2, 3]), _init_backend=False)
+        part = distributed(whole, half, (Shard(0),))
+        assert layout_of({"x": part}, {}) is not None
+        elsewhere = DTensor.from_local(torch.zeros(2, 4), other, (Shard(0),), run_check=False)
+        assert layout_of({"x": elsewhere}, {}) is None
+
+
+def test_small_types_are_pickled_as_torchs() -> None:
+    begin, shape = torch.Size([1]), torch.Size([2])
+    for own, torchs in (
+        (dcp_plan._Index("x", begin, 3), MetadataIndex("x", begin, 3)),
+        (dcp_plan._Index("x"), MetadataIndex("x")),
+        (dcp_plan._Chunk(begin, shape), ChunkStorageMetadata(begin, shape)),
+        (dcp_plan._Info("f", 1, 2), _StorageInfo("f", 1, 2)),
+    ):
+        assert pickle.loads(pickle.dumps(own)) == torchs
