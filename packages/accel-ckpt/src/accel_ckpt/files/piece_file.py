@@ -12,6 +12,7 @@ import errno
 import io
 import mmap
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -156,10 +157,10 @@ class PieceFile(io.RawIOBase):
 def _open(path: Path, cached: bool) -> tuple[int, bool]:
     """Open a new file; return its handle, and whether it is written past the cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
-    past_cache = getattr(os, "O_DIRECT", 0)
-    if past_cache and not cached and _is_on_disk(path.parent):
+    # FreeBSD has the flag too, and no list of disks to look at.
+    if sys.platform == "linux" and not cached and _is_on_disk(path.parent):
         try:
-            return os.open(path, flags | past_cache, 0o666), True
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
         except OSError as error:
             if error.errno != errno.EINVAL:  # the file system has no such files
                 raise
