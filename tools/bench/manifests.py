@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from accel_ckpt.sharded import dcp_plan
 from accel_ckpt.sharded.dcp_plan import Written
 
 from .row import Row
@@ -98,13 +99,13 @@ def measure_index(rank: int, size: int, ranks: int, layers: int, traces: bool) -
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from accel_ckpt.sharded import dcp_plan
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     weights = _weights(ranks, layers)
     sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
-    own = {part.name for part in pickle.loads(sent[0])}
-    if own != {item.index.fqn for item in dcp_plan.own_items(weights, 0, ranks)}:
+    own = {part[:3] for part in pickle.loads(sent[0])}
+    items = dcp_plan.own_items(weights, 0, ranks)
+    chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
+    if own != {(name, tuple(chunk.offsets), tuple(chunk.sizes)) for name, chunk in chunks}:
         raise RuntimeError("the main process writes other parts than those of the simulation")
     with tempfile.TemporaryDirectory() as folder:
         writer = FileSystemWriter(folder, sync_files=False)
@@ -150,13 +151,14 @@ def _weights(ranks: int, layers: int) -> dict[str, DTensor]:
 
 
 def _parts(weights: dict[str, DTensor], ranks: int) -> list[list[Written]]:
-    """What each process has written: the replicas take turns, by size."""
+    """What each process has written."""
     parts: list[list[Written]] = [[] for _ in range(ranks)]
-    order = sorted(weights, key=lambda name: (-weights[name].numel(), name))
-    for turn, name in enumerate(order):
+    sizes = {name: value.numel() * value.element_size() for name, value in weights.items()}
+    writers = dcp_plan.writers_of(sizes, ranks // SHARDS)
+    for turn, (name, replica) in enumerate(writers.items()):
         shape = tuple(weights[name].to_local().shape)
         for shard in range(SHARDS):
-            process = turn % (ranks // SHARDS) * SHARDS + shard
+            process = replica * SHARDS + shard
             begin = (shape[0] * shard, *(0 for _ in shape[1:]))
             file = f"__{process}_0.distcp"
             parts[process].append(Written(name, begin, shape, file, turn << 20, 1 << 20))

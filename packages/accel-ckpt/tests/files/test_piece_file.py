@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ def test_the_file_has_the_bytes_and_the_digests_of_what_was_given(
     assert sum(sizes) == len(whole)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's cache is looked at on Linux alone")
 def test_a_large_file_is_written_past_the_cache(make: Callable[..., PieceFile], tmp_path: Path) -> None:
     if not piece_file._is_on_disk(tmp_path):
         pytest.skip("needs a disk of this machine for temporary files")
@@ -74,6 +77,7 @@ def test_a_large_file_is_written_past_the_cache(make: Callable[..., PieceFile], 
             assert (part is not None) == cached
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="disks are looked for in /sys")
 def test_a_folder_on_a_network_or_in_memory_is_written_through_the_cache() -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir():
@@ -81,14 +85,15 @@ def test_a_folder_on_a_network_or_in_memory_is_written_through_the_cache() -> No
     assert not piece_file._is_on_disk(shared)
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_a_file_system_that_refuses_is_written_through_the_cache(
-    make: Callable[..., PieceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., PieceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     plain = os.open
 
     def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
         if flags & getattr(os, "O_DIRECT", 0):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, os.strerror(number))
         return plain(path, flags, mode)
 
     monkeypatch.setattr(os, "open", refuse)
@@ -96,6 +101,33 @@ def test_a_file_system_that_refuses_is_written_through_the_cache(
     file.write(b"x" * 10000)
     assert file.finish() == digests(b"x" * 10000)
     assert (tmp_path / "x").read_bytes() == b"x" * 10000
+
+
+def test_a_system_that_takes_less_at_once_is_given_the_rest(
+    make: Callable[..., PieceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: plain(handle, data[:1000]))
+    content = os.urandom(5000)
+    file = make()
+    file.write(content)
+    assert file.finish() == digests(content)
+    assert (tmp_path / "x").read_bytes() == content
+
+
+def test_a_file_that_cannot_be_opened_leaves_nothing_to_close(tmp_path: Path) -> None:
+    with Threads(1, "writes") as thread, pytest.raises(FileNotFoundError):
+        PieceFile(tmp_path / "none" / "x", thread, CHUNK, True, lambda size: None)
+    gc.collect()  # pytest's hook for errors that are ignored would see one of __del__
+
+
+def test_what_counts_the_pieces_may_fail(make: Callable[..., PieceFile]) -> None:
+    file = make()
+    file._wrote = lambda size: 1 / 0
+    file.write(b"x")
+    with pytest.raises(ZeroDivisionError):
+        file.finish()
+    assert isinstance(file.error, ZeroDivisionError)
 
 
 def test_what_is_given_may_change_afterwards(make: Callable[..., PieceFile], tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import piece_file
+from accel_ckpt.files.page_cache import cached_part
 from accel_ckpt.folder import manifest
 from accel_ckpt.folder.staging import opened_at, staged
 from accel_state.process.facts import Process
@@ -187,3 +191,38 @@ def test_machines_that_share_a_disk_do_not_race(world: Any, tmp_path: Path) -> N
 
 def test_checkpoint_error_is_what_others_get() -> None:
     assert issubclass(CheckpointError, RuntimeError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's cache is looked at on Linux alone")
+@pytest.mark.parametrize("incremental", [True, False])
+def test_the_cache_keeps_what_the_next_save_reads(tmp_path: Path, incremental: bool) -> None:
+    if not piece_file._is_on_disk(tmp_path):
+        pytest.skip("needs a disk of this machine for temporary files")
+    size = 2 * piece_file.PIECE_BYTES
+    with staged(tmp_path / "c", incremental=incremental) as staging:
+        staging.write({"x": torch.arange(size, dtype=torch.uint8)}, "x.safetensors", True)
+    with cached_part(tmp_path / "c" / "x.safetensors", 0, size) as part:
+        assert (part is not None) == incremental
+
+
+class Counted:
+    """Counts how often it is pickled."""
+
+    times = 0
+
+    def __init__(self, size: int) -> None:
+        self.content = os.urandom(size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Counted.times += 1
+        return bytes, (self.content,)
+
+
+@pytest.mark.parametrize(("before", "now", "times"), [(9, 9, 1), (9, 2**25, 2), (2**25, 9, 2)])
+def test_a_small_file_that_changed_is_made_once(tmp_path: Path, before: int, now: int, times: int) -> None:
+    for size in (before, now):
+        Counted.times = 0
+        with staged(tmp_path / "c", incremental=True) as staging:
+            staging.write(Counted(size), "x")
+    assert Counted.times == times
+    assert (tmp_path / "c" / "x").stat().st_size > now

@@ -69,6 +69,7 @@ class Run:
 
     in_parts = False
     in_place = False
+    width = 4
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -78,7 +79,8 @@ class Run:
         )
         sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if self.in_parts else {}
         self.accelerator = Accelerator(cpu=True, project_config=naming, **sharded)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        first, last = torch.nn.Linear(3, self.width), torch.nn.Linear(self.width, 1)
+        model = torch.nn.Sequential(first, torch.nn.Dropout(0.5), last)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
         data = TensorDataset(torch.arange(120.0).reshape(40, 3) / 50, torch.arange(40.0).reshape(40, 1))
@@ -337,6 +339,9 @@ def interrupt_everywhere(base: Path, mode: str, size: int, victim: int) -> list[
     if mode == "parts":
         Run.in_parts, mode = True, "kill"
     piece_file.PIECE_BYTES = 2**10 if size > 1 and victim == 0 else 256  # more points
+    if mode == "kill past the cache":
+        # Whole blocks, also in half: smaller pieces go through the system's cache.
+        Run.width, piece_file.PIECE_BYTES, mode = 600, 2**12, "kill"
     assert {ended(pid, 60) for pid in forked(lambda _: straight(base), size, base)} == {0}
     expected = (base / "expected").read_text()
 

@@ -21,6 +21,7 @@ CASES = [
     pytest.param("kill", 2, 0, 40, id="kill rank 0 of 2"),
     pytest.param("kill", 2, 1, 8, id="kill rank 1 of 2"),
     pytest.param("kill in place", 1, 0, 60, id="kill in place"),
+    pytest.param("kill past the cache", 1, 0, 10, id="kill past the cache"),
     pytest.param("EIO", 1, 0, 10, id="error"),
     pytest.param("ENOSPC in place", 1, 0, 8, id="disk full in place"),
     pytest.param("EACCES in place", 2, 0, 8, id="no permission in place, rank 0 of 2"),

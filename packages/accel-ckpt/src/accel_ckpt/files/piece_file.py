@@ -48,8 +48,7 @@ class PieceFile(io.RawIOBase):
     def __init__(
         self, path: Path, thread: Threads, chunk_bytes: int, cached: bool, wrote: Callable[[int], object]
     ) -> None:
-        self.error: OSError | None = None
-        self._handle, self._past_cache = _open(path, cached)
+        self.error: Exception | None = None
         self._thread, self._wrote = thread, wrote
         self._digests = ChunkDigests(chunk_bytes)
         self._chunks: list[str] = []
@@ -57,6 +56,9 @@ class PieceFile(io.RawIOBase):
         self._given: deque[tuple[Future[None], memoryview]] = deque()
         self._piece: memoryview | None = None
         self._used = self._size = 0  # in that piece, in the file
+        # Last, and None before: what could not be opened is closed all the same when it is freed.
+        self._handle: int | None = None
+        self._handle, self._past_cache = _open(path, cached)
 
     def writable(self) -> bool:
         """Return True."""
@@ -95,7 +97,8 @@ class PieceFile(io.RawIOBase):
                 self._give()
             wait([written for written, _ in self._given])
             super().close()
-            os.close(self._handle)
+            if self._handle is not None:
+                os.close(self._handle)
 
     def finish(self) -> tuple[str, ...]:
         """Close the file, unless it is closed.
@@ -113,10 +116,10 @@ class PieceFile(io.RawIOBase):
 
     def _free_piece(self) -> memoryview:
         if len(self._given) < _PIECES:
-            # Memory from the system begins at a page, as the disk needs it.
+            # Memory from the system begins at a page, as the disk needs it. It is shared with processes that
+            # are forked, as mmap does by default: a disk may miss what is written to private memory while
+            # one is being forked (open(2)).
             memory: Any = mmap.mmap(-1, PIECE_BYTES)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)  # small pages take longer to get than to fill
             return memoryview(memory)
         written, piece = self._given.popleft()
         written.result()
@@ -137,12 +140,13 @@ class PieceFile(io.RawIOBase):
             rest = content
             while len(rest):
                 rest = rest[self._write_some(rest) :]
-        except OSError as error:
+            self._wrote(len(content))
+        except Exception as error:
             self.error = error
             raise
-        self._wrote(len(content))
 
     def _write_some(self, content: memoryview) -> int:
+        assert self._handle is not None
         try:
             return os.write(self._handle, content)
         except OSError as error:
@@ -162,7 +166,8 @@ def _open(path: Path, cached: bool) -> tuple[int, bool]:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o666), True
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the file system has no such files
+            # The file system has no such files.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
     return os.open(path, flags, 0o666), False
 

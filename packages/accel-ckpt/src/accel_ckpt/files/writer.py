@@ -39,26 +39,24 @@ class Writer:
     Args:
         progress: Where written bytes are counted.
         chunk_bytes: Size of a digested chunk.
-        cached: Whether the system's cache keeps what is written. If not, files are written past it, where
-            that is possible.
     """
 
-    def __init__(
-        self, progress: Progress | None = None, chunk_bytes: int = CHUNK_BYTES, cached: bool = True
-    ) -> None:
+    def __init__(self, progress: Progress | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._progress = Progress("") if progress is None else progress
-        self._chunk_bytes, self._cached = chunk_bytes, cached
+        self._chunk_bytes = chunk_bytes
         self._files: dict[Path, _Written] = {}
         self._digest = Threads(digests.THREADS, "accel-digest")
         self._write = Threads(1, "accel-write")
         self._flush = Threads(1, "accel-flush")
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[IO[bytes]]:
+    def open(self, path: Path, cached: bool = False) -> Iterator[IO[bytes]]:
         """Open a new file to be written from its beginning to its end.
 
         Args:
             path: Where it is.
+            cached: Whether the system's cache keeps it. If not, it is written past the cache, where that is
+                possible.
 
         Yields:
             The file.
@@ -69,15 +67,17 @@ class Writer:
         written = _Written()
         if path in self._files and self._files[path].linked:
             path.unlink()  # or the file of the other checkpoint would be cut off
-        wrote = partial(self._wrote, path, written)
-        with closing(PieceFile(path, self._write, self._chunk_bytes, self._cached, wrote)) as file:
+        wrote = partial(self._wrote, path, written, cached)
+        with closing(PieceFile(path, self._write, self._chunk_bytes, cached, wrote)) as file:
             try:
                 yield cast("IO[bytes]", file)
                 written.chunks = file.finish()
             except Exception as error:
-                if file.error is None or file.error is error:
+                # An error that stays at the file would keep it: its traceback has the file.
+                cause, file.error = file.error, None
+                if cause is None or cause is error:
                     raise
-                raise file.error from error  # torch.save says nothing of a full disk
+                raise cause from error  # torch.save says nothing of a full disk
         self._complete(path, written)
 
     def follow(self, path: Path) -> None:
@@ -153,11 +153,11 @@ class Writer:
         for threads in (self._digest, self._write, self._flush):
             threads.close()
 
-    def _wrote(self, path: Path, written: _Written, size: int) -> None:
-        """Count what is written of a file, and have it flushed now and then."""
+    def _wrote(self, path: Path, written: _Written, cached: bool, size: int) -> None:
+        """Count what is written of a file, and have it flushed now and then if it is in the cache."""
         self._progress.add(size)
         written.size += size
-        if self._cached and (len(written.flushed) + 1) * _FLUSH_BYTES <= written.size:
+        if cached and (len(written.flushed) + 1) * _FLUSH_BYTES <= written.size:
             written.flushed.append(self._flush.submit(flush, path))
 
     def _complete(self, path: Path, written: _Written) -> None:

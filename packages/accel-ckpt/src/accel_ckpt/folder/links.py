@@ -89,6 +89,25 @@ class Earlier:
         return entry if whole else None
 
 
+def one_chunk(write: Callable[[IO[bytes]], object]) -> memoryview | None:
+    """Return what a function writes into a file, or None if it is more than a chunk.
+
+    Args:
+        write: The function.
+
+    Raises:
+        Exception: What `write` raises.
+    """
+    content = _OneChunk()
+    try:
+        write(content)
+    except Exception:
+        # torch.save raises errors of its own when a file takes no more.
+        if not content.is_full:
+            raise
+    return None if content.is_full else content.getbuffer()
+
+
 def earlier_than(target: Path) -> Earlier | None:
     """Find the checkpoint to whose files those of a new one may be linked.
 
@@ -182,5 +201,17 @@ class _Compared(io.RawIOBase):
             self._same += 1
 
 
+class _OneChunk(io.BytesIO):
+    """Takes as many bytes as a chunk has."""
+
+    is_full = False
+
+    def write(self, data: Any, /) -> int:
+        self.is_full = self.is_full or self.tell() + memoryview(data).nbytes > CHUNK_BYTES
+        if self.is_full:
+            raise _DifferentError
+        return super().write(data)
+
+
 class _DifferentError(Exception):
-    """Raised when the bytes written differ from those of the earlier file."""
+    """Raised when the bytes written differ from those of the earlier file, or are more."""

@@ -10,7 +10,6 @@ written in the background when the block is left.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder import commit, recovery, rotation
 from accel_ckpt.folder.agree import agree, collect, from_main, together
-from accel_ckpt.folder.links import Earlier, earlier_than
+from accel_ckpt.folder.links import Earlier, earlier_than, one_chunk
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
@@ -47,6 +46,8 @@ class Staging:
         progress: Counts their bytes.
         memory: Where copies go that are written later; None to write at once.
         earlier: The checkpoint to whose files unchanged ones are linked; None to write all.
+        cached: Whether the system's cache keeps the files that are the same for all processes: an incremental
+            save reads those of the save before.
         facts: What the manifest will say about the run (JSON values); may be added to until the end of the
             block.
     """
@@ -59,6 +60,7 @@ class Staging:
     progress: Progress
     memory: Memory | None = None
     earlier: Earlier | None = None
+    cached: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     _together: list[Callable[[Any], None]] = field(default_factory=list)
     _later: list[Callable[[], None]] = field(default_factory=list)
@@ -125,17 +127,19 @@ class Staging:
 
     def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         path = self.path / name
-        if self.earlier is not None:
-            if self.earlier.is_small(name):
-                # It is compared to its end before it is found to differ: made once, for both.
-                content = io.BytesIO()
-                write(content)
-                write = _writing(content.getbuffer())
-            known = self.earlier.link(name, path, write, self.writer.digest)
-            if known is not None:
-                self.writer.link(path, known.chunks)
-                return
-        with self.writer.open(path) as file:
+        earlier = self.earlier
+        if earlier is not None and earlier.is_small(name):
+            # It is compared to its end before it is found to differ: made once, for that and for the disk.
+            content = one_chunk(write)
+            if content is None:
+                earlier = None  # it is larger now
+            else:
+                write = _writing(content)
+        known = None if earlier is None else earlier.link(name, path, write, self.writer.digest)
+        if known is not None:
+            self.writer.link(path, known.chunks)
+            return
+        with self.writer.open(path, self.cached) as file:
             write(file)
 
     def write_together(self, function: Callable[[Any], None]) -> None:
@@ -286,9 +290,8 @@ def _open(target: Path, each_node: bool, process: Process, blocking: bool, incre
     progress = Progress(f"Saving {target.name}", shown=process.is_main and blocking)
     writes_shared = process.is_main or (each_node and owner)
     earlier = earlier_than(target) if incremental and writes_shared else None
-    # An incremental save reads the files of the one before.
-    writer = Writer(progress, cached=incremental)
-    return Staging(path, target, owner, writes_shared, writer, progress, memory, earlier, {"save": token})
+    writer, facts = Writer(progress), {"save": token}
+    return Staging(path, target, owner, writes_shared, writer, progress, memory, earlier, incremental, facts)
 
 
 def _finish(staging: Staging, process: Process, group: Any) -> None:

@@ -72,8 +72,13 @@ def _write_in_turns(
         Whether it is written.
     """
     task = f"writing {folder.name}"
-    flat, paths = flatten_state_dict(state)
-    layouts = set(collect(together(lambda: layout_of(flat, paths), process, task, group), process, group))
+
+    def describe() -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        flat, paths = flatten_state_dict(state)
+        return flat, paths, layout_of(flat, paths)
+
+    flat, paths, layout = together(describe, process, task, group)
+    layouts = set(collect(layout, process, group))
     if None in layouts or len(layouts) > 1:
         return False
     storage = _storage(folder, writer)

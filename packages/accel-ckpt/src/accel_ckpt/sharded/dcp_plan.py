@@ -8,6 +8,7 @@ than the place of each part that was written.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -109,7 +110,9 @@ def layout_of(state: Mapping[str, Any], paths: Mapping[str, Any]) -> str | None:
 def _kind(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, DTensor):
         mesh = value.device_mesh
-        if mesh.get_coordinate() is None:
+        # Not on this process; a sum that is still to be made; a local tensor that plans by itself.
+        plans = hasattr(value._local_tensor, "__create_write_items__")
+        if mesh.get_coordinate() is None or plans or any(item.is_partial() for item in value.placements):
             return None
         ranks = hashlib.sha256(mesh.mesh.numpy().tobytes()).digest()
         return "parts", value.shape, value.dtype, value.placements, mesh.mesh.shape, ranks
@@ -128,24 +131,40 @@ def own_items(state: Mapping[str, Any], rank: int, size: int) -> list[WriteItem]
         rank: The process.
         size: How many there are.
     """
-    turns: Counter[Any] = Counter()
+    # By what such tensors share: which copy of its part this process has, of how many, and their bytes.
+    kinds: dict[Any, tuple[int, int, dict[str, int]]] = {}
+    for name, value in state.items():
+        copy, copies, kind = _copy_of(value) if isinstance(value, DTensor) else (rank, size, ())
+        nbytes = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        kinds.setdefault(kind, (copy, copies, {}))[2][name] = nbytes
     chosen: dict[str, Any] = {}
-    # Processes that have the same part take turns, by size: each gets some of the large ones.
-    for name in sorted(state, key=lambda name: (-_size(state[name]), name)):
-        value = state[name]
-        place, copies, kind = rank, size, ()
-        if isinstance(value, DTensor):
-            place, copies, kind = _copy_of(value)
-        if place == turns[kind] % copies:
-            chosen[name] = value
-        turns[kind] += 1
+    for copy, copies, sizes in kinds.values():
+        chosen |= {name: state[name] for name, writer in writers_of(sizes, copies).items() if writer == copy}
     items = create_default_local_save_plan(chosen, is_coordinator=False).items
     # A tensor with fewer rows than processes leaves some without any.
     return [item for item in items if not _is_empty_part(item)]
 
 
-def _size(value: Any) -> int:
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+def writers_of(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
+    """Choose which of the processes that have the same part of tensors writes it.
+
+    Large ones come first, and each goes to whoever has least by then (longest processing time first, Graham
+    1969, https://doi.org/10.1137/0117039).
+
+    Args:
+        sizes: Bytes of each tensor, by name.
+        copies: How many processes have each part.
+
+    Returns:
+        The number of the copy that is written, by name.
+    """
+    loads = [(0, copy) for copy in range(copies)]  # a heap
+    chosen = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, copy = loads[0]
+        heapq.heapreplace(loads, (load + max(sizes[name], 1), copy))
+        chosen[name] = copy
+    return chosen
 
 
 def _copy_of(value: DTensor) -> tuple[int, int, Any]:
@@ -237,9 +256,43 @@ def _places(saved: dict[str, Any], written: Iterable[Written]) -> Iterator[Place
             elements[name] += shape.numel()
         yield Place(index, _Info(part.file, part.offset, part.length))
     for name, entry in saved.items():
+        if isinstance(entry, TensorStorageMetadata) and not _are_apart(entry.chunks, entry.size):
+            raise CheckpointError(
+                f"parts of {name} overlap or lie outside of it, {[*entry.size]}: a layout that "
+                "torch.distributed.checkpoint has no parts for. Redistribute the tensor, or leave it out."
+            )
         expected = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 1
         if elements[name] != expected:
             raise CheckpointError(
                 f"the processes have written {elements[name]} elements of {name}, which has {expected}: save "
                 "again."
             )
+
+
+def _are_apart(chunks: Iterable[Any], size: torch.Size) -> bool:
+    """Whether parts lie in a tensor, and none over another."""
+    parts = [chunk for chunk in chunks if 0 not in chunk.shape]
+    if any(begin + length > end for part in parts for begin, length, end in zip(*part, size, strict=True)):
+        return False
+    if not size:
+        return len(parts) < 2
+    # Along the axis with most places to begin at, few parts are at one place.
+    axis = max(range(len(size)), key=lambda axis: len({part.begin[axis] for part in parts}))
+    open_parts: list[Any] = []
+    for part in sorted(parts, key=lambda part: part.begin[axis]):
+        open_parts = [other for other in open_parts if _end(other, axis) > part.begin[axis]]
+        if any(_meet(part, other) for other in open_parts):
+            return False
+        open_parts.append(part)
+    return True
+
+
+def _end(part: _Chunk, axis: int) -> int:
+    return part.begin[axis] + part.shape[axis]
+
+
+def _meet(one: _Chunk, other: _Chunk) -> bool:
+    return all(
+        one.begin[axis] < _end(other, axis) and other.begin[axis] < _end(one, axis)
+        for axis in range(len(one.begin))
+    )

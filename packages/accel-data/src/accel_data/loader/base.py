@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from accel_data.loader.by_value import sending_by_value
 from accel_data.loader.tensors import reading_batches_at_once
 from accel_data.loader.workers import handed_on, opened
 from accel_data.order.global_order import SeedableRandomSampler
@@ -322,7 +321,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         key = pass_key(self._sample_seed, started.begin.epoch)
 
         def begin() -> Iterator[Any]:
-            with reading_batches_at_once(loader), sending_by_value(loader):
+            with reading_batches_at_once(loader):
                 return iterate(loader)
 
         live_on = loader.persistent_workers and loader._iterator is not None

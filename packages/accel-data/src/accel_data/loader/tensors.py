@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from accel_data.loader.by_value import is_plain
 from accel_data.seeds import WithKey
 
 
@@ -48,13 +47,23 @@ def _can_be_read_at_once(loader: DataLoader[Any]) -> bool:
         # Users may put functions of their own into this table.
         and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
         and not any(isinstance((), kind) for kind in default_collate_fn_map)
-        and all(map(is_plain, loader.dataset.tensors))
+        and all(map(_is_plain, loader.dataset.tensors))
     )
 
 
 def _users_init(loader: DataLoader[Any]) -> Any:
     init: Any = loader.worker_init_fn
     return init.init if isinstance(init, WithKey) else init
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+    )
 
 
 class _Batches:
