@@ -339,7 +339,7 @@ for number, batch in enumerate(prepare_data_loader(DataLoader(range(600), 2), di
         break
     if number == 3 and sys.argv[1] == "fail" and dist.get_rank() == 0:
         raise ArithmeticError("a bad step")
-print("left", number)
+sys.stdout.write(f"left {number}\\n")  # in one piece, as two processes write
 """
 
 

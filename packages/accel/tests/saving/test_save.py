@@ -570,7 +570,8 @@ def test_a_run_goes_on_on_another_number_of_processes(world, tmp_path, saved):
 def test_a_sharded_run_goes_on_on_another_number_of_processes(world, tmp_path, saved, loaded):
     folder = tmp_path / "state"
     goes_on(world, str(folder), saved, loaded, sharded=True)
-    assert len(list((folder / "pytorch_model_fsdp_0").glob("*.distcp"))) == saved
+    # The weights have one row, so that the other processes have nothing to write.
+    assert [path.name for path in (folder / "pytorch_model_fsdp_0").glob("*.distcp")] == ["__0_0.distcp"]
 
 
 def goes_on(world, folder, saved, others, sharded):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -158,12 +158,17 @@ class Writer:
         self._progress.add(size)
         written.size += size
         if cached and (len(written.flushed) + 1) * _FLUSH_BYTES <= written.size:
-            written.flushed.append(self._flush.submit(flush, path))
+            written.flushed.append(self._flush.submit(_flush_if_there, path))
 
     def _complete(self, path: Path, written: _Written) -> None:
         written.identity = _identity(path)
-        written.flushed.append(self._flush.submit(flush, path))
+        written.flushed.append(self._flush.submit(_flush_if_there, path))
         self._files[path] = written
+
+
+def _flush_if_there(path: Path) -> None:
+    with suppress(FileNotFoundError):  # a hook has deleted it since, or another file took its place
+        flush(path)
 
 
 def _digest_and_count(path: Path, start: int, chunk_bytes: int, progress: Progress) -> str:
