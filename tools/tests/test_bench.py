@@ -115,8 +115,11 @@ def test_a_section_that_fails_is_named_and_the_others_are_measured(monkeypatch, 
 
 def test_the_readme_has_rows_of_the_last_run():
     readme, page = (
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split(BEGIN)[1].split(END)[0].splitlines()]
-        for text in ((ROOT / "README.md").read_text(), (ROOT / "docs/performance.md").read_text())
+        [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in (ROOT / name).read_text().split(BEGIN)[1].split(END)[0].splitlines()
+        ]
+        for name in ("README.md", "docs/performance.md")
     )
     measured = {cells[0]: cells for cells in page if len(cells) > 4}
     shown = [cells for cells in readme if len(cells) == 4 and cells[0] in HEADLINES]
