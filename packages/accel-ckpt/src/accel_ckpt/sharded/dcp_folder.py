@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -127,14 +128,14 @@ class _Files(FileSystem):
         self._writer = writer
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         if Path(path).suffix == ".distcp":
             assert mode == "wb"
             with self._writer.open(Path(path)) as file:  # torch closes it
-                yield file
+                yield cast("io.IOBase", file)
         else:
             with super().create_stream(path, mode) as stream:
-                yield cast("IO[bytes]", stream)
+                yield stream
 
 
 def read_folder(state: dict[str, Any], folder: Path, process: Process, index: Metadata | None = None) -> None:

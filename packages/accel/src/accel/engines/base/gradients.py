@@ -107,6 +107,7 @@ class Gradients:
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm; returns the norm before clipping."""
+        # Not by gradients_of: one call of Python less in every step.
         found = [tensor.grad for tensor in parameters if tensor.grad is not None]
         kinds = {(type(gradient), gradient.device, gradient.dtype) for gradient in found}
         if len(kinds) == 1:
