@@ -302,6 +302,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
 
 def lines_of(errors: str) -> list[str]:
     """The last report that a process has printed."""
+    # Its main thread may be printing its own error at that time, the end of whose last line comes by itself.
+    errors = errors.replace("Watchdog, process ", "\nWatchdog, process ")
     lines = errors[errors.rindex("Watchdog, process ") if "ends this" not in errors else 0 :].splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("Watchdog, process "))
     return [line for line in lines[start:] if line.startswith(("Watchdog", "  "))]
