@@ -3,8 +3,9 @@
 Manifest: each process describes its files, and sends that as bytes; the files here are as large as they say,
 and hold nothing. Unpacking, finding, describing and writing the manifest is the real code.
 
-Index: each process sends where it has put its parts of a 70B model's weights, as bytes. Unpacking them,
-making and checking the index of torch.distributed.checkpoint, and writing it is the real code.
+Index: each process sends where it has put its parts of a 70B model's weights, or of Adam's two states of
+each, as bytes. Unpacking them, making and checking the index of torch.distributed.checkpoint, and writing it
+is the real code.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import tempfile
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from accel_ckpt.sharded import dcp_plan
+from accel_ckpt.sharded import dcp_folder, dcp_plan
 from accel_ckpt.sharded.dcp_plan import Written
 
 from .row import Row
@@ -39,10 +39,13 @@ def manifest_rows(*, quick: bool = False) -> list[Row]:
     ranks = QUICK_RANKS if quick else RANKS
     layers = QUICK_LAYERS if quick else LAYERS
     manifest = f"manifest of a checkpoint of {ranks:,} processes, 3 files each, on the main process"
-    index = f"index of {layers} layers of 70B, {ranks // SHARDS} x {SHARDS} processes, on the main process"
+    mesh = f"{ranks // SHARDS} x {SHARDS} processes, on the main process"
+    of_layers = f"of {layers} layers of 70B, {mesh}"
+    sizes = {"ranks": ranks, "layers": layers}
     return [
         *_rows(manifest, "manifests:measure_manifest", ranks=ranks),
-        *_rows(index, "manifests:measure_index", ranks=ranks, layers=layers),
+        *_rows(f"index {of_layers}", "manifests:measure_index", **sizes, states=1),
+        *_rows(f"index of Adam's states {of_layers}", "manifests:measure_index", **sizes, states=2),
     ]
 
 
@@ -93,14 +96,16 @@ def _written(folder: Path, rank: int) -> list[object]:
     return entries
 
 
-def measure_index(rank: int, size: int, ranks: int, layers: int, traces: bool) -> dict[str, float]:
+def measure_index(
+    rank: int, size: int, ranks: int, layers: int, states: int, traces: bool
+) -> dict[str, float]:
     """Make the index; runs in a worker."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    weights = _weights(ranks, layers)
+    weights = _weights(ranks, layers, states)
     sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
     own = {part[:3] for part in pickle.loads(sent[0])}
     items = dcp_plan.own_items(weights, 0, ranks)
@@ -112,9 +117,7 @@ def measure_index(rank: int, size: int, ranks: int, layers: int, traces: bool) -
         if traces:
             tracemalloc.start()
         start = time.process_time()
-        written = (part for parts in sent for part in pickle.loads(parts))
-        index, places = dcp_plan.make_index(weights, {name: (name,) for name in weights}, written)
-        writer.finish(index, cast("Any", [places]))
+        dcp_folder.write_index(writer, weights, {name: (name,) for name in weights}, sent)
         seconds = time.process_time() - start
         megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traces else 0.0
         found = FileSystemReader(folder).read_metadata()
@@ -124,8 +127,10 @@ def measure_index(rank: int, size: int, ranks: int, layers: int, traces: bool) -
     return {"seconds": seconds, "megabytes": megabytes}
 
 
-def _weights(ranks: int, layers: int) -> dict[str, DTensor]:
-    """The weights of the model, sharded by rows and replicated, as this process has them."""
+def _weights(ranks: int, layers: int, states: int) -> dict[str, DTensor]:
+    """The weights of the model, or several states of each, sharded by rows and replicated, as this process
+    has them.
+    """
     mesh = init_device_mesh("cpu", (ranks // SHARDS, SHARDS))
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (WORDS, HIDDEN), "lm_head": (WORDS, HIDDEN)}
     shapes["norm"] = (HIDDEN,)
@@ -143,10 +148,11 @@ def _weights(ranks: int, layers: int) -> dict[str, DTensor]:
         }
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     return {
-        f"model.{name}.weight": DTensor.from_local(
+        f"model.{name}.weight{state or ''}": DTensor.from_local(
             torch.empty(shape[0] // SHARDS, *shape[1:], device="meta"), mesh, [Replicate(), Shard(0)]
         )
         for name, shape in shapes.items()
+        for state in range(states)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import warnings
 from collections import Counter
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -174,8 +175,8 @@ def test_every_part_is_written_once_and_the_index_has_it(
     full = [part for part in written if 0 not in part.shape]  # type: ignore[operator]
     assert len({part[:2] for part in full}) == len(full)
     with process_of(0, size):
-        index, places = make_index(state, {}, written)
-        assert len({place.index for place in places}) >= len(full)
+        index, places = make_index(state, {}, [written])
+        assert len({place.index for one in places for place in one}) >= len(full)
     elements = {
         name: sum(torch.Size(chunk[1]).numel() for chunk in entry.chunks)
         for name, entry in index.state_dict_metadata.items()
@@ -188,10 +189,26 @@ def test_missing_parts_are_an_error_before_the_index_is_written() -> None:
     half = whole._replace(shape=(2,))
     state = {"x": torch.zeros(4), "y": 1}
     value = Written("y", None, None, "__0_0.distcp", 16, 1)
-    list(make_index(state, {}, [whole, value])[1])
+    list(make_index(state, {}, [[whole], [value]])[1])
     for parts in ([half, value], [whole], [whole, value, value]):
         with pytest.raises(CheckpointError, match=r"have written [02] elements of [xy]"):
-            list(make_index(state, {}, parts)[1])
+            list(make_index(state, {}, [parts])[1])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_afterwards(tmp_path: Path, enabled: bool) -> None:
+    state = {"x": torch.zeros(4)}
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with closing(Writer()) as writer:
+            write_folder(state, tmp_path, current_process(), writer=writer)
+        assert gc.isenabled() == enabled
+        storage = FileSystemWriter(tmp_path)
+        with pytest.raises(CheckpointError, match="have written 0 elements of x"):
+            dcp_folder.write_index(storage, state, {}, [])
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +218,7 @@ def test_parts_over_each_other_or_outside_are_an_error(begins: list[int], shape:
     """Their elements are as many as those of the tensor."""
     parts = [Written("x", (begin,), shape, "__0_0.distcp", 0, 1) for begin in begins]
     with pytest.raises(CheckpointError, match="parts of x overlap or lie outside of it"):
-        list(make_index({"x": torch.zeros(4)}, {}, parts)[1])
+        list(make_index({"x": torch.zeros(4)}, {}, [parts])[1])
 
 
 def test_the_largest_tensors_go_to_different_copies() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -179,5 +180,8 @@ def _strangers(target: Path) -> bool:
 
 
 def _is_here(staging: Path, entry: FileEntry) -> bool:
-    path = staging / entry.path
-    return path.is_file() and path.stat().st_size == entry.size
+    try:
+        found = (staging / entry.path).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == entry.size

@@ -65,17 +65,19 @@ def files_in(folder: Path) -> list[str]:
     """
     found = []
     for base, names, files in os.walk(folder):
+        inside = Path(base).relative_to(folder).as_posix() + "/"
         for name in (*names, *files):
-            path = Path(base, name)
+            # Not by a Path for each, as there may be tens of thousands.
+            path = os.path.join(base, name)
             # lstat: a link is reported as one, wherever it leads.
-            mode = path.lstat().st_mode
+            mode = os.lstat(path).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(
                     f"{path} is {kind_of(mode)}; a checkpoint holds files and folders alone. Write the file "
                     "itself."
                 )
             if stat.S_ISREG(mode):
-                found.append(path.relative_to(folder).as_posix())
+                found.append(f"{inside}{name}".removeprefix("./"))
     return sorted(name for name in found if name != MANIFEST)
 
 
@@ -141,13 +143,17 @@ def _encode(manifest: Manifest) -> bytes:
             for entry in manifest.files
         ],
     }
-    # The digest is of the body alone, as a text cannot hold its own digest.
-    return _dump({"manifest": body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
+    return _document(_spelled(body, "\n "))
 
 
-def _dump(value: Any) -> bytes:
+def _document(body: str) -> bytes:
+    """Return the whole text of a manifest, from that of its body, which is the longest part of the work."""
+    # The digest is of the body alone, as a text cannot hold its own digest; and of it as spelled by itself,
+    # which is one blank less on each line: JSON has no other new lines.
     # Fixed spacing and ASCII: `_decode` compares the file with this spelling of it byte by byte.
-    return _spelled(value, "\n").encode("ascii") + b"\n"
+    alone = body.replace("\n ", "\n").encode("ascii") + b"\n"
+    text = f'{{\n "manifest": {body},\n "sha256": "{hashlib.sha256(alone).hexdigest()}"\n}}\n'
+    return text.encode("ascii")
 
 
 def _spelled(value: Any, line: str) -> str:
@@ -176,8 +182,8 @@ def _decode(raw: bytes, path: Path) -> Manifest:
     try:
         document = json.loads(raw)
         body = document["manifest"]
-        # Compared byte by byte as well: JSON says the same in several spellings.
-        if document["sha256"] != hashlib.sha256(_dump(body)).hexdigest() or _dump(document) != raw:
+        # Byte by byte, not the digest alone: JSON says the same in several spellings.
+        if _document(_spelled(body, "\n ")) != raw:
             raise ValueError("digest")
         if body["format"] == FORMAT and body["version"] > VERSION:
             raise CheckpointError(

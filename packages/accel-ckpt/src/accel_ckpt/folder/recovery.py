@@ -214,7 +214,8 @@ def move_out(staging: Path, target: Path) -> None:
 
 def folders_of(root: Path, names: Iterable[str]) -> set[Path]:
     """Return the folders that files are in, with all those between them and the root."""
-    return {root, *(root / folder for name in names for folder in PurePosixPath(name).parents)}
+    folders = {name.rpartition("/")[0] for name in names}
+    return {root, *(root / part for name in folders for part in PurePosixPath(name, "file").parents)}
 
 
 def _left_beside(target: Path) -> Path | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -105,12 +106,41 @@ def _write_in_turns(
 
     def finish() -> None:
         if process.is_main:
-            written = (part for parts in sent for part in pickle.loads(parts))
-            index, places = make_index(flat, paths, written)
-            storage.finish(index, cast("Any", [places]))
+            write_index(storage, flat, paths, sent)
 
     _collective(finish, process, task, group)
     return True
+
+
+def write_index(
+    storage: FileSystemWriter, state: dict[str, Any], paths: dict[str, Any], sent: Iterable[bytes]
+) -> None:
+    """Write the index of a folder, on the main process.
+
+    Args:
+        storage: Torch's writer of the folder.
+        state: The flat state dict of this process.
+        paths: For each name, its keys in the nested one.
+        sent: What each process has written, as it has sent that.
+
+    Raises:
+        CheckpointError: If parts are missing, or lie over each other.
+    """
+    with _uncollected():
+        index, places = make_index(state, paths, map(pickle.loads, sent))
+        storage.finish(index, cast("Any", places))
+
+
+@contextmanager
+def _uncollected() -> Generator[None, None, None]:
+    """Keep Python's collector of cycles from looking through the growing index again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _storage(folder: Path, writer: Writer | None) -> FileSystemWriter:

@@ -80,7 +80,7 @@ class _Info(NamedTuple):
         return _StorageInfo, tuple(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a part is, as far as torch's writer asks for it."""
 
@@ -210,14 +210,14 @@ def written_by(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> li
 
 
 def make_index(
-    state: Mapping[str, Any], paths: Mapping[str, Any], written: Iterable[Written]
-) -> tuple[Metadata, Iterator[Place]]:
+    state: Mapping[str, Any], paths: Mapping[str, Any], written: Iterable[Iterable[Written]]
+) -> tuple[Metadata, Iterator[list[Place]]]:
     """Make the index of a folder from the parts that all processes have written.
 
     Args:
         state: The flat state dict of the main process.
         paths: For each name, its keys in the nested one.
-        written: The parts.
+        written: The parts of each process.
 
     Returns:
         (index, places): the index, and where the parts are, as torch's writer takes it. The index has all
@@ -232,29 +232,31 @@ def make_index(
     return Metadata(saved, planner_data=dict(paths)), _places(saved, written)
 
 
-def _places(saved: dict[str, Any], written: Iterable[Written]) -> Iterator[Place]:
-    # Of each text and shape one object, as many parts have the same.
+def _places(saved: dict[str, Any], written: Iterable[Iterable[Written]]) -> Iterator[list[Place]]:
+    # Of each text, and of parts alike in several tensors, one object.
     names = {name: name for name in saved}
-    shared: dict[tuple[int, ...], torch.Size] = {}
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk] = {}
     without: set[tuple[str, torch.Size]] = set()
     elements = Counter[str]()
-    for part in written:
-        name = names[part.name]
-        if part.begin is None or part.shape is None:
-            index = _Index(name)
-            elements[name] += 1
-        else:
-            begin = shared.setdefault(part.begin, torch.Size(part.begin))
-            shape = shared.setdefault(part.shape, torch.Size(part.shape))
-            chunks = saved[name].chunks
-            if 0 in shape:  # of a tensor without elements, which several processes have
-                if (name, begin) in without:
-                    continue
-                without.add((name, begin))
-            index = _Index(name, begin, len(chunks))
-            chunks.append(_Chunk(begin, shape))
-            elements[name] += shape.numel()
-        yield Place(index, _Info(part.file, part.offset, part.length))
+    for parts in written:
+        places = []
+        for part in parts:
+            name = names[part.name]
+            if part.begin is None or part.shape is None:
+                index = _Index(name)
+                elements[name] += 1
+            else:
+                key = part.begin, part.shape
+                chunk = chunks.get(key) or chunks.setdefault(key, _Chunk(*map(torch.Size, key)))
+                if 0 in chunk.shape:  # of a tensor without elements, which several processes have
+                    if (name, chunk.begin) in without:
+                        continue
+                    without.add((name, chunk.begin))
+                index = _Index(name, chunk.begin, len(saved[name].chunks))
+                saved[name].chunks.append(chunk)
+                elements[name] += chunk.shape.numel()
+            places.append(Place(index, _Info(part.file, part.offset, part.length)))
+        yield places
     for name, entry in saved.items():
         if isinstance(entry, TensorStorageMetadata) and not _are_apart(entry.chunks, entry.size):
             raise CheckpointError(
