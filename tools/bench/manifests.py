@@ -3,9 +3,9 @@
 Manifest: each process describes its files, and sends that as bytes; the files here are as large as they say,
 and hold nothing. Unpacking, finding, describing and writing the manifest is the real code.
 
-Index: each process sends where it has put its parts of a 70B model's weights, or of Adam's two states of
-each, as bytes. Unpacking them, making and checking the index of torch.distributed.checkpoint, and writing it
-is the real code.
+Index: each process sends the layout of a 70B model's weights, or of Adam's two states of each, and then where
+it has put its parts of them, as bytes. Unpacking them, choosing what the main process writes itself, making
+and checking the index of torch.distributed.checkpoint, and writing it is the real code.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_ckpt.sharded import dcp_folder, dcp_plan
 from accel_ckpt.sharded.dcp_plan import Written
+from accel_ckpt.sharded.layouts import common_copies, layout_of
 
 from .row import Row
 from .workers import run_workers
@@ -107,19 +108,21 @@ def measure_index(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     weights = _weights(ranks, layers, states)
     sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
-    own = {part[:3] for part in pickle.loads(sent[0])}
-    items = dcp_plan.own_items(weights, 0, ranks)
-    chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
-    if own != {(name, tuple(chunk.offsets), tuple(chunk.sizes)) for name, chunk in chunks}:
-        raise RuntimeError("the main process writes other parts than those of the simulation")
+    layout = pickle.dumps(layout_of(weights, {}))
     with tempfile.TemporaryDirectory() as folder:
         writer = FileSystemWriter(folder, sync_files=False)
         if traces:
             tracemalloc.start()
         start = time.process_time()
+        copies = common_copies([pickle.loads(layout) for _ in range(ranks)], 0)
+        items = dcp_plan.own_items(weights, copies or {}, 0, ranks)
         dcp_folder.write_index(writer, weights, {name: (name,) for name in weights}, sent)
         seconds = time.process_time() - start
         megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traces else 0.0
+        own = {part[:3] for part in pickle.loads(sent[0])}
+        chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
+        if own != {(name, tuple(chunk.offsets), tuple(chunk.sizes)) for name, chunk in chunks}:
+            raise RuntimeError("the main process writes other parts than those of the simulation")
         found = FileSystemReader(folder).read_metadata()
         if len(found.storage_data) != len(weights) * SHARDS:
             raise RuntimeError("the index does not have every part")

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder.agree import collect, together
-from accel_ckpt.sharded.dcp_plan import Written, layout_of, make_index, own_items, written_by
+from accel_ckpt.sharded.dcp_plan import Written, make_index, own_items, written_by
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
+from accel_ckpt.sharded.layouts import Layout, common_copies, layout_of
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
 
@@ -75,18 +76,18 @@ def _write_in_turns(
     """
     task = f"writing {folder.name}"
 
-    def describe() -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    def describe() -> tuple[dict[str, Any], dict[str, Any], Layout | None]:
         flat, paths = flatten_state_dict(state)
         return flat, paths, layout_of(flat, paths)
 
     flat, paths, layout = together(describe, process, task, group)
-    layouts = set(collect(layout, process, group))
-    if None in layouts or len(layouts) > 1:
+    copies = common_copies(collect(layout, process, group), process.rank)
+    if copies is None:
         return False
     storage = _storage(folder, writer)
 
     def write() -> list[Written]:
-        items = own_items(flat, process.rank, process.world_size)
+        items = own_items(flat, copies, process.rank, process.world_size)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(flat)
         storage.set_up_storage_writer(process.is_main)

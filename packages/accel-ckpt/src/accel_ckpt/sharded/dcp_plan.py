@@ -7,7 +7,6 @@ than the place of each part that was written.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.sharded.layouts import Copy, ranks_of
 
 
 class Written(NamedTuple):
@@ -88,58 +87,31 @@ class Place:
     storage_data: _Info
 
 
-def layout_of(state: Mapping[str, Any], paths: Mapping[str, Any]) -> str | None:
-    """Describe what a state has, and how its tensors lie, in a digest that equal layouts share.
-
-    Args:
-        state: The flat state dict.
-        paths: For each name, its keys in the nested one.
-
-    Returns:
-        The digest; None if the state has tensors of which parts are known to each process alone.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        kind = _kind(state[name])
-        if kind is None:
-            return None
-        digest.update(repr((name, paths.get(name), *kind)).encode())
-    return digest.hexdigest()
-
-
-def _kind(value: Any) -> tuple[Any, ...] | None:
-    if isinstance(value, DTensor):
-        mesh = value.device_mesh
-        # Not on this process; a sum that is still to be made; a local tensor that plans by itself.
-        plans = hasattr(value._local_tensor, "__create_write_items__")
-        if mesh.get_coordinate() is None or plans or any(item.is_partial() for item in value.placements):
-            return None
-        ranks = hashlib.sha256(mesh.mesh.numpy().tobytes()).digest()
-        return "parts", value.shape, value.dtype, value.placements, mesh.mesh.shape, ranks
-    if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
-        return None
-    if isinstance(value, torch.Tensor):
-        return "tensor", value.shape, value.dtype
-    return ("value",)
-
-
-def own_items(state: Mapping[str, Any], rank: int, size: int) -> list[WriteItem]:
+def own_items(
+    state: Mapping[str, Any], copies: Mapping[bytes, Copy], rank: int, size: int
+) -> list[WriteItem]:
     """Choose what a process writes: every part once, and about as much by each process.
 
     Args:
         state: The flat state dict, of one layout on all processes.
+        copies: Which copy each mesh is; see `common_copies`.
         rank: The process.
         size: How many there are.
     """
-    # By what such tensors share: which copy of its part this process has, of how many, and their bytes.
-    kinds: dict[Any, tuple[int, int, dict[str, int]]] = {}
+    # By what such tensors share: which copy of its part this process has, and their bytes.
+    kinds: dict[Any, tuple[Copy, dict[str, int]]] = {}
+    kind: Any
     for name, value in state.items():
-        copy, copies, kind = _copy_of(value) if isinstance(value, DTensor) else (rank, size, ())
+        copy, kind = Copy(rank, size), None
+        if isinstance(value, DTensor):
+            ranks = ranks_of(value.device_mesh)
+            copy, kind = _copy_of(value, copies[ranks]), (ranks, value.placements)
         nbytes = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-        kinds.setdefault(kind, (copy, copies, {}))[2][name] = nbytes
+        kinds.setdefault(kind, (copy, {}))[1][name] = nbytes
     chosen: dict[str, Any] = {}
-    for copy, copies, sizes in kinds.values():
-        chosen |= {name: state[name] for name, writer in writers_of(sizes, copies).items() if writer == copy}
+    for copy, sizes in kinds.values():
+        writers = writers_of(sizes, copy.copies)
+        chosen |= {name: state[name] for name, writer in writers.items() if writer == copy.number}
     items = create_default_local_save_plan(chosen, is_coordinator=False).items
     # A tensor with fewer rows than processes leaves some without any.
     return [item for item in items if not _is_empty_part(item)]
@@ -167,17 +139,17 @@ def writers_of(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
     return chosen
 
 
-def _copy_of(value: DTensor) -> tuple[int, int, Any]:
-    """Return which of the copies of its part this process has, of how many, and what such tensors share."""
+def _copy_of(value: DTensor, copy: Copy) -> Copy:
+    """Return which copy of its part this process has, of those in all copies of its mesh."""
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # or there would be no common layout
-    number, copies = 0, 1
+    number, count = copy
     for dim, placement in enumerate(value.placements):
         if placement.is_replicate():
             number = number * mesh.size(dim) + coordinate[dim]
-            copies *= mesh.size(dim)
-    return number, copies, (tuple(mesh.mesh.shape), tuple(value.placements))
+            count *= mesh.size(dim)
+    return Copy(number, count)
 
 
 def _is_empty_part(item: WriteItem) -> bool:
