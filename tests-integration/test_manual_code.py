@@ -465,6 +465,7 @@ ROWS = re.findall(
 def engine_of() -> str:
     accelerator = Accelerator(cpu=True)
     name = accelerator.engine.name
+    accelerator.wait_for_everyone()  # gloo fails on a process that is still joining when another one ends
     accelerator.end_training()
     return str(name)
 
