@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_ckpt.sharded import dcp_folder, dcp_plan
 from accel_ckpt.sharded.dcp_plan import Written
-from accel_ckpt.sharded.layouts import common_copies, layout_of
+from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
 
 from .row import Row
 from .workers import run_workers
@@ -108,14 +108,16 @@ def measure_index(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     weights = _weights(ranks, layers, states)
     sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
-    layout = pickle.dumps(layout_of(weights, {}))
+    layouts = [pickle.dumps(layout_of(weights, {}, meshes_of(weights)))] * ranks
     with tempfile.TemporaryDirectory() as folder:
         writer = FileSystemWriter(folder, sync_files=False)
         if traces:
             tracemalloc.start()
         start = time.process_time()
-        copies = common_copies([pickle.loads(layout) for _ in range(ranks)], 0)
-        items = dcp_plan.own_items(weights, copies or {}, 0, ranks)
+        meshes = meshes_of(weights)
+        layout_of(weights, {}, meshes)
+        copies = common_copies([pickle.loads(layout) for layout in layouts], 0) or []
+        items = dcp_plan.own_items(weights, dict(zip(meshes, copies, strict=True)), 0, ranks)
         dcp_folder.write_index(writer, weights, {name: (name,) for name in weights}, sent)
         seconds = time.process_time() - start
         megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traces else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from accel_ckpt.files.writer import Writer
 from accel_ckpt.sharded import dcp_folder, dcp_plan
 from accel_ckpt.sharded.dcp_folder import write_folder
 from accel_ckpt.sharded.dcp_plan import Written, make_index, own_items
-from accel_ckpt.sharded.layouts import common_copies, layout_of
+from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
 from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.core
@@ -178,7 +179,8 @@ def test_every_part_is_written_once_and_the_index_has_it(
     layouts = []
     for rank in range(size):
         with process_of(rank, size):
-            layouts.append(layout_of(state_here(), {}))
+            state = state_here()
+            layouts.append(layout_of(state, {}, meshes_of(state)))
     written: list[Written] = []
     counts = Counter[int]()
     for rank in reversed(range(size)):  # the main process's last, for the index
@@ -186,7 +188,7 @@ def test_every_part_is_written_once_and_the_index_has_it(
             state = state_here()
             copies = common_copies(layouts, rank)
             assert copies is not None
-            for item in own_items(state, copies, rank, size):
+            for item in own_items(state, dict(zip(meshes_of(state), copies, strict=True)), rank, size):
                 assert item.tensor_data is not None
                 chunk = item.tensor_data.chunk
                 begin, part = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -217,19 +219,30 @@ def test_missing_parts_are_an_error_before_the_index_is_written() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_as_it_was_afterwards(tmp_path: Path, enabled: bool) -> None:
+def test_the_collector_stands_still_for_the_index_of_blocking_saves(tmp_path: Path, enabled: bool) -> None:
     state = {"x": torch.zeros(4)}
+    meanwhile: list[bool] = []
+
+    def sent(*parts: Written) -> Iterator[bytes]:
+        meanwhile.append(gc.isenabled())
+        yield pickle.dumps([*parts])
+
     (gc.enable if enabled else gc.disable)()
     try:
-        with closing(Writer()) as writer:
-            write_folder(state, tmp_path, current_process(), writer=writer)
-        assert gc.isenabled() == enabled
         storage = FileSystemWriter(tmp_path)
-        with pytest.raises(CheckpointError, match="have written 0 elements of x"):
-            dcp_folder.write_index(storage, state, {}, [])
+        whole = Written("x", (0,), (4,), "__0_0.distcp", 0, 16)
+        dcp_folder.write_index(storage, state, {}, sent(whole))
         assert gc.isenabled() == enabled
+        with pytest.raises(CheckpointError, match="have written 0 elements of x"):
+            dcp_folder.write_index(storage, state, {}, sent())
+        assert gc.isenabled() == enabled
+        # In the background, where the program may switch it meanwhile.
+        thread = threading.Thread(target=dcp_folder.write_index, args=(storage, state, {}, sent(whole)))
+        thread.start()
+        thread.join()
     finally:
         gc.enable()
+    assert meanwhile == [False, False, enabled]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel_ckpt.sharded.layouts import Copy, Layout, common_copies, layout_of, ranks_of
+from accel_ckpt.sharded.layouts import Copy, Layout, common_copies, layout_of, meshes_of
 
 pytestmark = pytest.mark.core
 
@@ -34,6 +34,10 @@ class Planned(torch.Tensor):
         return []
 
 
+def layout(state: dict[str, Any], paths: dict[str, Any]) -> Layout | None:
+    return layout_of(state, paths, meshes_of(state))
+
+
 @pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6
 def test_layouts_are_told_apart() -> None:
     found: list[Layout | None] = []
@@ -49,20 +53,20 @@ def test_layouts_are_told_apart() -> None:
             distribute_tensor(whole, mesh, (Replicate(), Shard(1))),
             distribute_tensor(whole, flat, (Shard(0),)),
         ):
-            found += [layout_of({"x": value}, {}), layout_of({"y": value}, {})]
-            found += [layout_of({"x": value}, {"x": 1})]
+            found += [layout({"x": value}, {}), layout({"y": value}, {})]
+            found += [layout({"x": value}, {"x": 1})]
         assert len(set(found)) == len(found)
-        assert layout_of({"x": 1, "y": 2}, {}) == layout_of({"y": 3, "x": 4}, {})
+        assert layout({"x": 1, "y": 2}, {}) == layout({"y": 3, "x": 4}, {})
         sums = DTensor.from_local(whole, mesh, (Replicate(), Partial()), run_check=False)
         planned = DTensor.from_local(whole.as_subclass(Planned), flat, (Shard(0),), run_check=False)
         for value in (sums, planned, whole.as_subclass(Planned)):
-            assert layout_of({"x": value}, {}) is None
+            assert layout({"x": value}, {}) is None
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         other = DeviceMesh("cpu", torch.tensor([2, 3]), _init_backend=False)
         part = distribute_tensor(whole, half, (Shard(0),))
-        assert layout_of({"x": part}, {}) is not None
+        assert layout({"x": part}, {}) is not None
         elsewhere = DTensor.from_local(torch.zeros(2, 4), other, (Shard(0),), run_check=False)
-        assert layout_of({"x": elsewhere}, {}) is None
+        assert layout({"x": elsewhere}, {}) is None
 
 
 def layout_on(*meshes: tuple[bytes, int]) -> Layout:
@@ -74,8 +78,24 @@ def test_meshes_that_every_process_is_in_one_of_are_copies() -> None:
     whole = (b"0 1 2 3", 4)
     layouts = [layout_on(whole, left)] * 2 + [layout_on(whole, right)] * 2
 
-    assert common_copies(layouts, 0) == {whole[0]: Copy(0, 1), left[0]: Copy(0, 2)}
-    assert common_copies(layouts, 3) == {whole[0]: Copy(0, 1), right[0]: Copy(1, 2)}
+    assert common_copies(layouts, 0) == [Copy(0, 1), Copy(0, 2)]
+    assert common_copies(layouts, 3) == [Copy(0, 1), Copy(1, 2)]
+
+
+def test_meshes_that_overlap_are_no_copies_wherever_a_process_sees_one_of_them_twice() -> None:
+    """Processes 0, 1, 6 and 7 have both tensors on one mesh, and the others have two meshes."""
+    groups = {"a": [[0, 1], [2, 3], [4, 5], [6, 7]], "b": [[0, 1], [2, 4], [3, 5], [6, 7]]}
+    layouts = []
+    for rank in range(8):
+        with process_of(rank, 8):
+            state = {}
+            for name, meshes in groups.items():
+                (ranks,) = (ranks for ranks in meshes if rank in ranks)
+                mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+                state[name] = DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False)
+            layouts.append(layout(state, {}))
+    assert None not in layouts
+    assert [common_copies(layouts, rank) for rank in range(8)] == [None] * 8
 
 
 @pytest.mark.parametrize(
@@ -94,7 +114,9 @@ def test_processes_that_do_not_agree_have_none(others: list[Layout | None]) -> N
 
 def test_meshes_are_told_apart_by_ranks_and_shape() -> None:
     with process_of(0, 4):
-        meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2), (1, 4))]
+        meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2), (1, 4), (4,))]
         meshes.append(DeviceMesh("cpu", [3, 2, 1, 0], _init_backend=False))
-        assert len({ranks_of(mesh) for mesh in meshes}) == 4
-        assert ranks_of(meshes[0]) == ranks_of(init_device_mesh("cpu", (4,)))
+        found = layout_of({}, {}, meshes)
+    assert found is not None
+    assert len({ranks for ranks, _ in found.meshes}) == 4
+    assert found.meshes[0] == found.meshes[3]

@@ -30,8 +30,8 @@ class Block(torch.nn.Module):
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.norm = torch.nn.LayerNorm(6)
-        self.up, self.down = torch.nn.Linear(6, 10), torch.nn.Linear(10, 6)
+        self.norm = torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -45,7 +45,7 @@ def begin(mesh: str, seed: int) -> tuple[Accelerator, Any, Any]:
 
 
 def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    accelerator.backward(model(torch.linspace(-1, 1, 24).view(4, 6)).square().sum())
+    accelerator.backward(model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -60,6 +60,9 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 def save_and_go_on(mesh: str, folder: str, blocking: bool) -> dict[str, torch.Tensor]:
     run = begin(mesh, seed=0)
     step(*run)
+    weights = run[1].state_dict()
+    on = {name: weights[f"{name}.weight"].device_mesh.size() for name in ("norm", "up")}
+    assert on == {"norm": 2 if mesh == "fsdp2 x tp" else 4, "up": 4}
     # Torch's plan, which the main process makes for all.
     with mock.patch.object(dcp_folder, "save", side_effect=AssertionError):
         run[0].save_state(folder, blocking=blocking)

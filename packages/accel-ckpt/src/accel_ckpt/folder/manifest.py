@@ -24,7 +24,8 @@ from accel_ckpt.files.hashing import ALGORITHM, ALGORITHMS
 from accel_ckpt.files.paths import check_inside
 
 FORMAT = "accel-checkpoint"
-# Goes up when an older reader would misread a manifest; facts may gain keys without that.
+# Goes up when an older reader would misread a manifest; facts and the body may gain keys without that. Beside
+# the body there is its digest alone, in every version.
 VERSION = 2
 
 
@@ -147,9 +148,13 @@ def _encode(manifest: Manifest) -> bytes:
 
 
 def _document(body: str) -> bytes:
-    """Return the whole text of a manifest, from that of its body, which is the longest part of the work."""
-    # The digest is of the body alone, as a text cannot hold its own digest; and of it as spelled by itself,
-    # which is one blank less on each line: JSON has no other new lines.
+    """Return the whole text of a manifest.
+
+    Args:
+        body: Its body, indented as it is inside the document.
+    """
+    # The digest is of the body alone, as a text cannot hold its own digest, and of it with one blank less on
+    # each line. In JSON no text has a new line, so that this takes from the indentation alone.
     # Fixed spacing and ASCII: `_decode` compares the file with this spelling of it byte by byte.
     alone = body.replace("\n ", "\n").encode("ascii") + b"\n"
     text = f'{{\n "manifest": {body},\n "sha256": "{hashlib.sha256(alone).hexdigest()}"\n}}\n'

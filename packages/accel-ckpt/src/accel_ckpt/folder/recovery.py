@@ -214,8 +214,9 @@ def move_out(staging: Path, target: Path) -> None:
 
 def folders_of(root: Path, names: Iterable[str]) -> set[Path]:
     """Return the folders that files are in, with all those between them and the root."""
-    folders = {name.rpartition("/")[0] for name in names}
-    return {root, *(root / part for name in folders for part in PurePosixPath(name, "file").parents)}
+    # Each folder once, as there may be tens of thousands of files.
+    folders = {PurePosixPath(folder) for folder in {name.rpartition("/")[0] for name in names}}
+    return {root, *(root / part for folder in folders for part in (folder, *folder.parents))}
 
 
 def _left_beside(target: Path) -> Path | None:

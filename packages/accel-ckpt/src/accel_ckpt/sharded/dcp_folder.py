@@ -6,9 +6,10 @@ import gc
 import io
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,13 +22,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.sharded.dcp_plan import Written, make_index, own_items, written_by
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
-from accel_ckpt.sharded.layouts import Layout, common_copies, layout_of
+from accel_ckpt.sharded.layouts import Layout, common_copies, layout_of, meshes_of
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
 
@@ -76,14 +78,16 @@ def _write_in_turns(
     """
     task = f"writing {folder.name}"
 
-    def describe() -> tuple[dict[str, Any], dict[str, Any], Layout | None]:
+    def describe() -> tuple[dict[str, Any], dict[str, Any], list[DeviceMesh], Layout | None]:
         flat, paths = flatten_state_dict(state)
-        return flat, paths, layout_of(flat, paths)
+        meshes = meshes_of(flat)
+        return flat, paths, meshes, layout_of(flat, paths, meshes)
 
-    flat, paths, layout = together(describe, process, task, group)
-    copies = common_copies(collect(layout, process, group), process.rank)
-    if copies is None:
+    flat, paths, meshes, layout = together(describe, process, task, group)
+    found = common_copies(collect(layout, process, group), process.rank)
+    if found is None:
         return False
+    copies = dict(zip(meshes, found, strict=True))
     storage = _storage(folder, writer)
 
     def write() -> list[Written]:
@@ -127,14 +131,18 @@ def write_index(
     Raises:
         CheckpointError: If parts are missing, or lie over each other.
     """
-    with _uncollected():
+    with _uncollected() if threading.current_thread() is threading.main_thread() else nullcontext():
         index, places = make_index(state, paths, map(pickle.loads, sent))
         storage.finish(index, cast("Any", places))
 
 
 @contextmanager
 def _uncollected() -> Generator[None, None, None]:
-    """Keep Python's collector of cycles from looking through the growing index again and again."""
+    """Keep Python's collector of cycles from looking through the growing index again and again.
+
+    It stands still for all threads, so that a save in the background does without: the program may switch the
+    collector off meanwhile, and must not find it on again.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

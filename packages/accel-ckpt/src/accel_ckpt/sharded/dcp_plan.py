@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.sharded.layouts import Copy, ranks_of
+from accel_ckpt.sharded.layouts import Copy
 
 
 class Written(NamedTuple):
@@ -88,24 +89,24 @@ class Place:
 
 
 def own_items(
-    state: Mapping[str, Any], copies: Mapping[bytes, Copy], rank: int, size: int
+    state: Mapping[str, Any], copies: Mapping[DeviceMesh, Copy], rank: int, size: int
 ) -> list[WriteItem]:
     """Choose what a process writes: every part once, and about as much by each process.
 
     Args:
         state: The flat state dict, of one layout on all processes.
-        copies: Which copy each mesh is; see `common_copies`.
+        copies: For each mesh, which copy it is; see `common_copies`.
         rank: The process.
         size: How many there are.
     """
     # By what such tensors share: which copy of its part this process has, and their bytes.
     kinds: dict[Any, tuple[Copy, dict[str, int]]] = {}
-    kind: Any
     for name, value in state.items():
-        copy, kind = Copy(rank, size), None
+        kind: Any = None
+        copy = Copy(rank, size)
         if isinstance(value, DTensor):
-            ranks = ranks_of(value.device_mesh)
-            copy, kind = _copy_of(value, copies[ranks]), (ranks, value.placements)
+            kind = value.device_mesh, value.placements
+            copy = _copy_of(value, copies[value.device_mesh])
         nbytes = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
         kinds.setdefault(kind, (copy, {}))[1][name] = nbytes
     chosen: dict[str, Any] = {}
@@ -205,7 +206,7 @@ def make_index(
 
 
 def _places(saved: dict[str, Any], written: Iterable[Iterable[Written]]) -> Iterator[list[Place]]:
-    # Of each text, and of parts alike in several tensors, one object.
+    # Of each text, and of parts alike in several tensors, one object: once in memory, and once in the file.
     names = {name: name for name in saved}
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk] = {}
     without: set[tuple[str, torch.Size]] = set()

@@ -7,6 +7,7 @@ process to share them out.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ class Layout(NamedTuple):
 
     Attributes:
         digest: Of names, shapes, types and placements; the same on all processes where the layout is.
-        meshes: Digests of the ranks of each mesh that tensors lie on, and how many these are; the same number
-            of meshes wherever the digest is the same.
+        meshes: For each of `meshes_of`, a digest of its ranks, and how many ranks it has. Where the digest of
+            the layout is the same, the n-th of each process has the same tensors.
     """
 
     digest: str
@@ -36,45 +37,48 @@ class Copy(NamedTuple):
     copies: int
 
 
-def layout_of(state: Mapping[str, Any], paths: Mapping[str, Any]) -> Layout | None:
+def meshes_of(state: Mapping[str, Any]) -> list[DeviceMesh]:
+    """List the meshes that tensors of a flat state dict lie on, in the order of the tensors' names."""
+    tensors = (state[name] for name in sorted(state) if isinstance(state[name], DTensor))
+    return [*dict.fromkeys(tensor.device_mesh for tensor in tensors)]
+
+
+def layout_of(
+    state: Mapping[str, Any], paths: Mapping[str, Any], meshes: Sequence[DeviceMesh]
+) -> Layout | None:
     """Describe what a state has, and how its tensors lie.
 
     Args:
         state: The flat state dict.
         paths: For each name, its keys in the nested one.
+        meshes: Its meshes; see `meshes_of`.
 
     Returns:
         The layout; None if the state has tensors of which parts are known to each process alone.
     """
     digest = hashlib.sha256()
-    meshes: dict[bytes, int] = {}
+    numbers = {mesh: number for number, mesh in enumerate(meshes)}
     for name in sorted(state):
-        kind = _kind(state[name])
+        kind = _kind(state[name], numbers)
         if kind is None:
             return None
-        if isinstance(state[name], DTensor):
-            mesh = state[name].device_mesh
-            ranks = ranks_of(mesh)
-            meshes.setdefault(ranks, mesh.size())
-            # Not its ranks: processes may have tensors alike on meshes of their own.
-            kind += ([*meshes].index(ranks),)
         digest.update(repr((name, paths.get(name), *kind)).encode())
-    return Layout(digest.hexdigest(), tuple(meshes.items()))
+    return Layout(digest.hexdigest(), tuple((_ranks_of(mesh), mesh.size()) for mesh in meshes))
 
 
-def ranks_of(mesh: DeviceMesh) -> bytes:
-    """Return a digest of the ranks of a mesh, and of how they lie in it."""
-    return hashlib.sha256(f"{mesh.mesh.shape} ".encode() + mesh.mesh.numpy().tobytes()).digest()
+def _ranks_of(mesh: DeviceMesh) -> bytes:
+    return hashlib.sha256(f"{mesh.shape} ".encode() + mesh.mesh.numpy().tobytes()).digest()
 
 
-def _kind(value: Any) -> tuple[Any, ...] | None:
+def _kind(value: Any, numbers: Mapping[DeviceMesh, int]) -> tuple[Any, ...] | None:
     if isinstance(value, DTensor):
         mesh = value.device_mesh
         # Not on this process; a sum that is still to be made; a local tensor that plans by itself.
         plans = hasattr(value._local_tensor, "__create_write_items__")
         if mesh.get_coordinate() is None or plans or any(item.is_partial() for item in value.placements):
             return None
-        return "parts", value.shape, value.dtype, value.placements, mesh.mesh.shape
+        # Not the mesh's ranks: processes may have tensors alike on meshes of their own.
+        return "parts", value.shape, value.dtype, value.placements, mesh.shape, numbers[mesh]
     if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
         return None
     if isinstance(value, torch.Tensor):
@@ -82,33 +86,30 @@ def _kind(value: Any) -> tuple[Any, ...] | None:
     return ("value",)
 
 
-def common_copies(layouts: Sequence[Layout | None], rank: int) -> dict[bytes, Copy] | None:
+def common_copies(layouts: Sequence[Layout | None], rank: int) -> list[Copy] | None:
     """Find which copy of each mesh a process is in, where all have the same layout.
 
-    Meshes of the same tensors are copies of each other if each process is in one of them: as with tensor
-    parallelism, where a weight that is left out of the plan lies on one mesh for each part of the others.
+    Meshes of the same tensors are copies of each other if they divide the processes. With FSDP and tensor
+    parallelism, a weight that is left out of the plan of the latter has such: of 2 x 2 processes 0 and 2 have
+    a whole copy of it on their mesh, and 1 and 3 another on theirs.
 
     Args:
         layouts: Of all processes, in rank order.
         rank: The process.
 
     Returns:
-        For each mesh of this process, by `ranks_of`, which copy it is; None if the layouts differ, or there
-        are processes that are in none of the meshes.
+        For each mesh of this process, in the order of `meshes_of`, which copy it is; None if the layouts
+        differ, or meshes of the same tensors overlap.
     """
-    own = layouts[rank]
-    if own is None or any(one is None or one.digest != own.digest for one in layouts):
+    known = [one for one in layouts if one is not None]
+    if len(known) < len(layouts) or len({one.digest for one in known}) > 1:
         return None
-    copies = {}
-    for place, (ranks, size) in enumerate(own.meshes):
-        # In order of their first process, which is the same on all. Each is in its own mesh, so that a mesh
-        # which as many have as it has ranks is had by all of these.
-        members: dict[bytes, int] = {}
-        for one in layouts:
-            assert one is not None
-            mesh = one.meshes[place][0]
-            members[mesh] = members.get(mesh, 0) + 1
-        if set(members.values()) != {size}:
+    copies = []
+    for place, (ranks, size) in enumerate(known[rank].meshes):
+        # Numbered by their first process, which is the same on all.
+        processes = Counter(one.meshes[place][0] for one in known)
+        # A process names a mesh that it is in. So if as many name one as it has ranks, these are its ranks.
+        if set(processes.values()) != {size}:
             return None
-        copies[ranks] = Copy([*members].index(ranks), len(members))
+        copies.append(Copy([*processes].index(ranks), len(processes)))
     return copies

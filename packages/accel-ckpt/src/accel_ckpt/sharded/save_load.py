@@ -292,7 +292,7 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
     """
     folder = staging.path / name
     if staging.memory is not None:
-        state = recursively_apply(_copy, state, staging.memory)
+        state = recursively_apply(_copy, state, staging.memory, {})
         staging.memory.wait_for_cpu()
 
     def write(group: Any) -> None:
@@ -302,16 +302,23 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
     staging.write_together(write)
 
 
-def _copy(value: torch.Tensor, memory: Memory) -> torch.Tensor:
-    """Copy a tensor; of a sharded one this process's part."""
+def _copy(value: torch.Tensor, memory: Memory, meshes: dict[DeviceMesh, DeviceMesh]) -> torch.Tensor:
+    """Copy a tensor; of a sharded one this process's part.
+
+    Args:
+        value: The tensor.
+        memory: Where copies are kept.
+        meshes: For each mesh the one of its copies, which is added to: a mesh lists all of its processes.
+    """
     if not isinstance(value, DTensor):
         return memory.copy(value)
     mesh = value.device_mesh
-    # The copy is on the CPU and is never computed with: its mesh needs no process group.
-    beside = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    if mesh not in meshes:
+        # The copy is on the CPU and is never computed with: its mesh needs no process group.
+        meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(
         memory.copy(value.to_local()),
-        beside,
+        meshes[mesh],
         value.placements,
         run_check=False,
         shape=value.size(),
