@@ -7,6 +7,7 @@ to an optimizer that has none, which changes what is trained. Here nothing does 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -28,6 +29,9 @@ from accel_ckpt.folder.agree import together
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
+
+# Torch's own, of all versions from 2.6 on, whose steps begin by making the state in a method of its own.
+_MAKE_STATE_FIRST = (torch.optim.Adam, torch.optim.AdamW)
 
 # A sixteenth of the gradients and values is held at a time, beside the state.
 _SHARES = 16
@@ -311,7 +315,8 @@ def state_to_read(
 def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process: Process) -> dict[str, Any]:
     """Return the state by names that steps with all gradients give, and undo them.
 
-    A share of the parameters at a time, so that little memory is needed beside the state.
+    A share of the parameters at a time, so that little memory is needed beside the state. Of Adam only the
+    beginning of a step is made, which changes nothing else.
     """
     _reshard(model)
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
@@ -325,6 +330,9 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
     put_groups_back = _remember_groups(optimizer)
 
     def step() -> None:
+        if type(optimizer) in _MAKE_STATE_FIRST:  # a subclass may do more in its step
+            _make_state(optimizer, trained)
+            return
         for index in range(min(_SHARES, len(trained))):
             put_groups_back()  # each is the first step: some optimizers make state in no other
             _step_and_undo(optimizer, trained[index::_SHARES])
@@ -339,6 +347,22 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
         put_back()
         for item, gradient in zip(parameters, gradients, strict=True):
             item.grad = gradient
+
+
+def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Have one of `_MAKE_STATE_FIRST` make the state of some parameters, as its step does."""
+    # Lists that it fills for the step, and in torch 2.6 an option of the group.
+    _, *takes = inspect.signature(optimizer._init_group).parameters  # type: ignore[attr-defined]
+    try:
+        for item in parameters:
+            item.grad = item.detach()  # it asks whether there is one, and does not compute with it
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                given = [group.get(name, []) for name in takes]
+                optimizer._init_group(group, *given)  # type: ignore[attr-defined]
+    finally:
+        for item in parameters:
+            item.grad = None
 
 
 def _step_and_undo(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
