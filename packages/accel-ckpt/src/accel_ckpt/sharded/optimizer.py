@@ -330,7 +330,8 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
     put_groups_back = _remember_groups(optimizer)
 
     def step() -> None:
-        if type(optimizer) in _MAKE_STATE_FIRST:  # a subclass may do more in its step
+        # A subclass may do more in its step; the method is torch's own affair, and may go.
+        if type(optimizer) in _MAKE_STATE_FIRST and hasattr(optimizer, "_init_group"):
             _make_state(optimizer, trained)
             return
         for index in range(min(_SHARES, len(trained))):
@@ -361,6 +362,7 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
                 given = [group.get(name, []) for name in takes]
                 optimizer._init_group(group, *given)  # type: ignore[attr-defined]
     finally:
+        # Before anything else can see them, as they are the weights themselves.
         for item in parameters:
             item.grad = None
 
