@@ -2,7 +2,7 @@
 
 `python -m tools.bench` measures everything; `python -m tools.bench step gather` only those rows. A section
 that fails is named in the table, and the others are measured all the same. Everything takes about
-35 minutes on two quiet cores, and the last line says how long it took.
+37 minutes on two quiet cores, and the last line says how long it took.
 """
 
 from __future__ import annotations
