@@ -8,14 +8,13 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
@@ -32,6 +30,7 @@ from accel_ckpt.sharded.dcp_folder import write_folder
 from accel_ckpt.sharded.dcp_plan import Written, make_index, own_items
 from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
 from accel_state.process.state import current_process
+from accel_world.fake import fake_world
 
 pytestmark = pytest.mark.core
 
@@ -147,15 +146,6 @@ def test_states_without_a_common_layout_are_planned_by_torch(
     assert world.run(save_apart, str(tmp_path), own_name, size=2) == [[False, "all", *names]] * 2
 
 
-@contextmanager
-def process_of(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     shape=st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]),
@@ -178,13 +168,13 @@ def test_every_part_is_written_once_and_the_index_has_it(
 
     layouts = []
     for rank in range(size):
-        with process_of(rank, size):
+        with fake_world(rank, size):
             state = state_here()
             layouts.append(layout_of(state, {}, meshes_of(state)))
     written: list[Written] = []
     counts = Counter[int]()
     for rank in reversed(range(size)):  # the main process's last, for the index
-        with process_of(rank, size):
+        with fake_world(rank, size):
             state = state_here()
             copies = common_copies(layouts, rank)
             assert copies is not None
@@ -197,7 +187,7 @@ def test_every_part_is_written_once_and_the_index_has_it(
     assert max(counts.values(), default=0) <= max(-(-plain // size), 2)
     full = [part for part in written if 0 not in part.shape]  # type: ignore[operator]
     assert len({part[:2] for part in full}) == len(full)
-    with process_of(0, size):
+    with fake_world(0, size):
         index, places = make_index(state, {}, [written])
         assert len({place.index for one in places for place in one}) >= len(full)
     elements = {

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_ckpt.sharded.layouts import Copy, Layout, common_copies, layout_of, meshes_of
+from accel_world.fake import fake_world
 
 pytestmark = pytest.mark.core
-
-
-@contextmanager
-def process_of(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Planned(torch.Tensor):
@@ -41,7 +29,7 @@ def layout(state: dict[str, Any], paths: dict[str, Any]) -> Layout | None:
 @pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6
 def test_layouts_are_told_apart() -> None:
     found: list[Layout | None] = []
-    with process_of(0, 4):
+    with fake_world(0, 4):
         mesh, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
         whole = torch.zeros(4, 4)
         for value in (
@@ -87,7 +75,7 @@ def test_meshes_that_overlap_are_no_copies_wherever_a_process_sees_one_of_them_t
     groups = {"a": [[0, 1], [2, 3], [4, 5], [6, 7]], "b": [[0, 1], [2, 4], [3, 5], [6, 7]]}
     layouts = []
     for rank in range(8):
-        with process_of(rank, 8):
+        with fake_world(rank, 8):
             state = {}
             for name, meshes in groups.items():
                 (ranks,) = (ranks for ranks in meshes if rank in ranks)
@@ -113,7 +101,7 @@ def test_processes_that_do_not_agree_have_none(others: list[Layout | None]) -> N
 
 
 def test_meshes_are_told_apart_by_ranks_and_shape() -> None:
-    with process_of(0, 4):
+    with fake_world(0, 4):
         meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2), (1, 4), (4,))]
         meshes.append(DeviceMesh("cpu", [3, 2, 1, 0], _init_backend=False))
         found = layout_of({}, {}, meshes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import itertools
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_state import env
 from accel_state.parallelism.config import (
@@ -26,6 +24,7 @@ from accel_state.parallelism.config import (
     TorchTensorParallelConfig,
 )
 from accel_state.process.state import PartialState
+from accel_world.fake import fake_world
 
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 FLATTENED = {
@@ -40,16 +39,6 @@ def no_variables(monkeypatch):
     for name in env.VARIABLES:
         if name.startswith("PARALLELISM_CONFIG_"):
             monkeypatch.delenv(name, raising=False)
-
-
-@contextlib.contextmanager
-def fake_world(rank, size):
-    """A process group of any size, without processes: enough to build meshes."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def config_of(**sizes):
