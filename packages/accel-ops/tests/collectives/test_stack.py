@@ -23,7 +23,9 @@ def gathered(trees: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     assert all(stacks)
     sent = torch.cat([each.buffers.sent for each in stacks])  # type: ignore[union-attr]
     stacks[0].buffers.received.copy_(sent)  # type: ignore[union-attr]
-    return list(stacks[0].take_apart())  # type: ignore[union-attr]
+    memory, results = stacks[0].make_results()  # type: ignore[union-attr]
+    stacks[0].fill(memory)  # type: ignore[union-attr]
+    return list(results)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

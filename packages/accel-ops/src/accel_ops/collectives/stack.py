@@ -91,25 +91,33 @@ class Stack(NamedTuple):
 
     Args:
         kind: Their kind.
-        buffers: Memory that holds them, which goes back to the kind with `take_apart`.
+        buffers: Memory that holds them, which goes back to the kind with `fill`.
     """
 
     kind: Kind
     buffers: Buffers
 
-    def take_apart(self) -> Sequence[torch.Tensor]:
-        """Make the tensors that come back: each with its copies, put together along the first dimension.
+    def make_results(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Make the tensors that come back, without their values: while the stacks are on their way.
 
         Returns:
-            As many tensors as the stack has, in memory of which no other part of the program knows.
+            The memory of all of them, for `fill`, and as many tensors as the stack has: each with its copies,
+            put together along the first dimension. No other part of the program knows of the memory.
         """
-        kind, buffers = self
-        rows = buffers.rows.index_select(0, kind.order)
-        kind.keep(buffers)
-        if rows.dtype is not kind.dtype:
-            rows = rows.view(kind.dtype)
+        kind = self.kind
+        memory = torch.empty_like(self.buffers.rows)
+        rows = memory if memory.dtype is kind.dtype else memory.view(kind.dtype)
         # Unsafe means: pieces that autograd takes for independent, which they are, as nobody has the whole.
-        return torch.unsafe_split_with_sizes(rows, kind.lengths)
+        return memory, torch.unsafe_split_with_sizes(rows, kind.lengths)
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Give the results their values, once all stacks have come. The buffers are the kind's again.
+
+        Args:
+            memory: What `make_results` returned first.
+        """
+        torch.index_select(self.buffers.rows, 0, self.kind.order, out=memory)
+        self.kind.keep(self.buffers)
 
 
 def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None:
