@@ -21,8 +21,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from accel_ckpt.sharded import dcp_folder, dcp_plan
-from accel_ckpt.sharded.dcp_plan import Written
+from accel_ckpt.sharded import dcp_plan
+from accel_ckpt.sharded.dcp_index import Written, write_index
 from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
 
 from .row import Row
@@ -71,11 +71,16 @@ def measure_manifest(rank: int, size: int, ranks: int, traces: bool) -> dict[str
         known = [entry for entries in map(pickle.loads, sent) for entry in entries]
         commit.seal(folder, {"world_size": ranks}, known=known)
         seconds = time.process_time() - start
-        megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traces else 0.0
+        megabytes = _megabytes(sent) if traces else 0.0
         found = manifest.read(folder)
         if found is None or sorted(found.files, key=str) != sorted(known, key=str):
             raise RuntimeError("the manifest does not say what the processes have written")
     return {"seconds": seconds, "megabytes": megabytes}
+
+
+def _megabytes(sent: list[bytes]) -> float:
+    """The peak since tracing began, with what the processes had sent before."""
+    return (tracemalloc.get_traced_memory()[1] + sum(map(len, sent))) / 1e6
 
 
 def _written(folder: Path, rank: int) -> list[object]:
@@ -102,7 +107,7 @@ def measure_index(
 ) -> dict[str, float]:
     """Make the index; runs in a worker."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -110,7 +115,6 @@ def measure_index(
     sent = [pickle.dumps(parts) for parts in _parts(weights, ranks)]
     layouts = [pickle.dumps(layout_of(weights, {}, meshes_of(weights)))] * ranks
     with tempfile.TemporaryDirectory() as folder:
-        writer = FileSystemWriter(folder, sync_files=False)
         if traces:
             tracemalloc.start()
         start = time.process_time()
@@ -118,9 +122,9 @@ def measure_index(
         layout_of(weights, {}, meshes)
         copies = common_copies([pickle.loads(layout) for layout in layouts], 0) or []
         items = dcp_plan.own_items(weights, dict(zip(meshes, copies, strict=True)), 0, ranks)
-        dcp_folder.write_index(writer, weights, {name: (name,) for name in weights}, sent)
+        write_index(Path(folder), weights, {name: (name,) for name in weights}, sent)
         seconds = time.process_time() - start
-        megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traces else 0.0
+        megabytes = _megabytes(sent) if traces else 0.0
         own = {part[:3] for part in pickle.loads(sent[0])}
         chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
         if own != {(name, tuple(chunk.offsets), tuple(chunk.sizes)) for name, chunk in chunks}:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
-import threading
+import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
+from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,7 +25,8 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.sharded import dcp_folder, dcp_plan
 from accel_ckpt.sharded.dcp_folder import write_folder
-from accel_ckpt.sharded.dcp_plan import Written, make_index, own_items
+from accel_ckpt.sharded.dcp_index import Written, write_index
+from accel_ckpt.sharded.dcp_plan import own_items
 from accel_ckpt.sharded.layouts import common_copies, layout_of, meshes_of
 from accel_state.process.state import current_process
 from accel_world.fake import fake_world
@@ -187,62 +186,15 @@ def test_every_part_is_written_once_and_the_index_has_it(
     assert max(counts.values(), default=0) <= max(-(-plain // size), 2)
     full = [part for part in written if 0 not in part.shape]  # type: ignore[operator]
     assert len({part[:2] for part in full}) == len(full)
-    with fake_world(0, size):
-        index, places = make_index(state, {}, [written])
-        assert len({place.index for one in places for place in one}) >= len(full)
+    with fake_world(0, size), tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), state, {}, [pickle.dumps([part]) for part in written])
+        index = FileSystemReader(folder).read_metadata()
+    assert {(place.fqn, place.offset) for place in index.storage_data} >= {part[:2] for part in full}
     elements = {
-        name: sum(torch.Size(chunk[1]).numel() for chunk in entry.chunks)
+        name: sum(chunk.sizes.numel() for chunk in entry.chunks)
         for name, entry in index.state_dict_metadata.items()
     }
     assert elements == {name: value.numel() for name, value in state.items()}
-
-
-def test_missing_parts_are_an_error_before_the_index_is_written() -> None:
-    whole = Written("x", (0,), (4,), "__0_0.distcp", 0, 16)
-    half = whole._replace(shape=(2,))
-    state = {"x": torch.zeros(4), "y": 1}
-    value = Written("y", None, None, "__0_0.distcp", 16, 1)
-    list(make_index(state, {}, [[whole], [value]])[1])
-    for parts in ([half, value], [whole], [whole, value, value]):
-        with pytest.raises(CheckpointError, match=r"have written [02] elements of [xy]"):
-            list(make_index(state, {}, [parts])[1])
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_stands_still_for_the_index_of_blocking_saves(tmp_path: Path, enabled: bool) -> None:
-    state = {"x": torch.zeros(4)}
-    meanwhile: list[bool] = []
-
-    def sent(*parts: Written) -> Iterator[bytes]:
-        meanwhile.append(gc.isenabled())
-        yield pickle.dumps([*parts])
-
-    (gc.enable if enabled else gc.disable)()
-    try:
-        storage = FileSystemWriter(tmp_path)
-        whole = Written("x", (0,), (4,), "__0_0.distcp", 0, 16)
-        dcp_folder.write_index(storage, state, {}, sent(whole))
-        assert gc.isenabled() == enabled
-        with pytest.raises(CheckpointError, match="have written 0 elements of x"):
-            dcp_folder.write_index(storage, state, {}, sent())
-        assert gc.isenabled() == enabled
-        # In the background, where the program may switch it meanwhile.
-        thread = threading.Thread(target=dcp_folder.write_index, args=(storage, state, {}, sent(whole)))
-        thread.start()
-        thread.join()
-    finally:
-        gc.enable()
-    assert meanwhile == [False, False, enabled]
-
-
-@pytest.mark.parametrize(
-    ("begins", "shape"), [([0, 0], (2,)), ([0, 1], (2,)), ([0, 3], (2,))], ids=["twice", "over", "outside"]
-)
-def test_parts_over_each_other_or_outside_are_an_error(begins: list[int], shape: tuple[int, ...]) -> None:
-    """Their elements are as many as those of the tensor."""
-    parts = [Written("x", (begin,), shape, "__0_0.distcp", 0, 1) for begin in begins]
-    with pytest.raises(CheckpointError, match="parts of x overlap or lie outside of it"):
-        list(make_index({"x": torch.zeros(4)}, {}, [parts])[1])
 
 
 def test_the_largest_tensors_go_to_different_copies() -> None:
@@ -264,14 +216,3 @@ def test_a_process_that_cannot_name_its_tensors_lets_none_wait(world: Any, tmp_p
     first, second = world.run(fail_alone, str(tmp_path), size=2, timeout_s=60)
     assert "duplicate" in first
     assert "process 0: ValueError" in second
-
-
-def test_small_types_are_pickled_as_torchs() -> None:
-    begin, shape = torch.Size([1]), torch.Size([2])
-    for own, torchs in (
-        (dcp_plan._Index("x", begin, 3), MetadataIndex("x", begin, 3)),
-        (dcp_plan._Index("x"), MetadataIndex("x")),
-        (dcp_plan._Chunk(begin, shape), ChunkStorageMetadata(begin, shape)),
-        (dcp_plan._Info("f", 1, 2), _StorageInfo("f", 1, 2)),
-    ):
-        assert pickle.loads(pickle.dumps(own)) == torchs

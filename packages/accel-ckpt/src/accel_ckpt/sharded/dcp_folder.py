@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
-import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.writer import Writer
 from accel_ckpt.folder.agree import collect, together
-from accel_ckpt.sharded.dcp_plan import Written, make_index, own_items, written_by
+from accel_ckpt.sharded.dcp_index import Written, write_index, written_by
+from accel_ckpt.sharded.dcp_plan import own_items
 from accel_ckpt.sharded.dcp_reader import SafePlanner, SafeReader, read_metadata
 from accel_ckpt.sharded.layouts import Layout, common_copies, layout_of, meshes_of
 from accel_state.imports.packages import is_torch_version
@@ -52,7 +51,7 @@ def write_folder(
         process: This process.
         group: The process group of its collectives; None for that of the run.
         writer: What writes this process's parts, and has them flushed; by default torch does. The index is
-            written by torch, and flushed with `writer=None` alone.
+            flushed with `writer=None` alone.
 
     Raises:
         Exception: What went wrong here; a CheckpointError on the other processes.
@@ -111,45 +110,10 @@ def _write_in_turns(
 
     def finish() -> None:
         if process.is_main:
-            write_index(storage, flat, paths, sent)
+            write_index(folder, flat, paths, sent, storage.storage_meta())
 
     _collective(finish, process, task, group)
     return True
-
-
-def write_index(
-    storage: FileSystemWriter, state: dict[str, Any], paths: dict[str, Any], sent: Iterable[bytes]
-) -> None:
-    """Write the index of a folder, on the main process.
-
-    Args:
-        storage: Torch's writer of the folder.
-        state: The flat state dict of this process.
-        paths: For each name, its keys in the nested one.
-        sent: What each process has written, as it has sent that.
-
-    Raises:
-        CheckpointError: If parts are missing, or lie over each other.
-    """
-    with _uncollected() if threading.current_thread() is threading.main_thread() else nullcontext():
-        index, places = make_index(state, paths, map(pickle.loads, sent))
-        storage.finish(index, cast("Any", places))
-
-
-@contextmanager
-def _uncollected() -> Generator[None, None, None]:
-    """Keep Python's collector of cycles from looking through the growing index again and again.
-
-    It stands still for all threads, so that a save in the background does without: the program may switch the
-    collector off meanwhile, and must not find it on again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _storage(folder: Path, writer: Writer | None) -> FileSystemWriter:

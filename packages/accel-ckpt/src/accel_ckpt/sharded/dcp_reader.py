@@ -43,6 +43,7 @@ _INDEX_TYPES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "collections": {"OrderedDict"},
+    "builtins": {"dict"},
 }
 
 

@@ -1,0 +1,115 @@
+"""The index of a folder of torch.distributed.checkpoint, written part by part."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from accel_ckpt.errors import CheckpointError
+from accel_ckpt.sharded import dcp_index
+from accel_ckpt.sharded.dcp_index import Written, write_index
+from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
+
+pytestmark = pytest.mark.core
+
+
+def written(folder: Path, state: dict[str, Any], *parts: list[Written]) -> Metadata:
+    """Write an index, and let torch read it."""
+    write_index(folder, state, {name: (name,) for name in state}, [pickle.dumps(one) for one in parts])
+    return FileSystemReader(folder).read_metadata()
+
+
+def row_of(name: str, process: int, offset: int) -> Written:
+    """The row of a process, of a tensor of two columns."""
+    return Written(name, (process, 0), (1, 2), f"__{process}_0.distcp", offset, 8)
+
+
+def test_an_index_has_all_parts(tmp_path: Path) -> None:
+    names = ["a", "b", "c"]
+    state = {name: torch.zeros(4, 2) for name in names} | {"lr": 0.1}
+    value = Written("lr", None, None, "__1_0.distcp", 99, 1)
+    parts = [[row_of(name, process, turn * 8) for turn, name in enumerate(names)] for process in range(4)]
+    parts[1].append(value)
+
+    index = written(tmp_path, state, *parts)
+
+    assert index.storage_data == {
+        MetadataIndex(part.name, part.begin): _StorageInfo(part.file, part.offset, part.length)
+        for one in parts
+        for part in one
+    }
+    assert type(index.storage_data) is dict
+    for name in names:
+        chunks = index.state_dict_metadata[name].chunks
+        assert chunks == [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 2])) for row in range(4)]
+        # The number of a part is its place among those of its tensor.
+        places = [place for place in index.storage_data if place.fqn == name]
+        assert [chunks[place.index].offsets for place in places] == [place.offset for place in places]
+    assert index.planner_data == {name: (name,) for name in state}
+    for part in (part for one in parts for part in one):  # so large do the files have to be
+        (tmp_path / part.file).write_bytes(b" " * 100)
+    assert read_metadata(tmp_path).storage_data == index.storage_data
+
+
+def test_memory_and_file_stay_small_with_many_parts(tmp_path: Path) -> None:
+    """A part costs the file less than its names would, and the memory nothing while it is written."""
+    processes, tensors = 256, 20
+    names = [f"model.layers.{number}.self_attn.q_proj.weight.exp_avg" for number in range(tensors)]
+    state = {name: torch.zeros(processes, 2) for name in names}
+    sent = [
+        pickle.dumps([row_of(name, process, turn * 8) for turn, name in enumerate(names)])
+        for process in range(processes)
+    ]
+    number = processes * tensors
+    write_index(tmp_path, state, {}, sent)  # imports, once
+    tracemalloc.start()
+    write_index(tmp_path, state, {}, sent)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 100 * number + 1_000_000  # torch's objects take 700 bytes each, and more while pickled
+    assert (tmp_path / METADATA).stat().st_size < 70 * number
+    assert len(FileSystemReader(tmp_path).read_metadata().storage_data) == number
+
+
+def test_missing_parts_are_an_error_and_no_index_is_written(tmp_path: Path) -> None:
+    whole = Written("x", (0,), (4,), "__0_0.distcp", 0, 16)
+    half = whole._replace(shape=(2,))
+    state = {"x": torch.zeros(4), "y": 1}
+    value = Written("y", None, None, "__0_0.distcp", 16, 1)
+    for parts in ([half, value], [whole], [whole, value, value]):
+        with pytest.raises(CheckpointError, match=r"have written [02] elements of [xy]"):
+            written(tmp_path, state, parts)
+        assert not (tmp_path / METADATA).exists()
+    written(tmp_path, state, [whole], [value])
+
+
+@pytest.mark.parametrize(
+    ("begins", "shape"), [([0, 0], (2,)), ([0, 1], (2,)), ([0, 3], (2,))], ids=["twice", "over", "outside"]
+)
+def test_parts_over_each_other_or_outside_are_an_error(
+    tmp_path: Path, begins: list[int], shape: tuple[int, ...]
+) -> None:
+    """Their elements are as many as those of the tensor."""
+    parts = [Written("x", (begin,), shape, "__0_0.distcp", 0, 1) for begin in begins]
+    with pytest.raises(CheckpointError, match="parts of x overlap or lie outside of it"):
+        written(tmp_path, {"x": torch.zeros(4)}, parts)
+
+
+def test_small_types_are_pickled_as_torchs() -> None:
+    begin, shape = torch.Size([1]), torch.Size([2])
+    for own, torchs in (
+        (dcp_index._Index("x", begin, 3), MetadataIndex("x", begin, 3)),
+        (dcp_index._Index("x"), MetadataIndex("x")),
+        (dcp_index._Chunk(begin, shape), ChunkStorageMetadata(begin, shape)),
+        (dcp_index._Info("f", 1, 2), _StorageInfo("f", 1, 2)),
+    ):
+        assert pickle.loads(pickle.dumps(own)) == torchs
