@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections import Counter
 from contextlib import closing, nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,6 +104,9 @@ def test_folder_and_index_are_as_torchs(world: Any, tmp_path: Path) -> None:
 
     own, torchs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("own", "torch"))
     assert own.planner_data == torchs.planner_data
+    assert getattr(own, "version", None) == getattr(torchs, "version", None)  # from torch 2.8 on
+    assert Path(own.storage_meta.checkpoint_id) == tmp_path / "own"
+    assert own.storage_meta.save_id
     assert own.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()
     for name, entry in own.state_dict_metadata.items():
         other = torchs.state_dict_metadata[name]
@@ -187,7 +191,8 @@ def test_every_part_is_written_once_and_the_index_has_it(
     full = [part for part in written if 0 not in part.shape]  # type: ignore[operator]
     assert len({part[:2] for part in full}) == len(full)
     with fake_world(0, size), tempfile.TemporaryDirectory() as folder:
-        write_index(Path(folder), state, {}, [pickle.dumps([part]) for part in written])
+        by_file = groupby(written, key=lambda part: part.file)
+        write_index(Path(folder), state, {}, [pickle.dumps([*parts]) for _, parts in by_file])
         index = FileSystemReader(folder).read_metadata()
     assert {(place.fqn, place.offset) for place in index.storage_data} >= {part[:2] for part in full}
     elements = {

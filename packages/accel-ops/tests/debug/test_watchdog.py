@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives.operations import gather
+from accel_ops.collectives.pack import SMALL_BYTES
 from accel_ops.debug import watchdog
 from accel_ops.debug.progress import Sampler
 from accel_ops.debug.watchdog import Watchdog
@@ -56,6 +57,13 @@ def sleep_here(seconds: float) -> None:
     time.sleep(seconds)
 
 
+GATHERED = {
+    "gather": torch.ones(1),
+    "gather of two shapes": [torch.ones(1), torch.ones(2)],
+    "gather of a large tensor": torch.ones(SMALL_BYTES),
+}
+
+
 def late(kind: str) -> None:
     rank = current_process().rank
     state, layer = PartialState(), torch.nn.Linear(2, 2)
@@ -64,8 +72,8 @@ def late(kind: str) -> None:
         loss = layer(torch.ones(1, 2)).sum()
     if rank == 1:
         sleep_here(1.6)
-    if kind == "gather":
-        gather(torch.ones(1))
+    if kind in GATHERED:
+        gather(GATHERED[kind])
     elif kind == "wait":
         state.wait_for_everyone()
     elif kind == "torch":
@@ -109,7 +117,9 @@ def scenario(kind: str, *args: Any, limit: float = LIMIT, answer_s: float = 20.0
 
 
 LATE = {
-    "gather": "gather (all_gather",
+    "gather": "gather (all_gather)",
+    "gather of two shapes": "gather (all_gather)",
+    "gather of a large tensor": "gather (wait)",
     "wait": "wait_for_everyone (barrier)",
     "torch": "all_reduce",
     "backward": "backward",

@@ -1,13 +1,13 @@
 """The index of a folder of torch.distributed.checkpoint: what it has, and where its parts are.
 
-Torch makes it of objects for each part, which Python's pickler keeps until the end. Here parts are written
-as they come, so that the main process of thousands has few of them in memory at a time.
+Torch makes it of objects for each part, which Python's pickler keeps until the end. Here what the processes
+have sent is read twice, to check it and to write it, and an entry exists only while it is written.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +79,9 @@ class _Info(NamedTuple):
         return _StorageInfo, tuple(self)
 
 
+_Chunks = dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]
+
+
 def written_by(results: Iterable[WriteResult], items: Iterable[WriteItem]) -> list[Written]:
     """Describe what torch says that it has written, in plain values, which take little to send.
 
@@ -122,7 +125,8 @@ def write_index(
         storage_meta: What torch's writer says of itself.
 
     Raises:
-        CheckpointError: If parts are missing, or lie over each other. No index is written then.
+        CheckpointError: If parts are missing, or lie over each other.
+        OSError: If it cannot be written. After an error the folder is as it was before.
     """
     saved: dict[str, Any] = {}
     for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
@@ -139,15 +143,16 @@ def write_index(
     for name, entry in saved.items():
         _require_whole(name, entry, elements[name])
 
-    with (folder / METADATA).open("wb") as file:
-        pickler = pickle.Pickler(file)
-        index = Metadata(saved, dict(paths), _Places(pickler, _parts(saved, chunks, sent)), storage_meta)
-        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # from torch 2.8 on
-            index.version = filesystem.CURRENT_DCP_VERSION
-        pickler.dump(index)
-
-
-_Chunks = dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]
+    index = Metadata(saved, dict(paths), _Places(_parts(saved, chunks, sent)), storage_meta)
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # from torch 2.8 on
+        index.version = filesystem.CURRENT_DCP_VERSION
+    draft = folder / f"{METADATA}.tmp"
+    try:
+        with draft.open("wb") as file:
+            _Pickler(file).dump(index)
+        draft.replace(folder / METADATA)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _parts(
@@ -175,33 +180,46 @@ def _parts(
 
 
 class _Places:
-    """Where the parts are: pickled as a dict of torch's objects, of which a few exist at a time.
+    """Where the parts are: pickled as an ordered dict of torch's objects, each made when it is written.
 
     Args:
-        pickler: What pickles this.
         parts: The parts, which can be iterated over once.
     """
 
-    def __init__(self, pickler: pickle.Pickler, parts: Iterator[tuple[str, _Chunk | None, Written]]) -> None:
-        self._pickler, self._parts = pickler, parts
+    def __init__(self, parts: Iterator[tuple[str, _Chunk | None, Written]]) -> None:
+        self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (), None, None, self._items()
+        # No plain dict: the readers of accel 0.2 know the types of torch's indexes alone.
+        return OrderedDict, (), None, None, self._items()
 
     def _items(self) -> Iterator[tuple[_Index, _Info]]:
-        file = ""
         numbers = Counter[str]()
         for name, chunk, part in self._parts:
-            # A "fast" pickler refers to what it has written before, but keeps nothing else: so of each file
-            # the first part is written otherwise, for its name, and all others fast.
-            self._pickler.fast = part.file == file
-            file = part.file
             if chunk is None:
                 index = _Index(name)
             else:
                 index = _Index(name, chunk.begin, numbers[name])
                 numbers[name] += 1
-            yield index, _Info(file, part.offset, part.length)
+            yield index, _Info(part.file, part.offset, part.length)
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps what is written again: types, names, places of parts, and the first entry of each file.
+
+    Python's pickler keeps everything that it writes, to refer to it. A `fast` one refers to what it has kept,
+    and keeps no more. (Python's manual calls `fast` deprecated, for what is written again and again.)
+    """
+
+    _file = ""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not _Info:
+            return NotImplemented
+        # Asked when an entry is written: the pickler takes two from an iterator before it writes the first.
+        self.fast = obj.file == self._file
+        self._file = obj.file
+        return obj.__reduce__()
 
 
 def _require_whole(name: str, entry: Any, elements: int) -> None:

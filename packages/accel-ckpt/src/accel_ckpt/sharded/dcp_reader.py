@@ -43,7 +43,6 @@ _INDEX_TYPES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "collections": {"OrderedDict"},
-    "builtins": {"dict"},
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives import waits
 from accel_ops.collectives.checks import require_devices, require_group, require_plain, require_rank
 from accel_ops.collectives.pack import Plan, plan
 from accel_ops.collectives.pack_parts import as_bytes
@@ -69,10 +70,8 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
     stack = stack_if_alike(leaves, world)
     if stack is not None:
         require_devices("gather", data, [stack.kind.device], process)
-        work = _start_all_gather(stack.buffers.received, stack.buffers.sent)
-        memory, results = stack.make_results()
-        if work is not None:
-            work.wait()
+        own = stack.buffers
+        memory, results = waits.all_gather(own.received, own.sent, stack.make_results)
         stack.fill(memory)
         return results
     found = _plan("gather", data, leaves, process, copies=world)
@@ -81,36 +80,18 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
     for i in found.large:
         shape = leaves[i].shape
         gathered[i] = leaves[i].new_empty((world * shape[0], *shape[1:]))
-        works.append(_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), async_op=True))
+        works.append(waits.start_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i])))
     # While the large ones are on their way.
     for pack in found.packs:
         buffers = pack.buffers()
         if pack.nbytes:
             pack.pack(leaves, buffers)
-            work = _start_all_gather(buffers.received, buffers.sent)
-            if work is not None:
-                work.wait()
+            waits.all_gather(buffers.received, buffers.sent, lambda: None)
         pack.unpack(buffers, gathered)
         pack.keep(buffers)
     for work in works:
-        work.wait()
+        waits.wait(work)
     return gathered
-
-
-def _start_all_gather(output: torch.Tensor, tensor: torch.Tensor) -> Any:
-    """Start the all-gather of a small buffer; return what to wait for, or None on devices with streams."""
-    if output.device.type != "cpu":
-        return _all_gather(output, tensor)
-    # The group's own function, as torch's checks around it cost a tenth of such a collective.
-    group: Any = dist.group.WORLD
-    start = getattr(group, "all_gather_single", None) or group._allgather_base
-    return start(output, tensor)
-
-
-def _all_gather(output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Any:
-    # all_gather_into_tensor is called all_gather_single from torch 2.13 on, and warns under its old name.
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(output, tensor, async_op=async_op)
 
 
 def reduce(
@@ -172,7 +153,7 @@ def _reduce(
         for i, piece in zip(part.positions, part.take_apart(_finish(total, divisor, scale)), strict=True):
             reduced[i] = piece
     for i, work in zip(plan.large, works, strict=True):
-        work.wait()
+        waits.wait(work)
         reduced[i] = _finish(reduced[i], divisor, scale)
     return reduced
 
@@ -280,7 +261,7 @@ def _broadcast(leaves: Sequence[torch.Tensor], plan: Plan, source: int, sends: b
                     leaf.copy_(values)
         pack.keep(buffers)
     for leaf, buffer, work in works:
-        work.wait()
+        waits.wait(work)
         # A tensor that is not contiguous was received into a copy.
         if not sends and buffer.data_ptr() != leaf.data_ptr():
             leaf.copy_(buffer.view(leaf.dtype).view(leaf.shape))

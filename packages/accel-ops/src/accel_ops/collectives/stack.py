@@ -102,7 +102,7 @@ class Stack(NamedTuple):
 
         Returns:
             The memory of all of them, for `fill`, and as many tensors as the stack has: each with its copies,
-            put together along the first dimension. No other part of the program knows of the memory.
+            put together along the first dimension. Nobody else may write to the memory.
         """
         kind = self.kind
         memory = torch.empty_like(self.buffers.rows)

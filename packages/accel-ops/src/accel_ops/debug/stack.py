@@ -18,14 +18,15 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 _INSTALLED = ("site-packages", "dist-packages")
-# In the code of these files a thread waits for other processes: two of torch, and two of accel, which meet
-# through the store.
+# In the code of these files a thread waits for other processes: two of torch, two of accel that meet through
+# the store, and one that waits for collectives.
 _WAITING = {
     str(dist.distributed_c10d.__file__),
     # Its path alone: every program would import it with accel, and few call it.
     str(Path(dist.__file__).with_name("_functional_collectives.py")),
     str(Path(__file__).with_name("session.py")),
     str(Path(__file__).parents[1] / "collectives/callers.py"),
+    str(Path(__file__).parents[1] / "collectives/waits.py"),
 }
 # Decorators of torch and functools, which stand between a call and the function that was called.
 _DECORATORS = {"wrapper", "inner", "decorate_context", "check", "meet"}

@@ -22,10 +22,11 @@ from accel import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.statistics.clock import PARTS
-from accel.utils import DistributedDataParallelKwargs
+from accel.utils import DistributedDataParallelKwargs, gather
 from accel_data import DataLoaderConfiguration
 from accel_data.loader.shard import DataLoaderShard
-from accel_ops.collectives import operations
+from accel_ops.collectives import operations, waits
+from accel_ops.collectives.pack import SMALL_BYTES
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -292,7 +293,11 @@ def test_the_table_is_printed(tmp_path, capsys, monkeypatch):
 
 
 def traces(accelerator, model, optimizer, loader):
-    functions = [(dist, "all_reduce"), (dist, "barrier"), (operations, "gather"), (operations, "reduce")]
+    functions = [
+        *((dist, name) for name in ("all_reduce", "barrier")),
+        *((waits, name) for name in ("all_gather", "wait")),
+        *((operations, name) for name in ("gather", "reduce")),
+    ]
     found = [name for owner, name in functions if hasattr(getattr(owner, name), "_accel_statistics")]
     found += ["backward"] * ("backward" in vars(accelerator.run.engine))
     found += ["step"] * ("step" in vars(optimizer))
@@ -301,7 +306,8 @@ def traces(accelerator, model, optimizer, loader):
     return found
 
 
-ALL = ["all_reduce", "barrier", "gather", "reduce", "backward", "step", "forward", "loader"]
+COLLECTIVES = ["all_reduce", "barrier", "all_gather", "wait", "gather", "reduce"]
+ALL = [*COLLECTIVES, "backward", "step", "forward", "loader"]
 
 
 def test_nothing_is_attached_when_off_and_nothing_stays():
@@ -316,10 +322,10 @@ def test_nothing_is_attached_when_off_and_nothing_stays():
     on = accelerator_with()
     parts_on = train(on, torch.nn.Linear(4, 1), DataLoader(Numbers(4)))
     assert traces(on, *parts_on) == ALL
-    assert traces(off, *parts) == ALL[:4]  # collectives belong to the process
+    assert traces(off, *parts) == COLLECTIVES  # collectives belong to the process
     second = accelerator_with()
     on.end_training()
-    assert traces(on, *parts_on) == ALL[:4]
+    assert traces(on, *parts_on) == COLLECTIVES
     second.end_training()
     assert traces(on, *parts_on) == []
     assert collectives == [
@@ -533,6 +539,28 @@ def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model, hoo
     assert waits["collectives"] > 10 * 0.02
     assert late["backward"] > 12 * 0.04
     assert late["collectives"] < 12 * 0.015
+
+
+def gathering_run(folder, way):
+    """12 steps, in which process 1 comes later to a gather that does not go by the Accelerator's own."""
+    accelerator = accelerator_with(folder, every=0)
+    _, optimizer, loader = train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(24)))
+    for inputs in loader:
+        optimizer.step()
+        if accelerator.process_index == 1:
+            time.sleep(0.02)
+        if way == "gather_for_metrics":
+            accelerator.gather_for_metrics(inputs)
+        else:
+            gather(torch.zeros(SMALL_BYTES) if way == "large" else inputs)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("way", ["small", "large", "gather_for_metrics"])
+def test_waits_in_every_gather_are_counted(world, tmp_path, way):
+    world.run(gathering_run, tmp_path, way)
+    first, late = [own["seconds"] for own in json.loads((tmp_path / "summary.json").read_text())["ranks"]]
+    assert first["collectives"] > late["collectives"] + 12 * 0.01
 
 
 def partly_frozen_run():

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.observe.attach import Undo, follow, put
 from accel.observe.statistics.clock import MANY_NOTES, OWN_GRADIENTS_READY, Clock
-from accel_ops.collectives import operations
+from accel_ops.collectives import operations, waits
 
 # Those that torch has; the names differ between releases.
 _COLLECTIVES = (
@@ -28,7 +28,8 @@ _COLLECTIVES = (
 )
 _PLACES: list[tuple[Any, str]] = [
     *((dist, name) for name in _COLLECTIVES),
-    # Large tensors are awaited here, after torch's functions have returned.
+    # These wait after torch's functions have returned, and also in operations that were imported by name.
+    *((waits, name) for name in ("all_gather", "wait")),
     *((operations, name) for name in ("broadcast", "gather", "reduce")),
 ]
 _clocks: list[Clock] = []
