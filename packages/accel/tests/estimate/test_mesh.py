@@ -126,20 +126,18 @@ def traced() -> Iterator[Callable[[], int]]:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # the sum is taken of a view
 def test_prepare_needs_the_formula_and_neither_time_nor_memory_grow_with_the_world() -> None:
-    # The same share of the model on each process, and more and more replicas of it.
-    small, medium, large = (MeshSizes(count, dp_shard=4, cp=2, tp=8) for count in (1, 16, 128))
-    assert [mesh.processes for mesh in (small, medium, large)] == [64, 1024, 8192]
+    # The same share of the model on each process, and many more replicas of it.
+    small, large = (MeshSizes(count, dp_shard=4, cp=2, tp=8) for count in (1, 128))
+    assert [mesh.processes for mesh in (small, large)] == [64, 8192]
 
     prepare(small, traces=False)  # what is imported and made once
     memory = {
-        mesh: prepare(mesh, traces=True, trains=mesh is large).python_bytes for mesh in (small, medium, large)
+        mesh: prepare(mesh, traces=True, trains=mesh is large).python_bytes for mesh in (small, large)
     }
-    seconds = {mesh: prepare(mesh, traces=False).seconds for mesh in (small, medium, large)}
+    seconds = {mesh: prepare(mesh, traces=False).seconds for mesh in (small, large)}
 
-    for others in (medium, large):
-        assert memory[others] < memory[small] + LEFT_BYTES
-        assert seconds[others] < 2 * seconds[small]
-    assert seconds[large] < 2 * seconds[medium]
+    assert memory[large] < memory[small] + LEFT_BYTES
+    assert seconds[large] < 2 * seconds[small]
 
 
 class Uneven(torch.nn.Module):
