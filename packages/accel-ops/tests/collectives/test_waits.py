@@ -1,40 +1,46 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 
 from accel_ops.collectives import waits
+from accel_ops.debug.session import default_store
 from accel_state.process.state import current_process
 
 pytestmark = pytest.mark.core
 
 
-def gather_while(seconds: float) -> tuple[list[float], bool, float]:
-    """Gather ranks, where process 1 comes later; return them, whether `meanwhile` saw them, and its time."""
+def gather_while(name: str) -> list[float]:
+    """Gather ranks, where process 1 comes once the other one is in `meanwhile`."""
+    store: Any = default_store()
     rank = current_process().rank
-    output, own = torch.full((2,), -1.0), torch.tensor([float(rank)])
-    time.sleep(seconds * rank)
-    began = time.perf_counter()
-    came, passed = waits.all_gather(output, own, lambda: (output[1].item() == 1, time.perf_counter() - began))
-    return output.tolist(), came, passed
-
-
-def test_meanwhile_is_called_while_others_are_awaited(world: Any) -> None:
-    (first, came, passed), (second, *_) = world.run(gather_while, 0.5, size=2)
-
-    assert first == second == [0.0, 1.0]
-    assert not came
-    assert passed < 0.25
-
-
-def gather_apart() -> list[float]:
-    output = torch.empty(2)
-    waits.wait(waits.start_all_gather(output, torch.tensor([current_process().rank + 1.0])))
+    if rank == 1:
+        store.get(name)  # waits for it
+    output = torch.full((2,), -1.0)
+    waits.all_gather(output, torch.tensor([float(rank)]), lambda: store.set(name, ""))
     return output.tolist()
 
 
+def test_meanwhile_is_called_while_others_are_awaited(world: Any) -> None:
+    assert world.run(gather_while, "test_waits", size=2, timeout_s=60) == [[0.0, 1.0]] * 2
+
+
+def gather_apart(name: str) -> tuple[list[float], list[float]]:
+    store: Any = default_store()
+    rank = current_process().rank
+    if rank == 1:
+        store.get(name)
+    output = torch.full((2,), -1.0)
+    work = waits.start_all_gather(output, torch.tensor([float(rank)]))
+    before = output.tolist()
+    store.set(name, "")
+    waits.wait(work)
+    return before, output.tolist()
+
+
 def test_what_was_started_is_awaited(world: Any) -> None:
-    assert world.run(gather_apart, size=2) == [[1.0, 2.0]] * 2
+    (before, after), (_, other) = world.run(gather_apart, "test_waits, apart", size=2, timeout_s=60)
+    assert before[1] == -1.0
+    assert after == other == [0.0, 1.0]

@@ -131,9 +131,7 @@ def test_prepare_needs_the_formula_and_neither_time_nor_memory_grow_with_the_wor
     assert [mesh.processes for mesh in (small, large)] == [64, 8192]
 
     prepare(small, traces=False)  # what is imported and made once
-    memory = {
-        mesh: prepare(mesh, traces=True, trains=mesh is large).python_bytes for mesh in (small, large)
-    }
+    memory = {mesh: prepare(mesh, traces=True, trains=mesh is large).python_bytes for mesh in (small, large)}
     seconds = {mesh: prepare(mesh, traces=False).seconds for mesh in (small, large)}
 
     assert memory[large] < memory[small] + LEFT_BYTES

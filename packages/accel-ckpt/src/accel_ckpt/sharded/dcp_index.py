@@ -190,7 +190,7 @@ class _Places:
         self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # No plain dict: the readers of accel 0.2 know the types of torch's indexes alone.
+        # The readers of accel 0.2 take this type by name, and not `dict`.
         return OrderedDict, (), None, None, self._items()
 
     def _items(self) -> Iterator[tuple[_Index, _Info]]:
@@ -205,10 +205,11 @@ class _Places:
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps what is written again: types, names, places of parts, and the first entry of each file.
+    """Keeps what is written again: types, names, places of parts, and the name of each file.
 
     Python's pickler keeps everything that it writes, to refer to it. A `fast` one refers to what it has kept,
-    and keeps no more. (Python's manual calls `fast` deprecated, for what is written again and again.)
+    and keeps no more. That is how Python does it, and no promise of its manual, which calls `fast` deprecated
+    and warns of objects that contain themselves.
     """
 
     _file = ""
@@ -216,7 +217,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not _Info:
             return NotImplemented
-        # Asked when an entry is written: the pickler takes two from an iterator before it writes the first.
+        # Here and not in `_items`, as the pickler takes two entries from that before it writes the first.
         self.fast = obj.file == self._file
         self._file = obj.file
         return obj.__reduce__()

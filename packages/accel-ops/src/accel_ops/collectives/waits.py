@@ -1,4 +1,4 @@
-"""Where this process waits for others in a collective over tensors.
+"""Where operations wait for collectives that they have started.
 
 The watchdog takes a thread in this file for one that waits, and statistics time these functions.
 """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives import waits
 from accel_ops.debug import contract
 from accel_state.process.rendezvous import gloo_group
 
@@ -68,7 +69,7 @@ class Agreement:
 
     def _outcome(self) -> bool:
         if self._work is not None:
-            self._work.wait()
+            waits.wait(self._work)
         outcome = self._answer is not None and bool(self._answer)
         self._answer = self._work = None
         return outcome

@@ -542,9 +542,10 @@ def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model, hoo
 
 
 def gathering_run(folder, way):
-    """12 steps, in which process 1 comes later to a gather that does not go by the Accelerator's own."""
+    """12 steps, in which process 1 comes later to a gather, the only collective."""
     accelerator = accelerator_with(folder, every=0)
-    _, optimizer, loader = train(accelerator, torch.nn.Linear(4, 1), DataLoader(Numbers(24)))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    optimizer, loader = accelerator.prepare(optimizer, DataLoader(Numbers(24)))
     for inputs in loader:
         optimizer.step()
         if accelerator.process_index == 1:
@@ -559,8 +560,8 @@ def gathering_run(folder, way):
 @pytest.mark.parametrize("way", ["small", "large", "gather_for_metrics"])
 def test_waits_in_every_gather_are_counted(world, tmp_path, way):
     world.run(gathering_run, tmp_path, way)
-    first, late = [own["seconds"] for own in json.loads((tmp_path / "summary.json").read_text())["ranks"]]
-    assert first["collectives"] > late["collectives"] + 12 * 0.01
+    first, _ = [own["seconds"] for own in json.loads((tmp_path / "summary.json").read_text())["ranks"]]
+    assert first["collectives"] > 12 * 0.01
 
 
 def partly_frozen_run():

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from accel.engines.base.gradients import multiply
 from accel.engines.sharded.initial_weights import local
+from accel_ops.collectives import waits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +74,7 @@ def norm_of_sets(sets: Sets, norm_type: float, device: torch.device) -> torch.Te
         work = dist.all_reduce(joined, operation, group=group, async_op=True)
         for index in range(len(sets)):  # while the others are waited for
             total(index)
-        work.wait()
+        waits.wait(work)
         totals.update(zip(split, joined.unbind(), strict=True))
     # A zero, so that there is something to stack where no process has a gradient.
     joined = torch.stack([torch.zeros((), device=device), *(total(index) for index in range(len(sets)))])

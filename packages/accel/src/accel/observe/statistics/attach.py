@@ -28,7 +28,7 @@ _COLLECTIVES = (
 )
 _PLACES: list[tuple[Any, str]] = [
     *((dist, name) for name in _COLLECTIVES),
-    # These wait after torch's functions have returned, and also in operations that were imported by name.
+    # What waits for a collective that was started, also in operations that a program has imported by name.
     *((waits, name) for name in ("all_gather", "wait")),
     *((operations, name) for name in ("broadcast", "gather", "reduce")),
 ]
