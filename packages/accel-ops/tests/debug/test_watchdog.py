@@ -58,12 +58,13 @@ def sleep_here(seconds: float) -> None:
     time.sleep(seconds)
 
 
-MOVED = {
-    "gather": torch.ones(1),
-    "gather of two shapes": [torch.ones(1), torch.ones(2)],
-    "gather of a large tensor": torch.ones(SMALL_BYTES),
-    "reduce of a large tensor": torch.ones(SMALL_BYTES),
-    "broadcast of a large tensor": torch.ones(SMALL_BYTES),
+# Not lambdas, whose lines would be the reported ones.
+OPERATIONS: dict[str, Callable[[], Any]] = {
+    "gather": partial(gather, torch.ones(1)),
+    "gather of two shapes": partial(gather, [torch.ones(1), torch.ones(2)]),
+    "gather of a large tensor": partial(gather, torch.ones(SMALL_BYTES)),
+    "reduce of a large tensor": partial(reduce, torch.ones(SMALL_BYTES)),
+    "broadcast of a large tensor": partial(broadcast, torch.ones(SMALL_BYTES), from_process=1),
 }
 
 
@@ -75,10 +76,8 @@ def late(kind: str) -> None:
         loss = layer(torch.ones(1, 2)).sum()
     if rank == 1:
         sleep_here(1.6)
-    if kind in MOVED:
-        {"gather": gather, "reduce": reduce, "broadcast": partial(broadcast, from_process=1)}[
-            kind.partition(" ")[0]
-        ](MOVED[kind])
+    if kind in OPERATIONS:
+        OPERATIONS[kind]()
     elif kind == "wait":
         state.wait_for_everyone()
     elif kind == "torch":

@@ -144,7 +144,7 @@ def write_index(
         _require_whole(name, entry, elements[name])
 
     index = Metadata(saved, dict(paths), _Places(_parts(saved, chunks, sent)), storage_meta)
-    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # from torch 2.8 on
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.6 has none
         index.version = filesystem.CURRENT_DCP_VERSION
     draft = folder / f"{METADATA}.tmp"
     try:
