@@ -22,6 +22,7 @@ from accel import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel.observe.statistics import StatisticsKwargs
 from accel.observe.statistics.clock import PARTS
+from accel.training import metrics
 from accel.utils import DistributedDataParallelKwargs, gather
 from accel_data import DataLoaderConfiguration
 from accel_data.loader.shard import DataLoaderShard
@@ -543,6 +544,7 @@ def test_waits_are_those_after_the_last_own_gradient(world, tmp_path, model, hoo
 
 def gathering_run(folder, way):
     """12 steps, in which process 1 comes later to a gather, the only collective."""
+    assert not hasattr(metrics.gather, "_accel_statistics")  # imported before statistics are on
     accelerator = accelerator_with(folder, every=0)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     optimizer, loader = accelerator.prepare(optimizer, DataLoader(Numbers(24)))
