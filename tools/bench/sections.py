@@ -31,5 +31,14 @@ def measure(sections: Mapping[str, Section], *, quick: bool) -> tuple[list[Row],
             rows += found
             print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
             for row in found:  # at once: the table comes after the last section, and a run may be stopped
-                print(f"  {row.value:.3f} {row.unit}  {row.what}", file=sys.stderr, flush=True)
+                print(f"  {_brief(row)}", file=sys.stderr, flush=True)
     return rows, failures
+
+
+def _brief(row: Row) -> str:
+    more = [f"{name} {value:.3f}" for name, value in row.peers.items()]
+    if row.noise is not None:
+        more.append(f"noise {row.noise.median:.3f} ({row.noise.low:.3f} to {row.noise.high:.3f})")
+    if row.base:
+        more.append(f"baseline {row.base}")
+    return "; ".join([f"{row.value:.3f} {row.unit}  {row.what}", *more])

@@ -241,6 +241,20 @@ def test_cuda_copies_run_beside_the_users_stream():
 
 @pytest.mark.gpu
 @needs_cuda
+def test_cuda_memory_for_batches_is_that_of_one_pass():
+    data = [torch.zeros(2**20) for _ in range(6)]  # 4 MiB: more than what small tensors share
+    loader = prepare_data_loader(DataLoader(data, 2), CUDA, put_on_device=True)
+    reserved = []
+    for _ in range(5):
+        for batch in loader:
+            batch.add_(1)
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1:] == [reserved[1]] * 4
+
+
+@pytest.mark.gpu
+@needs_cuda
 def test_cuda_reading_that_draws_stays_in_turn():
     data = Counted(act=lambda: torch.rand(1))
     for number, _ in enumerate(prepare_data_loader(DataLoader(data, 2), CUDA, put_on_device=True), 1):

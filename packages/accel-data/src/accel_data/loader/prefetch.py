@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class SideStream:
         self._row = entry
         self._device = device
         self._non_blocking = non_blocking
-        self._stream = entry.new_stream(device)
+        self._stream = _copying_stream(entry.with_index(device))
 
     @classmethod
     def of(cls, device: torch.device | str | int, non_blocking: bool) -> SideStream | None:
@@ -117,6 +118,12 @@ def copied_ahead(batches: Iterator[Any], share: Share, side: SideStream) -> Gene
         yield batch
         if not ahead:
             following = _tried(batches, share, side)
+
+
+@cache
+def _copying_stream(device: torch.device) -> Any:
+    # One for all loaders and passes: memory that is freed in a stream is kept for that stream alone.
+    return DEVICES[device.type].new_stream(device)
 
 
 def _tried(batches: Iterator[Any], share: Share, side: SideStream) -> Future[Copy | None]:

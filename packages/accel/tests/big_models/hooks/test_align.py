@@ -14,6 +14,7 @@ from torch import nn
 
 from accel.big_models.hooks.tensors import as_device, tied_key
 from accel.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accel_world.devices import needs_cuda
 
 META = torch.device("meta")
 
@@ -36,6 +37,13 @@ def test_devices_are_read_as_in_a_device_map() -> None:
     assert as_device("cpu") == as_device(torch.device("cpu")) == torch.device("cpu")
     with pytest.raises(ValueError, match="this process uses no accelerator, and has no device 0"):
         as_device(0)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_device_without_an_index_is_the_one_where_its_tensors_are() -> None:
+    there = torch.ones(1, device="cuda").device
+    assert as_device("cuda") == as_device(torch.device("cuda")) == as_device("cuda:0") == there
 
 
 def test_inputs_and_outputs_go_where_they_should() -> None:

@@ -530,14 +530,19 @@ def test_offloaded_models_run_on_the_gpu(net: nn.Module, tmp_path: Path) -> None
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_model_with_a_hook_stays_on_the_gpu_until_the_next_one_runs() -> None:
-    first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cuda:0")
-    second, last = cpu_offload_with_hook(nn.Linear(2, 2), "cuda:0", prev_module_hook=hook)
+@pytest.mark.usefixtures("fresh_state")
+@pytest.mark.parametrize("device", ["cuda:0", "cuda", None])
+def test_a_model_with_a_hook_stays_on_the_gpu_until_the_next_one_runs(device: str | None) -> None:
+    first, hook = cpu_offload_with_hook(nn.Linear(2, 2), device)
+    second, last = cpu_offload_with_hook(nn.Linear(2, 2), device, prev_module_hook=hook)
     x = torch.ones(1, 2)
     assert first(x).device == first.weight.device == torch.device("cuda:0")
     assert second(first(x)).is_cuda
 
     assert (first.weight.device.type, second.weight.device.type) == ("cpu", "cuda")
+    first(x)
+    second(x)  # it is there: the first one need not go
+    assert (first.weight.device.type, second.weight.device.type) == ("cuda", "cuda")
     last.offload()
     assert second.weight.device.type == "cpu"
 

@@ -12,6 +12,7 @@ from torch import nn
 from accel.big_models.parameters import META, move
 from accel_ckpt.weights.placement import memory_device
 from accel_ops.modules import unsaved_buffers
+from accel_state.devices.table import DEVICES
 from accel_state.process.state import current_process
 
 Device = int | str | torch.device
@@ -22,14 +23,17 @@ TiedParameters = dict[int, Copies]
 
 
 def as_device(device: Device) -> torch.device:
-    """Read a device; a number counts the accelerators.
+    """Read a device; a number counts the accelerators, and of "cuda" the current one is meant.
 
     Raises:
         ValueError: If it is a number, and this process uses no accelerator.
     """
     if isinstance(device, int) and current_process().device.type == "cpu":
         raise ValueError(f'this process uses no accelerator, and has no device {device}. Use "cpu".')
-    return device if isinstance(device, torch.device) else torch.device(memory_device(device))
+    named = device if isinstance(device, torch.device) else torch.device(memory_device(device))
+    known = DEVICES.get(named.type)
+    # Tensors there have an index, and are looked for by their device.
+    return known.with_index(named) if known is not None and known.is_available() else named
 
 
 def tied_key(tensor: torch.Tensor) -> int:

@@ -128,9 +128,8 @@ class CpuOffload(ModelHook):
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = (
-            PartialState().default_device if execution_device is None else as_device(execution_device)
-        )
+        asked = PartialState().default_device if execution_device is None else execution_device
+        self.execution_device = as_device(asked)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the model to the CPU."""
@@ -201,4 +200,4 @@ def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
         return as_device(device)
     first = next(model.parameters(), None)
     # The meta device is where nothing can run.
-    return current_process().device if first is None or first.is_meta else first.device
+    return as_device(current_process().device) if first is None or first.is_meta else first.device
