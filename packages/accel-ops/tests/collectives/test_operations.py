@@ -19,6 +19,7 @@ from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.process.facts import Process
 from accel_state.process.state import PartialState, current_process
+from accel_world.fake import fake_world
 
 Pair = namedtuple("Pair", "x y")
 Leaf = namedtuple("Leaf", "dtype shape layout seed")  # describes a tensor; each rank makes its own
@@ -262,6 +263,15 @@ def after_destroying() -> list[str]:
             operation(torch.ones(1), process=process)
         errors.append(str(caught.value))
     return errors
+
+
+def of_losses() -> tuple[list[list[float]], bool]:
+    rank = float(dist.get_rank())
+    losses = [torch.tensor(rank), torch.tensor(rank, requires_grad=True) + 1]
+    results = [gather(losses), gather(losses[::-1])[::-1]]
+    assert_same(results[0], results[1])
+    requires_grad = any(value.requires_grad for result in results for value in result)
+    return [value.tolist() for value in results[0]], requires_grad
 
 
 def copy_from(givers: list[int], dtype: str = "float32") -> torch.Tensor:
@@ -594,6 +604,21 @@ def test_a_jagged_tensor_is_named() -> None:
 def test_bool_is_refused_by_one_process_too() -> None:
     with pytest.raises(TypeError, match=r"data\['a'\] is boolean"):
         reduce({"a": torch.ones(1, dtype=torch.bool)})
+
+
+@pytest.mark.usefixtures("fresh_state")
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("name", ["gather", "reduce", "broadcast"])
+def test_a_group_that_moves_nothing_on_the_cpu_is_named(name: str, number: int) -> None:
+    with fake_world(0, 2, "cuda:fake"):
+        error = error_of(name, {"a": torch.ones(number), "b": torch.ones(3)})
+    expected = f"{name}: data['a'] is on cpu, but the process group (cuda:fake) moves tensors on cuda only"
+    assert expected in error
+
+
+def test_losses_with_gradients_beside_others_are_gathered(world: Any) -> None:
+    for result in world.run(of_losses):
+        assert result == ([[0.0, 1.0], [1.0, 2.0]], False)
 
 
 def test_a_destroyed_group_is_named(world: Any) -> None:

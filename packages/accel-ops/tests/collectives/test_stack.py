@@ -63,6 +63,19 @@ def test_other_tensors_are_not_stacked(tensors: list[torch.Tensor]) -> None:
     assert stack_if_alike(tensors, 2) is None
 
 
+def test_what_comes_back_of_tensors_with_gradients_has_none() -> None:
+    losses = [torch.ones(3, requires_grad=True) * 2 for _ in range(2)]
+    results = gathered([losses, losses])
+
+    assert [result.tolist() for result in results] == [[2.0] * 6] * 2
+    assert not any(result.requires_grad for result in results)
+    results[0].add_(1)
+    assert results[1].tolist() == [2.0] * 6
+    assert stack_if_alike([torch.ones(3), losses[0]], 2) is None
+    with torch.no_grad():
+        assert stack_if_alike([torch.ones(3), losses[0]], 2) is not None
+
+
 @pytest.mark.filterwarnings("ignore:.*uantiz")
 def test_quantized_tensors_are_not_stacked() -> None:
     assert stack_if_alike([torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)] * 2, 2) is None

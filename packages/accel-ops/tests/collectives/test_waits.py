@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from accel_ops.collectives import waits
 from accel_ops.debug.session import default_store
@@ -19,7 +20,7 @@ def gather_while(name: str) -> list[float]:
     if rank == 1:
         store.get(name)  # waits for it
     output = torch.full((2,), -1.0)
-    waits.all_gather(output, torch.tensor([float(rank)]), lambda: store.set(name, ""))
+    waits.all_gather(output, torch.tensor([float(rank)]), dist.group.WORLD, lambda: store.set(name, ""))
     return output.tolist()
 
 

@@ -16,8 +16,8 @@ from accel_state.process.facts import Process
 _movable_by_group: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
-def require_group(operation: str, process: Process) -> None:
-    """Raise unless this process can talk to the others.
+def require_group(operation: str, process: Process) -> dist.ProcessGroup:
+    """Return the group of all processes; raise if this process cannot talk to the others.
 
     Args:
         operation: Name of the collective.
@@ -26,12 +26,14 @@ def require_group(operation: str, process: Process) -> None:
     Raises:
         RuntimeError: If there is no process group.
     """
-    if dist.group.WORLD is None:
+    group = dist.group.WORLD
+    if group is None:
         raise RuntimeError(
             f"{operation}: process {process.rank} of {process.world_size} cannot reach the others, because "
             f"the process group has been destroyed or was never made. Call {operation} before "
             "destroy_process_group() or end_training()."
         )
+    return group
 
 
 def require_rank(operation: str, from_process: int, process: Process) -> None:

@@ -9,6 +9,7 @@ flow through any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from accel_ops.collectives.pack import Plan, plan
 from accel_ops.collectives.pack_parts import as_bytes
 from accel_ops.collectives.stack import stack_if_alike
 from accel_ops.debug import contract
-from accel_ops.trees.walk import find_path, flatten
+from accel_ops.trees.walk import find_path, flatten, plain_tensors, rebuild
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
@@ -48,32 +49,57 @@ def gather(tensor: Any, *, process: Process | None = None) -> Any:
         DistributedOperationException: In debug mode, if the processes disagree.
     """
     process = process or current_process()
-    leaves, rebuild = flatten(tensor, required_by="gather")
-    if process.world_size == 1 or not set(map(type, leaves)) <= _USUAL:
+    put_back: Callable[[Sequence[torch.Tensor]], Any]
+    plain = plain_tensors(tensor)
+    if plain is not None:
+        leaves, put_back = plain, partial(rebuild, tensor)
+    else:
+        leaves, put_back = flatten(tensor, required_by="gather")
+    if process.world_size == 1 or (plain is None and not set(map(type, leaves)) <= _USUAL):
         require_plain("gather", tensor, leaves)
     if process.world_size == 1:
-        return rebuild([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])
+        return put_back([leaf.detach() if leaf.dim() else leaf.detach().reshape(1) for leaf in leaves])
     if process.debug:
         contract.check("gather", tensor, process=process)
+    group = require_group("gather", process)
     try:
-        with torch.no_grad():
-            return rebuild(_gather(tensor, leaves, process))
+        return _gather(tensor, leaves, put_back, process, group)
     except RuntimeError:
-        require_plain("gather", tensor, leaves)  # it may say better why, and costs too much before
+        # These may say better why, and cost too much before.
+        require_plain("gather", tensor, leaves)
+        require_devices("gather", tensor, {leaf.device for leaf in leaves}, process)
         raise
 
 
-def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequence[torch.Tensor]:
-    world = process.world_size
-    require_group("gather", process)
+def _gather(
+    data: Any,
+    leaves: Sequence[torch.Tensor],
+    put_back: Callable[[Sequence[torch.Tensor]], Any],
+    process: Process,
+    group: dist.ProcessGroup,
+) -> Any:
     # The usual case, as the metrics of a step are: one stack, and one collective.
-    stack = stack_if_alike(leaves, world)
-    if stack is not None:
-        require_devices("gather", data, [stack.kind.device], process)
-        own = stack.buffers
-        memory, results = waits.all_gather(own.received, own.sent, stack.make_results)
-        stack.fill(memory)
-        return results
+    stack = stack_if_alike(leaves, process.world_size)
+    if stack is None:
+        with torch.no_grad():
+            return put_back(_gather_packs(data, leaves, process, group))
+    own = stack.buffers
+    if own.sent.device.type != "cpu":  # there a group that cannot move it raises an error by itself
+        require_devices("gather", data, [own.sent.device], process)
+
+    def make_results() -> tuple[torch.Tensor, Any]:
+        memory, results = stack.make_results()
+        return memory, put_back(results)
+
+    memory, gathered = waits.all_gather(own.received, own.sent, group, make_results)
+    stack.fill(memory)
+    return gathered
+
+
+def _gather_packs(
+    data: Any, leaves: Sequence[torch.Tensor], process: Process, group: dist.ProcessGroup
+) -> Sequence[torch.Tensor]:
+    world = process.world_size
     found = _plan("gather", data, leaves, process, copies=world)
     gathered: list[Any] = [None] * len(leaves)
     works = []
@@ -86,7 +112,7 @@ def _gather(data: Any, leaves: Sequence[torch.Tensor], process: Process) -> Sequ
         buffers = pack.buffers()
         if pack.nbytes:
             pack.pack(leaves, buffers)
-            waits.all_gather(buffers.received, buffers.sent, lambda: None)
+            waits.all_gather(buffers.received, buffers.sent, group, lambda: None)
         pack.unpack(buffers, gathered)
         pack.keep(buffers)
     for work in works:

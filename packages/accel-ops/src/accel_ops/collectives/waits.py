@@ -14,12 +14,15 @@ import torch.distributed as dist
 _T = TypeVar("_T")
 
 
-def all_gather(output: torch.Tensor, tensor: torch.Tensor, meanwhile: Callable[[], _T]) -> _T:
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], _T]
+) -> _T:
     """Gather a small buffer of all processes, and do something while it is on its way.
 
     Args:
         output: Where the buffers go, one after the other, in rank order: of shape (world_size * n,).
         tensor: This process's, of shape (n,).
+        group: The group of all processes.
         meanwhile: What to call; it leaves both alone.
 
     Returns:
@@ -27,7 +30,6 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, meanwhile: Callable[[
     """
     if output.device.type == "cpu":
         # The group's own function, as torch's checks around it cost a tenth of such a collective.
-        group: Any = dist.group.WORLD
         start = getattr(group, "all_gather_single", None) or group._allgather_base
         work = start(output, tensor)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -164,13 +165,28 @@ def flatten(
     Raises:
         TypeError: If `required_by` is given and a leaf is not a tensor.
     """
-    inside = children(tree)
-    # The usual batch: no walk, and no second list.
-    if inside is not None and _all_tensors(inside):
-        return list(inside), lambda tensors: rebuild(tree, tensors)
+    usual = plain_tensors(tree)
+    if usual is not None:
+        return usual, partial(rebuild, tree)
     leaves: list[torch.Tensor] = []
     _collect(tree, tree, leaves, required_by)
     return leaves, lambda tensors: _replace(tree, iter(tensors))
+
+
+def plain_tensors(tree: Any) -> list[torch.Tensor] | None:
+    """Return the tensors of a usual batch, for which no walk is needed.
+
+    Args:
+        tree: A tree.
+
+    Returns:
+        The values of a dict, list or tuple, no subclass, if each of them is a tensor, no subclass; else None.
+    """
+    kind = type(tree)
+    if kind is not dict and kind is not list and kind is not tuple:
+        return None
+    inside = list(tree.values() if kind is dict else tree)
+    return inside if _all_tensors(inside) else None
 
 
 def _collect(node: Any, root: Any, leaves: list[torch.Tensor], required_by: str | None) -> None:
