@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_ckpt.files import piece_file
-from accel_ckpt.files.page_cache import cached_part
+from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.piece_file import PieceFile
 from accel_ckpt.files.threads import Threads
 
@@ -73,7 +73,7 @@ def test_a_large_file_is_written_past_the_cache(make: Callable[..., PieceFile], 
         file = make(cached)
         file.write(os.urandom(size + 1))
         file.finish()
-        with cached_part(tmp_path / "x", 0, size) as part:
+        with MappedFile(tmp_path / "x").part(0, size) as part:
             assert (part is not None) == cached
 
 

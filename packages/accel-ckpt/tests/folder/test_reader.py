@@ -47,6 +47,34 @@ def test_the_state_of_an_optimizer_is_in_memory_once_and_outlives_its_file(tmp_p
     assert not mapped(folder / optimizer_file())
 
 
+def test_the_state_stays_where_its_digest_was_taken_and_another_load_has_its_own(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    found = opened(folder)
+    (checked,) = found.mapped.values()
+    first, second = (found.load(optimizer_file())["state"][0]["exp_avg"] for _ in range(2))
+    begin, size = checked._storage.data_ptr(), checked._storage.nbytes()
+    assert begin <= first.data_ptr() < begin + size
+    assert not begin <= second.data_ptr() < begin + size
+    first.fill_(7)
+    assert not torch.equal(first, second)
+
+
+def test_options_and_other_objects_are_for_torch_itself(tmp_path: Path) -> None:
+    folder, optimizer = saved(tmp_path)
+    assert not opened(folder, mmap=False).mapped
+    assert not opened(folder, verify=False).mapped
+    for options in ({"mmap": False}, {"weights_only": False}):
+        state = opened(folder, **options).load(optimizer_file())
+        assert torch.equal(state["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    torch.save({"state": {}, "folder": folder}, folder / optimizer_file())
+    (folder / "accel_manifest.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="another implementation wrote it"),
+        pytest.raises(CheckpointError, match="holds more than tensors, arrays and plain containers"),
+    ):
+        opened(folder).load(optimizer_file())
+
+
 def test_a_file_of_old_torch_is_read(tmp_path: Path) -> None:
     folder, optimizer = saved(tmp_path)
     torch.save(optimizer.state_dict(), folder / optimizer_file(), _use_new_zipfile_serialization=False)

@@ -11,7 +11,7 @@ import torch
 
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import piece_file
-from accel_ckpt.files.page_cache import cached_part
+from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.folder import manifest
 from accel_ckpt.folder.staging import opened_at, staged
 from accel_state.process.facts import Process
@@ -201,7 +201,7 @@ def test_the_cache_keeps_what_the_next_save_reads(tmp_path: Path, incremental: b
     size = 2 * piece_file.PIECE_BYTES
     with staged(tmp_path / "c", incremental=incremental) as staging:
         staging.write({"x": torch.arange(size, dtype=torch.uint8)}, "x.safetensors", True)
-    with cached_part(tmp_path / "c" / "x.safetensors", 0, size) as part:
+    with MappedFile(tmp_path / "c" / "x.safetensors").part(0, size) as part:
         assert (part is not None) == incremental
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.files.hashing import ALGORITHM, digest_chunk
+from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.files.safetensors_header import shortened, tensors_between
 from accel_ckpt.files.threads import Threads
@@ -49,6 +50,7 @@ def verify(
     contents: bool = True,
     progress: Progress | None = None,
     algorithm: str = ALGORITHM,
+    find_mapped: Callable[[str], MappedFile | None] = lambda name: None,
 ) -> None:
     """Check that files are what the manifest says.
 
@@ -59,6 +61,7 @@ def verify(
         contents: Whether to check their bytes, or only that they are plain files of the right size.
         progress: Where checked bytes are counted.
         algorithm: What the entries' digests are, one of `hashing.ALGORITHMS`.
+        find_mapped: Returns the file of an entry's path where it is mapped, so that it is digested there.
 
     Raises:
         CorruptCheckpointError: If files are missing, unreadable, changed, or not plain files in the folder;
@@ -67,7 +70,7 @@ def verify(
 
     def digest(path: Path, start: int) -> str | OSError:
         try:
-            return digest_chunk(path, start, chunk_bytes, algorithm)
+            return digest_chunk(path, start, chunk_bytes, algorithm, mapped[path])
         except OSError as error:  # the disk does not give it back
             return error
         finally:
@@ -77,6 +80,7 @@ def verify(
     found = {entry: _unreadable(folder, entry) for entry in entries}
     # Sizes first, which cost nothing: what is missing is not waited for.
     sound = [entry for entry, problem in found.items() if problem is None and contents]
+    mapped = {folder / entry.path: find_mapped(entry.path) for entry in sound}
     digested = _chunk_by_chunk([folder / entry.path for entry in sound], chunk_bytes, digest)
     # Replaces the None of each sound file by what its digests say.
     found |= {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from accel_ckpt.files.page_cache import cached_part
+from accel_ckpt.files.mapped_file import MappedFile
 
 ALGORITHM = "xxh3_128"
 """The digest algorithm of new checkpoints."""
@@ -20,7 +21,9 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256
 _READ_BYTES = 2**18  # stays in a core's cache
 
 
-def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGORITHM) -> str:
+def digest_chunk(
+    path: Path, start: int, chunk_bytes: int, algorithm: str = ALGORITHM, mapped: MappedFile | None = None
+) -> str:
     """Digest one chunk of a file.
 
     Args:
@@ -28,6 +31,7 @@ def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGO
         start: Where the chunk begins, in bytes.
         chunk_bytes: How long it is, unless the file ends before.
         algorithm: One of `ALGORITHMS`.
+        mapped: The file where it is mapped: the chunk is digested there if the system has it in its cache.
 
     Returns:
         Its digest, in hexadecimal.
@@ -39,7 +43,7 @@ def digest_chunk(path: Path, start: int, chunk_bytes: int, algorithm: str = ALGO
     # Negative where the file has become shorter than the chunk's start: the digest of nothing differs then.
     length = min(chunk_bytes, path.stat().st_size - start)
     if length > 0:
-        with cached_part(path, start, length) as part:
+        with nullcontext() if mapped is None else mapped.part(start, length) as part:
             if part is None:
                 _add_read(digest, path, start, length)
             else:

@@ -9,7 +9,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.disk import replacing
+from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.safetensors_header import shortened, tensors_between
 from accel_ckpt.files.safetensors_writer import DTYPES, dump
 from accel_state.process.state import current_process
@@ -169,6 +170,27 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         raise CheckpointError(_why_unreadable(f, error, kwargs["weights_only"])) from error
 
 
+def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load a mapped file, as `load`: its tensors stay where they are.
+
+    Args:
+        mapped: The file.
+        map_location: As there.
+        **kwargs: As there.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        CheckpointError: As `load`.
+    """
+    if not kwargs:
+        # What is wrong, torch.load says better.
+        with suppress(Exception), _arrays_allowed(), _without_sparse_warning():
+            return mapped.load(map_location)
+    return load(mapped.path, map_location, mmap=True, **kwargs)
+
+
 def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
     """Call `torch.load` without its warning that it validates sparse tensors.
 
@@ -179,9 +201,15 @@ def torch_load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, 
         map_location: As there.
         **kwargs: As there.
     """
+    with _without_sparse_warning():
+        return torch.load(f, map_location=map_location, **kwargs)
+
+
+@contextmanager
+def _without_sparse_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-        return torch.load(f, map_location=map_location, **kwargs)
+        yield
 
 
 def is_zip(path: Path) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import digests, tensors
+from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.folder import manifest, recovery
 from accel_ckpt.folder.agree import from_main, together
@@ -35,6 +36,7 @@ class Reading:
         has_manifest: Whether it has one; otherwise another implementation wrote the folder.
         device: Where files are read to.
         options: Options of `tensors.load`.
+        mapped: Files that are mapped and not loaded, by name.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class Reading:
     has_manifest: bool
     device: torch.device
     options: dict[str, Any]
+    mapped: dict[str, MappedFile] = field(default_factory=dict)
 
     def load(self, *alternatives: str) -> Any:
         """Load the first of these files that is there; None if there is none."""
@@ -88,14 +91,25 @@ class Reading:
         if file_names.is_index(name):
             parts = [self._open(part) for part in self.listed(name)]
             return {key: value for part in parts for key, value in part.items()}
-        options = {"mmap": True, **self.options} if self._maps(name) else self.options
-        return tensors.load(self.folder / name, map_location=self.device, **options)
+        mapped = self.find_mapped(name)
+        if mapped is None:
+            return tensors.load(self.folder / name, map_location=self.device, **self.options)
+        del self.mapped[name]  # tensors may be written to: those of another load are its own
+        options = {key: value for key, value in self.options.items() if key != "mmap"}
+        return tensors.load_mapped(mapped, self.device, **options)
 
-    def _maps(self, name: str) -> bool:
-        """Whether a file is mapped: what is large, so that it is not in memory twice."""
+    def find_mapped(self, name: str) -> MappedFile | None:
+        """Map a file that is large, so that it is not in memory twice; None if it is not to be mapped."""
         large = file_names.role_of(name) in ("model", "optimizer") and name.endswith(".bin")
         # Windows deletes no file that is mapped.
-        return large and os.name == "posix" and tensors.is_zip(digests.plain_file(self.folder, name))
+        if not large or os.name != "posix" or not self.options.get("mmap", True):
+            return None
+        path = digests.plain_file(self.folder, name)
+        if name not in self.mapped and tensors.is_zip(path):
+            # A file system that maps nothing: torch reads it.
+            with suppress(RuntimeError):
+                self.mapped[name] = MappedFile(path)
+        return self.mapped.get(name)
 
 
 def open_checkpoint(
@@ -136,7 +150,15 @@ def open_checkpoint(
         share = described.files[process.local_rank :: process.local_world_size]
         total = sum(entry.size for entry in share)
         with closing(Progress(f"Checking {folder.name}", total, shown=process.is_main)) as progress:
-            digests.verify(folder, share, described.chunk_bytes, verify, progress, described.algorithm)
+            digests.verify(
+                folder,
+                share,
+                described.chunk_bytes,
+                verify,
+                progress,
+                described.algorithm,
+                reading.find_mapped,
+            )
         # In place, other files live in the folder by right.
         beside = [] if facts.get("in_place") else manifest.files_in(folder)
         strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
