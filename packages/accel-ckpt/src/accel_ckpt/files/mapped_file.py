@@ -44,7 +44,7 @@ class MappedFile:
         self._storage: Any = torch.UntypedStorage.from_file(str(path), False, before.st_size)
         self._identity = _identity(before)
         self._check_same(path.stat())
-        whole: Any = torch.empty(0, dtype=torch.uint8).set_(self._storage).numpy()
+        whole: Any = torch.empty(0, dtype=torch.uint8).set_(self._storage).numpy()  # type: ignore[arg-type]
         self._bytes = memoryview(whole)
 
     @contextmanager
