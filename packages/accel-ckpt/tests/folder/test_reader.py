@@ -4,6 +4,7 @@ import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.file_names import model_file, optimizer_file
+from accel_ckpt.files import mapped_file
+from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.folder import reader
 from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.run.save import save_accelerator_state
@@ -63,16 +66,42 @@ def test_options_and_other_objects_are_for_torch_itself(tmp_path: Path) -> None:
     folder, optimizer = saved(tmp_path)
     assert not opened(folder, mmap=False).mapped
     assert not opened(folder, verify=False).mapped
-    for options in ({"mmap": False}, {"weights_only": False}):
+    for options in ({"mmap": False}, {"weights_only": True}):
         state = opened(folder, **options).load(optimizer_file())
         assert torch.equal(state["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
     torch.save({"state": {}, "folder": folder}, folder / optimizer_file())
     (folder / "accel_manifest.json").unlink()
-    with (
-        pytest.warns(UserWarning, match="another implementation wrote it"),
-        pytest.raises(CheckpointError, match="holds more than tensors, arrays and plain containers"),
-    ):
-        opened(folder).load(optimizer_file())
+    with pytest.warns(UserWarning, match="another implementation wrote it"):
+        found = opened(folder)
+    with pytest.raises(CheckpointError, match="holds more than tensors, arrays and plain containers"):
+        found.load(optimizer_file())
+    assert replace(found, options={"weights_only": False}).load(optimizer_file())["folder"] == folder
+
+
+@pytest.mark.parametrize("missing", ["_load", "from_file", "is_zip"])
+def test_what_cannot_be_mapped_or_unpickled_there_is_loaded_by_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    folder, optimizer = saved(tmp_path)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("it has other arguments by now")
+
+    with monkeypatch.context() as patch:
+        if missing == "_load":
+            patch.setattr(MappedFile, "load", fail)
+        elif missing == "is_zip":
+            patch.setattr(reader.tensors, "is_zip", fail)
+        else:
+            patch.setattr(mapped_file.torch, "UntypedStorage", SimpleNamespace(from_file=fail))
+        found = opened(folder)
+        assert bool(found.mapped) == (missing == "_load")
+    if missing == "_load":
+        monkeypatch.setattr(MappedFile, "load", fail)
+    else:
+        monkeypatch.setattr(reader, "MappedFile", fail)
+    state = found.load(optimizer_file())
+    assert torch.equal(state["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
 def test_a_file_of_old_torch_is_read(tmp_path: Path) -> None:
@@ -109,7 +138,8 @@ def test_nothing_is_opened_before_all_digests_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = saved(tmp_path)
-    monkeypatch.setattr(reader.tensors, "load", lambda path, **kw: pytest.fail(f"{path} was opened"))
+    for owner, name in ((reader.tensors, "load"), (reader.tensors, "load_mapped"), (MappedFile, "load")):
+        monkeypatch.setattr(owner, name, lambda file, *args, **kw: pytest.fail(f"{file} was opened"))
     opened(folder)
     size = (folder / optimizer_file()).stat().st_size
     (folder / optimizer_file()).write_bytes(b"PK" + bytes(size - 2))

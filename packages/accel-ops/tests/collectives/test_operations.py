@@ -265,6 +265,31 @@ def after_destroying() -> list[str]:
     return errors
 
 
+class Looking(dict[str, Any]):
+    """A dict that keeps what its values were when they were set."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def __copy__(self) -> Looking:
+        return Looking(self)
+
+
+def of_a_container_that_looks() -> list[list[float]]:
+    tree = Looking({name: torch.full((3,), float(dist.get_rank())) for name in "abc"})
+    for _ in range(3):  # memory that is used again holds other values
+        gather([torch.full((3,), 9.0)] * 3)
+        result = gather(tree)
+    assert type(result) is Looking
+    return [value.tolist() for value in result.values()]
+
+
+def of_one_whose_processes_differ_in_gradients() -> list[list[float]]:
+    rank = dist.get_rank()
+    values = [torch.full((2,), float(rank), requires_grad=rank == 1 and place == 1) for place in range(3)]
+    return [value.tolist() for value in gather(values)]
+
+
 def of_losses() -> tuple[list[list[float]], bool]:
     rank = float(dist.get_rank())
     losses = [torch.tensor(rank), torch.tensor(rank, requires_grad=True) + 1]
@@ -614,6 +639,14 @@ def test_a_group_that_moves_nothing_on_the_cpu_is_named(name: str, number: int) 
         error = error_of(name, {"a": torch.ones(number), "b": torch.ones(3)})
     expected = f"{name}: data['a'] is on cpu, but the process group (cuda:fake) moves tensors on cuda only"
     assert expected in error
+
+
+def test_a_container_that_looks_at_its_values_is_made_of_what_has_come(world: Any) -> None:
+    assert world.run(of_a_container_that_looks) == [[[0.0] * 3 + [1.0] * 3] * 3] * 2
+
+
+def test_processes_may_differ_in_what_needs_gradients(world: Any) -> None:
+    assert world.run(of_one_whose_processes_differ_in_gradients) == [[[0.0, 0.0, 1.0, 1.0]] * 3] * 2
 
 
 def test_losses_with_gradients_beside_others_are_gathered(world: Any) -> None:

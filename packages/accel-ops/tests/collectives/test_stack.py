@@ -71,9 +71,12 @@ def test_what_comes_back_of_tensors_with_gradients_has_none() -> None:
     assert not any(result.requires_grad for result in results)
     results[0].add_(1)
     assert results[1].tolist() == [2.0] * 6
-    assert stack_if_alike([torch.ones(3), losses[0]], 2) is None
+    for tensors in ([torch.ones(3), losses[0]], [losses[0], torch.ones(3)]):
+        assert stack_if_alike(tensors, 2) is not None
+    between = [torch.ones(3), losses[0], torch.ones(3)]
+    assert stack_if_alike(between, 2) is None
     with torch.no_grad():
-        assert stack_if_alike([torch.ones(3), losses[0]], 2) is not None
+        assert stack_if_alike(between, 2) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*uantiz")

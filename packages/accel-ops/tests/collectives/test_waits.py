@@ -34,7 +34,7 @@ def gather_apart(name: str) -> tuple[list[float], list[float]]:
     if rank == 1:
         store.get(name)
     output = torch.full((2,), -1.0)
-    work = waits.start_all_gather(output, torch.tensor([float(rank)]))
+    work = waits.start_all_gather(output, torch.tensor([float(rank)]), dist.group.WORLD)
     before = output.tolist()
     store.set(name, "")
     waits.wait(work)

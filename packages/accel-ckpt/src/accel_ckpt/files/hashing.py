@@ -44,10 +44,13 @@ def digest_chunk(
     length = min(chunk_bytes, path.stat().st_size - start)
     if length > 0:
         with nullcontext() if mapped is None else mapped.part(start, length) as part:
-            if part is None:
-                _add_read(digest, path, start, length)
-            else:
+            if part is not None:
                 digest.update(part)
+            else:
+                _add_read(digest, path, start, length)
+        if mapped is not None and part is None:
+            # It is in the cache by now. The other threads wait for the disk meanwhile.
+            mapped.bring_in(start, length)
     text: str = digest.hexdigest()
     return text
 

@@ -1,4 +1,4 @@
-"""A file of torch.save in memory: mapped once, checked there, and loaded from there.
+"""A file of torch.save in memory: mapped once, to be checked there and loaded from there.
 
 What a digest has read is then in its place, and loading finds it there. A mapped page that cannot be brought
 in (the disk fails, somebody has cut the file off) is no error but kills the process. So a part is used only
@@ -35,7 +35,7 @@ class MappedFile:
 
     Raises:
         OSError: If the file is not there.
-        RuntimeError: If it cannot be mapped, or another one takes its place meanwhile.
+        RuntimeError: If it cannot be mapped, or changes meanwhile.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,30 +44,35 @@ class MappedFile:
         self._storage: Any = torch.UntypedStorage.from_file(str(path), False, before.st_size)
         self._identity = _identity(before)
         self._check_same(path.stat())
-        whole: Any = torch.empty(0, dtype=torch.uint8).set_(self._storage).numpy()  # type: ignore[arg-type]
+        # Named, as the user's default device may be another one.
+        empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+        whole: Any = empty.set_(self._storage).numpy()
         self._bytes = memoryview(whole)
 
     @contextmanager
     def part(self, start: int, length: int) -> Iterator[memoryview | None]:
         """Have a part of the file in memory for the block, if the system has it in its cache.
 
+        Once the file has been loaded, it has what was written to the tensors since.
+
         Args:
             start: Where the part begins, in bytes.
             length: How long it is, in bytes; at least 1.
 
         Yields:
-            The part; None if it is not in the cache, or the system does not say; or if there is no lease:
-            somebody has the file open for writing, it is another user's, or its file system has none.
+            The part; None if it is not in the cache, or the system does not say; if the file is no longer
+            what was mapped; or if there is no lease: somebody has it open for writing, it is another user's,
+            or its file system has none.
 
         Raises:
             OSError: If the file cannot be opened.
         """
         # Before the part is brought in, so that it is there until the end of the block.
         with open(self.path, "rb", buffering=0) as file, _lease(file.fileno()) as leased:
-            status = os.fstat(file.fileno())
-            same = leased and _identity(status) == self._identity
-            there = same and start + length <= min(len(self._bytes), status.st_size)
-            yield self._bytes[start : start + length] if there and self._bring_in(start, length) else None
+            same = leased and _identity(os.fstat(file.fileno())) == self._identity
+            there = same and start + length <= len(self._bytes)
+            there = there and self._is_cached(start, length) and self.bring_in(start, length)
+            yield self._bytes[start : start + length] if there else None
 
     def load(self, map_location: Any) -> Any:
         """Load what the file holds, as `torch.load(mmap=True, weights_only=True)`. Its tensors stay in place.
@@ -95,29 +100,50 @@ class MappedFile:
 
     def _check_same(self, status: os.stat_result) -> None:
         if _identity(status) != self._identity:
-            raise RuntimeError(f"another file has taken the place of {self.path}")
+            raise RuntimeError(f"{self.path} has changed since it was mapped")
 
-    def _bring_in(self, start: int, length: int) -> bool:
-        """Bring a part in that is in the cache; return whether it is there."""
+    def bring_in(self, start: int, length: int) -> bool:
+        """Have the system bring a part in, so that who reads it finds it in its place.
+
+        Args:
+            start: Where the part begins, in bytes.
+            length: How long it is, in bytes.
+
+        Returns:
+            Whether it is there; False also where the system cannot be asked.
+        """
+        calls = _calls()
+        length = min(length, len(self._bytes) - start)  # the file may have grown
+        if calls is None or length <= 0:
+            return False
+        first, length = self._pages(start, length)
+        return not calls.madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_READ)
+        )
+
+    def _is_cached(self, start: int, length: int) -> bool:
+        """Whether a part seems to be in the system's cache; reading is faster from the disk."""
         calls = _calls()
         if calls is None:
             return False
-        first = self._storage.data_ptr() + start // mmap.PAGESIZE * mmap.PAGESIZE
-        length += start % mmap.PAGESIZE
+        first, length = self._pages(start, length)
         # mincore writes a byte for each page, whose lowest bit says that it is in the cache.
         state = ctypes.c_ubyte()
         for place in range(first, first + length, _SAMPLE_BYTES):
             if calls.mincore(ctypes.c_void_p(place), ctypes.c_size_t(1), ctypes.byref(state)):
                 return False
-            if not state.value & 1:  # reading is faster from the disk
+            if not state.value & 1:
                 return False
-        return not calls.madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_READ)
-        )
+        return True
+
+    def _pages(self, start: int, length: int) -> tuple[int, int]:
+        """Return the address of the page in which a part begins, and how far it is from there to its end."""
+        skipped = start % mmap.PAGESIZE
+        return self._storage.data_ptr() + start - skipped, length + skipped
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager

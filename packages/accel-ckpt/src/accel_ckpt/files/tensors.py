@@ -9,7 +9,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -176,7 +176,7 @@ def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> 
     Args:
         mapped: The file.
         map_location: As there.
-        **kwargs: As there.
+        **kwargs: As there, without `mmap`.
 
     Returns:
         What was saved.
@@ -184,10 +184,14 @@ def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> 
     Raises:
         CheckpointError: As `load`.
     """
-    if not kwargs:
-        # What is wrong, torch.load says better.
-        with suppress(Exception), _arrays_allowed(), _without_sparse_warning():
-            return mapped.load(map_location)
+    if kwargs.get("weights_only", True) and kwargs.keys() <= {"weights_only"}:
+        try:
+            with _arrays_allowed(), _without_sparse_warning():
+                return mapped.load(map_location)
+        except (torch.OutOfMemoryError, MemoryError, Warning):
+            raise
+        except Exception:  # what is wrong, torch.load says better
+            pass
     return load(mapped.path, map_location, mmap=True, **kwargs)
 
 

@@ -105,10 +105,12 @@ class Reading:
         if not large or os.name != "posix" or not self.options.get("mmap", True):
             return None
         path = digests.plain_file(self.folder, name)
-        if name not in self.mapped and tensors.is_zip(path):
-            # A file system that maps nothing: torch reads it.
-            with suppress(RuntimeError):
-                self.mapped[name] = MappedFile(path)
+        if name not in self.mapped:
+            # A file that is damaged, as its digests have not been checked, or a file system that maps
+            # nothing: it is read.
+            with suppress(Exception):
+                if tensors.is_zip(path):
+                    self.mapped[name] = MappedFile(path)
         return self.mapped.get(name)
 
 

@@ -122,7 +122,8 @@ def copied_ahead(batches: Iterator[Any], share: Share, side: SideStream) -> Gene
 
 @cache
 def _copying_stream(device: torch.device) -> Any:
-    # One for all loaders and passes: memory that is freed in a stream is kept for that stream alone.
+    # One for all loaders and passes: memory that is freed in a stream is kept for that stream alone. Their
+    # copies wait for one another, which they do on the way to the device too.
     return DEVICES[device.type].new_stream(device)
 
 

@@ -23,6 +23,9 @@ def require_group(operation: str, process: Process) -> dist.ProcessGroup:
         operation: Name of the collective.
         process: The facts of this process; it is one of several.
 
+    Returns:
+        The group.
+
     Raises:
         RuntimeError: If there is no process group.
     """

@@ -63,11 +63,15 @@ def gather(tensor: Any, *, process: Process | None = None) -> Any:
         contract.check("gather", tensor, process=process)
     group = require_group("gather", process)
     try:
-        return _gather(tensor, leaves, put_back, process, group)
+        if plain is not None:
+            return _gather(tensor, leaves, put_back, process, group)
+        # Other containers may look at the values when they are made: not before these are there.
+        return put_back(_gather(tensor, leaves, list, process, group))
     except RuntimeError:
         # These may say better why, and cost too much before.
         require_plain("gather", tensor, leaves)
-        require_devices("gather", tensor, {leaf.device for leaf in leaves}, process)
+        if dist.group.WORLD is group:  # else another thread has destroyed it
+            require_devices("gather", tensor, {leaf.device for leaf in leaves}, process)
         raise
 
 
@@ -106,7 +110,7 @@ def _gather_packs(
     for i in found.large:
         shape = leaves[i].shape
         gathered[i] = leaves[i].new_empty((world * shape[0], *shape[1:]))
-        works.append(waits.start_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i])))
+        works.append(waits.start_all_gather(as_bytes(gathered[i]), as_bytes(leaves[i]), group))
     # While the large ones are on their way.
     for pack in found.packs:
         buffers = pack.buffers()

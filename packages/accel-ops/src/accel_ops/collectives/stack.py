@@ -129,7 +129,8 @@ def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None
 
     Returns:
         The stack; None if what comes back has more than SHARED_BYTES or no bytes at all, or if the tensors
-        differ in dtype, shape or device, or a later one alone requires gradients.
+        differ in dtype, shape or device; or, while gradients are recorded, if only one between the first and
+        the last requires them.
     """
     if not tensors:
         return None
@@ -140,7 +141,7 @@ def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None
     # As logits and labels differ: an exception of torch costs as much as all of this.
     if first.shape != tensors[-1].shape:
         return None
-    if first.requires_grad and torch.is_grad_enabled():
+    if (first.requires_grad or tensors[-1].requires_grad) and torch.is_grad_enabled():
         # Only then, as the context costs a hundredth of a gather.
         with torch.no_grad():
             return stack_if_alike(tensors, copies)
@@ -148,7 +149,7 @@ def stack_if_alike(tensors: Sequence[torch.Tensor], copies: int) -> Stack | None
     buffers = kind.buffers()
     try:
         torch.stack(tensors, out=buffers.stack)  # type: ignore[arg-type]
-    except RuntimeError:  # of another shape, on another device, or with gradients where the first has none
+    except RuntimeError:  # one between has another shape or device, or a gradient
         return None
     return Stack(kind, buffers)
 

@@ -33,18 +33,20 @@ def all_gather(
         start = getattr(group, "all_gather_single", None) or group._allgather_base
         work = start(output, tensor)
     else:
-        work = start_all_gather(output, tensor, async_op=False)  # the device's stream waits
+        work = start_all_gather(output, tensor, group, async_op=False)  # the device's stream waits
     result = meanwhile()
     if work is not None:
         work.wait()
     return result
 
 
-def start_all_gather(output: torch.Tensor, tensor: torch.Tensor, async_op: bool = True) -> Any:
+def start_all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
+) -> Any:
     """Start to gather a buffer of all processes, as `all_gather`; return what to `wait` for."""
     # all_gather_into_tensor is called all_gather_single from torch 2.13 on, and warns under its old name.
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(output, tensor, async_op=async_op)
+    return function(output, tensor, group=group, async_op=async_op)
 
 
 def wait(work: Any) -> None:

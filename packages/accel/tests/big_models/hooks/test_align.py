@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.big_models.hooks.tensors import as_device, tied_key
+from accel.big_models.hooks.tensors import as_device, is_on, tied_key
 from accel.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from accel_world.devices import needs_cuda
 
 META = torch.device("meta")
 
@@ -39,11 +38,16 @@ def test_devices_are_read_as_in_a_device_map() -> None:
         as_device(0)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_a_device_without_an_index_is_the_one_where_its_tensors_are() -> None:
-    there = torch.ones(1, device="cuda").device
-    assert as_device("cuda") == as_device(torch.device("cuda")) == as_device("cuda:0") == there
+def test_a_device_without_a_number_is_any_of_its_type() -> None:
+    class Second:
+        device = torch.device("cuda", 1)
+
+    found: Any = Second()
+    assert is_on(found, torch.device("cuda"))
+    assert is_on(found, torch.device("cuda:1"))
+    assert not is_on(found, torch.device("cuda:0"))
+    assert not is_on(found, torch.device("cpu"))
+    assert is_on(torch.ones(1), torch.device("cpu"))
 
 
 def test_inputs_and_outputs_go_where_they_should() -> None:

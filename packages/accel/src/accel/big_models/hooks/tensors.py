@@ -12,7 +12,6 @@ from torch import nn
 from accel.big_models.parameters import META, move
 from accel_ckpt.weights.placement import memory_device
 from accel_ops.modules import unsaved_buffers
-from accel_state.devices.table import DEVICES
 from accel_state.process.state import current_process
 
 Device = int | str | torch.device
@@ -23,17 +22,25 @@ TiedParameters = dict[int, Copies]
 
 
 def as_device(device: Device) -> torch.device:
-    """Read a device; a number counts the accelerators, and of "cuda" the current one is meant.
+    """Read a device; a number counts the accelerators.
 
     Raises:
         ValueError: If it is a number, and this process uses no accelerator.
     """
     if isinstance(device, int) and current_process().device.type == "cpu":
         raise ValueError(f'this process uses no accelerator, and has no device {device}. Use "cpu".')
-    named = device if isinstance(device, torch.device) else torch.device(memory_device(device))
-    known = DEVICES.get(named.type)
-    # Tensors there have an index, and are looked for by their device.
-    return known.with_index(named) if known is not None and known.is_available() else named
+    return device if isinstance(device, torch.device) else torch.device(memory_device(device))
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device; one without a number ("cuda") is any of its type.
+
+    Args:
+        tensor: The tensor, whose own device has a number where there may be several.
+        device: The device.
+    """
+    here = tensor.device
+    return here.type == device.type and device.index in (None, here.index)
 
 
 def tied_key(tensor: torch.Tensor) -> int:
@@ -66,7 +73,9 @@ class Kept:
         if held is None or META in (held.device, self.device):
             return
         back: Copies = {}
-        if tied_params_map is not None and self.tied is not None and held is self.tied.get(held.device):
+        # Looked for among all copies: their keys may have no number ("cuda"), which a tensor's device has.
+        shared = self.tied is not None and any(held is copy for copy in self.tied.values())
+        if tied_params_map is not None and shared:
             # It lives in the map, so that its key stays its own.
             back = tied_params_map.setdefault(tied_key(held), {})
         if self.device not in back:

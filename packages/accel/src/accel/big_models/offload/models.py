@@ -12,7 +12,7 @@ from torch import nn
 from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.attach import attach_align_device_hook
 from accel.big_models.hooks.base import Arguments, ModelHook, add_hook_to_module, remove_hook_from_module
-from accel.big_models.hooks.tensors import Device, as_device
+from accel.big_models.hooks.tensors import Device, as_device, is_on
 from accel.big_models.offload.weights import check_not_sharded, collect, tied_params, use_prefetcher
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ops.memory import clear_device_cache
@@ -128,8 +128,9 @@ class CpuOffload(ModelHook):
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        asked = PartialState().default_device if execution_device is None else execution_device
-        self.execution_device = as_device(asked)
+        self.execution_device = (
+            PartialState().default_device if execution_device is None else as_device(execution_device)
+        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the model to the CPU."""
@@ -140,7 +141,7 @@ class CpuOffload(ModelHook):
         device = self.execution_device
         # One is enough: the model moves as a whole.
         first = next(module.parameters(), None)
-        if first is None or first.device != device:
+        if first is None or not is_on(first, device):
             # First, so that the device never holds both models.
             if self.prev_module_hook is not None:
                 self.prev_module_hook.offload()
@@ -200,4 +201,4 @@ def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
         return as_device(device)
     first = next(model.parameters(), None)
     # The meta device is where nothing can run.
-    return as_device(current_process().device) if first is None or first.is_meta else first.device
+    return current_process().device if first is None or first.is_meta else first.device
