@@ -10,14 +10,14 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.files.array_types import arrays_allowed
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.disk import replacing
 from accel_ckpt.files.mapped_file import MappedFile
@@ -161,7 +161,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     # torch 2.6 made it the default; named here so that it holds for every version and is in the message.
     kwargs.setdefault("weights_only", True)
     try:
-        with _arrays_allowed():
+        with arrays_allowed():
             return torch_load(f, map_location, **kwargs)
     # Warnings are raised where the user's filters turn them into errors: the file is not to blame.
     except (torch.OutOfMemoryError, Warning):
@@ -186,7 +186,7 @@ def load_mapped(mapped: MappedFile, map_location: Any = None, **kwargs: Any) -> 
     """
     if kwargs.get("weights_only", True) and kwargs.keys() <= {"weights_only"}:
         try:
-            with _arrays_allowed(), _without_sparse_warning():
+            with arrays_allowed(), _without_sparse_warning():
                 return mapped.load(map_location)
         except (torch.OutOfMemoryError, MemoryError, Warning):
             raise
@@ -381,30 +381,3 @@ def _cut_off(path: Path) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):
         return ""
     return f" (it has {size} bytes, and lacks the end of {shortened(names)})" if names else ""
-
-
-@contextmanager
-def _arrays_allowed() -> Iterator[None]:
-    # torch's own context would also take away what was allowed before it.
-    allowed = torch.serialization.get_safe_globals()
-    with torch.serialization.safe_globals([entry for entry in _array_types() if entry not in allowed]):
-        yield
-
-
-@cache
-def _array_types() -> tuple[Any, ...]:
-    """Names that pickles of numpy arrays and scalars refer to, in numpy 1 and 2; none of them runs code."""
-    if find_spec("numpy") is None:
-        return ()
-    import numpy as np
-
-    # Where the two functions live is read off the pickles that numpy makes.
-    functions: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0])
-    named = [
-        (function, f"{module}.multiarray.{function.__name__}")
-        for function in functions
-        for module in ("numpy._core", "numpy.core")
-    ]
-    # Not O (objects) and V (records, which may have objects in them): their elements are pickles of anything.
-    dtypes = [type(np.dtype(kind)) for kind in np.typecodes["All"] if kind not in "OV"]
-    return (np.ndarray, np.dtype, *named, *dict.fromkeys(dtypes))
