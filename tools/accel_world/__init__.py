@@ -15,4 +15,5 @@
 - `guard`: the end of launched runs whose pytest process was killed.
 - `leaks`: what a test must leave as it found it.
 - `ports`: TCP ports that no other test on this machine has.
+- `engine_cases`: the engines that contracts are tested on, as a script asks for them.
 """
