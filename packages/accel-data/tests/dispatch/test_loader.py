@@ -5,7 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from accel_data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accel_state.gradient import GradientState
@@ -198,8 +205,75 @@ def test_whole_batches_are_handed_out(world, split, even):
                 seen += batch[: real[rank] if real else None]
 
     assert seen == list(range(17))
-    if even:
+    if even and split:
         assert [len(batch) for batch, _, _ in results[0]] == [len(batch) for batch, _, _ in results[1]]
+
+
+class ReadyMade(IterableDataset):
+    """A stream of whole batches, of which no two have one shape."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        for number in range(self.count):
+            rows, width = number % 3 + 1, number + 1
+            names = [f"{number}.{row}" for row in range(rows)]
+            yield {"x": torch.full((rows, width), float(number)), "names": names}
+
+
+class ReadyMadeItems(Dataset):
+    """The same with indices."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return list(ReadyMade(self.count))[index]
+
+
+def ready_made(stream, workers, even):
+    """Hand out ready-made batches; compare with a loader that reads by itself."""
+    process = current_process()
+    place = {"num_processes": process.world_size, "process_index": process.rank}
+
+    def seen(loader):
+        return [
+            (
+                batch["x"].tolist(),
+                batch["names"],
+                loader.real_samples,
+                loader.batch_rows,
+                loader.end_of_dataloader,
+            )
+            for batch in loader
+        ]
+
+    for count in range(1, 8):
+        if not stream and even and count % process.world_size:
+            continue  # a loader that reads by itself rejects these
+
+        def make():
+            data = ReadyMade(count) if stream else ReadyMadeItems(count)  # noqa: B023
+            return DataLoader(data, batch_size=None, num_workers=workers)
+
+        ours = dispatched(make(), even_batches=even)
+        shards = prepare_data_loader(make(), dispatch_batches=False, even_batches=even, **place)
+        got, expected = seen(ours), seen(shards)
+        if not even:  # the last step of some, and not of the others
+            got, expected = ([part[:2] for part in found] for found in (got, expected))
+        assert got == expected, count
+        assert ours.state_dict() == shards.state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("stream", "workers"), [(True, 0), (True, 2), (False, 0)])
+def test_ready_made_batches_are_those_that_processes_would_read_themselves(world, stream, workers, size):
+    for even in (True, False):
+        world.run(ready_made, stream, workers, even, size=size)
 
 
 def whole_items():
@@ -222,7 +296,7 @@ def split_items():
 def test_whole_batches_of_a_map_style_dataset_are_split(world):
     assert world.run(split_items, size=2) == [
         [([0, 1], (2, 1), False), ([3, 4], (2, 1), True)],
-        [([2, 0], (2, 1), False), ([5, 0], (2, 1), True)],
+        [([2, 0], (2, 1), False), ([5, 3], (2, 1), True)],
     ]
 
 

@@ -52,15 +52,20 @@ def test_a_missing_batch_is_the_first_one_again():
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 5), st.booleans())
-def test_whole_batches_of_any_size_are_evened_out(sizes, processes, even):
-    data = iter(range(100))
-    reads = [Read(torch.tensor([next(data) for _ in range(size)]), None) for size in sizes]
-    found = rounds(reads, processes, None, even, False, None)
+def test_whole_batches_of_any_size_stay_as_they_are(sizes, processes, even):
+    batches = torch.arange(sum(sizes)).split(sizes)
+    found = rounds([Read(batch, None) for batch in batches], processes, None, even, False, None)
 
     assert [row for part in found for row in real_rows(part)] == list(range(sum(sizes)))
-    for part in found:
-        rows = {len(batch) for batch in part.parts if batch is not ABSENT}
-        assert not even or (len(rows) == 1 and ABSENT not in part.parts)
+    parts = [batch for part in found for batch in part.parts if batch is not ABSENT]
+    assert all(part is batch for part, batch in zip(parts, batches, strict=False))
+    # What is left are whole batches from the start, on the processes that would have none.
+    missing = -len(batches) % processes if even else 0
+    padding = parts[len(batches) :]
+    start = batches[: min(processes, len(batches))]
+    assert all(part is start[index % len(start)] for index, part in enumerate(padding))
+    assert len(padding) == missing
+    assert not even or all(len(part.parts) == processes and ABSENT not in part.parts for part in found)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 5), st.booleans())
@@ -96,6 +101,8 @@ def test_padding_a_joined_batch_is_known():
 
 
 def test_what_cannot_be_padded_is_told():
-    reads = [Read({"x": torch.ones(2), "name": "a"}, None), Read({"x": torch.ones(1), "name": "b"}, None)]
-    with pytest.raises(ValueError, match=r"could not be padded .*even_batches=False"):
-        rounds(reads, 2, None, True, False, None)
+    def slice_fn(batch, rows, process_index, num_processes):
+        return batch
+
+    with pytest.raises(ValueError, match=r"cannot pad a batch of 1 rows to 2.*even_batches=False"):
+        rounds([Read({"name": "a"}, None)], 2, None, True, False, slice_fn)

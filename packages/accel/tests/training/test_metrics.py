@@ -188,6 +188,28 @@ def collated() -> tuple[list, list, list]:
     return names, np.concatenate(arrays).tolist(), both
 
 
+class ReadyMade(IterableDataset):
+    """A stream of whole batches, each of another shape."""
+
+    def __iter__(self):
+        start = 0
+        for number, rows in enumerate([2, 1, 3, 1, 2]):
+            yield torch.arange(start, start + rows).unsqueeze(1).expand(rows, number + 1)
+            start += rows
+
+
+def gathered_from_ready_made_batches(dispatch: bool) -> list[int]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    loader = accelerator.prepare(DataLoader(ReadyMade(), batch_size=None))
+    return [row for batch in loader for row in accelerator.gather_for_metrics(batch[:, 0]).tolist()]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_samples_of_ready_made_batches_count_once(world, dispatch):
+    for seen in world.run(gathered_from_ready_made_batches, dispatch, size=2):
+        assert seen == list(range(9))
+
+
 def test_padding_is_dropped_from_tuples_arrays_and_structures_of_lists(world):
     for names, numbers, both in world.run(collated):
         assert names == ["0", "1", "2", "3", "4"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, cycle, islice
 from typing import Any, NamedTuple
 
 from accel_data.dispatch.channel import ABSENT
@@ -48,7 +48,8 @@ class Rounds:
     Args:
         num_processes: Number of processes.
         size: Samples of each batch of a process; None if the dataset gives whole batches of any size.
-        even: Give every process equally many samples, by padding from the first batch.
+        even: Give every process a batch in each round, by repeating the first ones of the epoch; of a batch
+            that is sliced, a piece of one size, by repeating its own rows.
         drop_last: Drop a round that is not full.
         slice_fn: Takes the part of a process out of a batch for all; None if each batch is that of one
             process.
@@ -69,43 +70,39 @@ class Rounds:
         Yields:
             The rounds.
         """
-        first: Any = None
+        # Padding comes from the start of the epoch, as in a loader that every process reads by itself.
+        head: list[Read] = []
         count = 1 if self.slice_fn else self.num_processes
         while group := list(islice(reads, count)):
-            # Padding comes from the first batch, as in a loader that every process reads by itself.
-            if first is None:
-                first = group[0].batch
+            head = head or group
             if self.slice_fn is not None:
-                yield self._sliced(group[0], first)
+                yield self._sliced(group[0])
             elif len(group) == count or not self.drop_last:
-                yield self._dealt(group, first)
+                yield self._dealt(group, head)
 
-    def _dealt(self, group: list[Read], first: Any) -> Round:
+    def _dealt(self, group: list[Read], head: list[Read]) -> Round:
         parts = [read.batch for read in group]
+        rows = [self._rows(read) for read in group]
         missing = self.num_processes - len(parts)
         if not self.even:
             if not missing:
                 return Round(parts, None)
-            rows = [self._rows(read) for read in group] + [0] * missing
+            rows += [0] * missing
             return Round(parts + [ABSENT] * missing, Fill(tuple(rows), tuple(rows)))
-        rows = [self._rows(read) for read in group]
         real = [read.fill.real[0] if read.fill else size for size, read in zip(rows, group, strict=True)]
-        if self.size is None:
-            wanted = max(rows)
-            parts = [extend(part, first, wanted - size) for part, size in zip(parts, rows, strict=True)]
-            rows = [wanted] * len(parts)
         # A process without a batch gets one of padding alone, as every process has to take this step.
-        parts += [resize(first, self._rows(Read(first, None)), rows[0])] * missing
-        return Round(parts, Fill.of(real + [0] * missing, rows + [rows[0]] * missing))
+        padding = list(islice(cycle(head), missing))
+        parts += [read.batch for read in padding]
+        return Round(parts, Fill.of(real + [0] * missing, rows + [self._rows(read) for read in padding]))
 
-    def _sliced(self, read: Read, first: Any) -> Round:
+    def _sliced(self, read: Read) -> Round:
         assert self.slice_fn is not None
         batch, count = read.batch, self.num_processes
         rows = count_rows(batch)
         real = read.fill.real[0] if read.fill else rows
         # Up to the next multiple, so that all processes get pieces of one size.
         if self.even and rows % count:
-            batch = extend(batch, first, -rows % count)
+            batch = extended(batch, rows, rows + -rows % count)
             rows += -rows % count
         sizes = spread_out(rows, count)
         places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
@@ -127,24 +124,14 @@ def real_in(real: int, rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(max(real - start, 0), size) for start, size in zip(starts, rows, strict=True))
 
 
-def extend(batch: Any, source: Any, count: int) -> Any:
-    """Append `count` rows from the start of `source`, repeated as needed, to a batch."""
-    if count <= 0:
-        return batch
+def extended(batch: Any, rows: int, wanted: int) -> Any:
+    """Repeat the rows of a batch, from its start, until there are as many as wanted."""
+    whole, part = divmod(wanted, rows)
     try:
-        return concatenate([batch, resize(source, count_rows(source), count)])
-    # What concatenating batches of unlike structure, types or shapes raises.
+        return concatenate([batch] * whole + ([slice_tensors(batch, slice(0, part))] if part else []))
+    # What concatenating raises for parts of unlike types.
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"The last batches of an epoch could not be padded to one size ({error}). Pass "
-            "even_batches=False, or let the dataset give single samples and set batch_size on the loader."
+            f"split_batches=True cannot pad a batch of {rows} rows to {wanted}, so that all processes get "
+            f"pieces of one size ({error}). Pass even_batches=False, or split_batches=False."
         ) from error
-
-
-def resize(batch: Any, rows: int, wanted: int) -> Any:
-    """Return `wanted` rows of a batch of `rows`, from its start, repeated as needed."""
-    if rows == wanted:
-        return batch
-    whole, part = divmod(wanted, rows)
-    pieces = [batch] * whole + ([slice_tensors(batch, slice(0, part))] if part else [])
-    return pieces[0] if len(pieces) == 1 else concatenate(pieces)

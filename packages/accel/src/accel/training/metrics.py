@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.shares import Fill
 from accel_data.stream.dataset import IterableDatasetShard
 from accel_ops.collectives.objects import gather_object
@@ -133,12 +132,12 @@ def _holds_only_tensors(data: Any) -> bool:
 
 def _may_be_uneven(loader: Any | None) -> bool:
     """Whether batches of the loader may have fewer rows on some processes than on others."""
+    if loader is not None and getattr(loader, "batch_size", 1) is None:  # batches are made by the user
+        return True
     for name in ("", "batch_sampler", "sampler", "dataset"):
         holder = getattr(loader, name, None) if name else loader
         # `is`: samplers of others may have anything there.
         if getattr(holder, "even_batches", True) is False:
-            return True
-        if isinstance(holder, BatchSamplerShard) and holder.batch_size is None:
             return True
     return False
 
