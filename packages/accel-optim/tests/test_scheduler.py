@@ -270,18 +270,55 @@ def test_one_setting_makes_it_one_move_per_step() -> None:
     assert scheduler.get_last_lr() == [0.125]
 
 
-def test_extra_moves_stop_at_the_end_of_the_schedule_and_real_ones_do_not() -> None:
-    # 7 steps planned for one process, taken by 2 processes in 4.
+def sequence_with_a_short_part(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [lrs.OneCycleLR(optimizer, 0.1, total_steps=2), lrs.LinearLR(optimizer, total_iters=9)]
+    return lrs.SequentialLR(optimizer, parts, milestones=[5])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lrs.OneCycleLR(o, 0.1, total_steps=7),
+        lambda o: lrs.SequentialLR(
+            o, [lrs.LinearLR(o, total_iters=2), lrs.OneCycleLR(o, 0.1, total_steps=5)], milestones=[2]
+        ),
+        lambda o: lrs.ChainedScheduler([lrs.OneCycleLR(o, 0.1, total_steps=7), lrs.ConstantLR(o)]),
+    ],
+    ids=["alone", "in a sequence", "in a chain"],
+)
+def test_moves_beyond_the_end_of_a_schedule_are_left_out(make: Make, processes: int) -> None:
     _, optimizer = parameter_and_optimizer()
-    scheduler = AcceleratedScheduler(
-        lrs.OneCycleLR(optimizer, 0.1, total_steps=7), optimizer, num_processes=2
-    )
-    for _ in range(4):
+    plain = make(optimizer)
+    for _ in range(7):
+        optimizer.step()
+        plain.step()
+    _, optimizer = parameter_and_optimizer()
+    scheduler = AcceleratedScheduler(make(optimizer), optimizer, num_processes=processes)
+    for _ in range(-(-7 // processes)):  # the last of these steps has fewer moves
         optimizer.step()
         scheduler.step()
-    assert scheduler.last_epoch == 7
-    with pytest.raises(ValueError, match="total steps is 7"):
+
+    assert scheduler.get_last_lr() == plain.get_last_lr()
+    with pytest.warns(UserWarning, match=rf"would move it {processes} more time") as warned:
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+    assert len(warned) == 1
+    assert scheduler.get_last_lr() == plain.get_last_lr()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_a_part_that_ends_before_its_milestone_waits_for_it(processes: int) -> None:
+    _, optimizer = parameter_and_optimizer()
+    scheduler = AcceleratedScheduler(sequence_with_a_short_part(optimizer), optimizer, num_processes=processes)
+    for _ in range(12 // processes):
+        optimizer.step()
         scheduler.step()
+
+    assert scheduler.last_epoch == 12
+    # The second part began at the milestone, and has moved since.
+    assert scheduler._schedulers[1].last_epoch == 7
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR
 
 from accel_state.gradient import GradientState
+from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
 
@@ -19,11 +21,14 @@ class AcceleratedScheduler:
 
     **Each real step moves the schedule `num_processes` times**, unless `split_batches` is set. N processes
     that each read full batches go through the data in 1/N of the steps, and a schedule whose length was
-    chosen for one process ends at the same place in the data. Extra moves stop at the `total_steps` of a
-    schedule that has one, also as a part of SequentialLR or ChainedScheduler. To have one move per optimizer
-    step instead, on any number of processes, set
-    `GradientAccumulationPlugin(step_scheduler_per_process=False)` and give the schedule's length in optimizer
-    steps; with `split_batches` it is so already.
+    chosen for one process ends at the same place in the data. To have one move per optimizer step instead, on
+    any number of processes, set `GradientAccumulationPlugin(step_scheduler_per_process=False)` and give the
+    schedule's length in optimizer steps; with `split_batches` it is so already.
+
+    Moves beyond the `total_steps` of a schedule are left out, where torch raises: the number of processes need
+    not divide a schedule's length. A step without any move left gives a warning, once per schedule. A
+    ChainedScheduler ends with its first part that ends. In a SequentialLR a part that ends before its
+    milestone waits for it.
 
     Accumulation changes nothing in this: a window is one step, and the schedule's length counts steps and not
     micro-batches.
@@ -66,6 +71,7 @@ class AcceleratedScheduler:
         measured = isinstance(scheduler, ReduceLROnPlateau)
         self._moves = 1 if split_batches or measured else processes
         self._measured = measured
+        self._has_warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the schedule, if the optimizers had a training step.
@@ -88,9 +94,17 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        scheduler.step(*args, **kwargs)
-        if self._moves > 1 and state.step_scheduler_per_process:
-            self._move_on(*args, **kwargs)
+        moves = self._moves if state.step_scheduler_per_process else 1
+        for move in range(moves):
+            # An epoch or a measurement is the caller's own.
+            if args or kwargs or not _has_ended(scheduler):
+                scheduler.step(*args, **kwargs)
+            elif _waits(scheduler):
+                scheduler.last_epoch += 1
+            else:
+                if move == 0:
+                    self._warn_of_end(moves)
+                return
 
     def get_last_lr(self) -> Any:
         """Return the list of learning rates of the parameter groups, as last set."""
@@ -135,21 +149,32 @@ class AcceleratedScheduler:
     def __repr__(self) -> str:
         return f"AcceleratedScheduler({self.scheduler!r})"
 
-    def _move_on(self, *args: Any, **kwargs: Any) -> None:
-        """The moves of the other processes, after the first one."""
-        for _ in range(self._moves - 1):
-            # The number of processes need not divide the schedule's length; torch raises at a step beyond it.
-            if _has_ended(self.scheduler):
-                return
-            self.scheduler.step(*args, **kwargs)
+    def _warn_of_end(self, moves: int) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warn(
+            f"{type(self.scheduler).__name__} is at the end of its total_steps, and this optimizer step would "
+            f"move it {moves} more time(s): moves beyond the end are left out, and the learning rate stays as "
+            f"it is. Each optimizer step moves a schedule {moves} time(s); make total_steps at least "
+            f"{moves} * the number of optimizer steps."
+        )
 
 
 def _has_ended(scheduler: Any) -> bool:
-    """Whether a schedule, or a part of it that the next step moves, is at its total_steps."""
+    """Whether the next step would move a schedule, or a part of it, beyond its total_steps."""
     length = getattr(scheduler, "total_steps", None)
     if length is not None:
         return bool(scheduler.last_epoch >= length)
     parts = getattr(scheduler, "_schedulers", ())  # of SequentialLR and ChainedScheduler
     if isinstance(scheduler, SequentialLR):
-        parts = parts[-1:]  # no earlier part goes beyond its milestone
-    return any(_has_ended(part) for part in parts)
+        following = scheduler.last_epoch + 1
+        if following in scheduler._milestones:  # where a part begins
+            return False
+        parts = parts[bisect_right(scheduler._milestones, following) :][:1]
+    return any(map(_has_ended, parts))
+
+
+def _waits(scheduler: Any) -> bool:
+    """Whether a schedule whose part has ended goes on with another part at a later milestone."""
+    return isinstance(scheduler, SequentialLR) and scheduler.last_epoch + 1 < scheduler._milestones[-1]
