@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from accel.accelerator import Accelerator
+from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
 from accel_ops.rng import set_seed
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -142,6 +143,42 @@ def test_what_another_accelerator_prepared_follows_the_window_of_the_new_one():
     for _ in before[2]:
         assert first.gradient_state.active_dataloader is before[2]
         assert second.gradient_state.active_dataloader is None
+
+
+def losses_with_a_wrapper_of_the_users(version: int | None) -> list[float]:
+    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    own = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02))
+    schedule = torch.optim.lr_scheduler.StepLR(own.optimizer, 1000)
+    model, optimizer, scheduler = accelerator.prepare(model, own, AcceleratedScheduler(schedule, own))
+    assert scheduler.optimizers == [optimizer]
+    losses = []
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            loss = (model(torch.ones(2, 4)) - 1).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(round(loss.item(), 5))
+    return losses
+
+
+def test_an_optimizer_that_the_user_wrapped_is_prepared_as_any_other(world):
+    (expected,) = world.run(losses_with_a_wrapper_of_the_users, None, size=1)
+    assert expected[-1] < 0.3 * expected[0]
+    for version in (None, 1, 2):
+        assert world.run(losses_with_a_wrapper_of_the_users, version) == [expected] * 2
+
+
+def test_asking_for_an_optimizer_prepares_none():
+    accelerator = Accelerator(mixed_precision="fp16")
+    own = AcceleratedOptimizer(make()[1])
+    with pytest.raises(ValueError, match="not prepared"):
+        accelerator.unscale_gradients(own)
+    assert accelerator.run.optimizers == []
 
 
 def test_a_scheduler_follows_its_own_optimizer_whichever_is_prepared_first():

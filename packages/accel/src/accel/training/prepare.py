@@ -369,7 +369,4 @@ def _already(run: Run, item: Any) -> Any | None:
     for optimizer in run.optimizers:
         if optimizer is item or _inner(optimizer) is _inner(item):
             return optimizer
-    if isinstance(item, AcceleratedOptimizer) and _follows(run, item):
-        run.optimizers.append(item)
-        return item  # wrapped by the user, with this Accelerator's state
     return None
