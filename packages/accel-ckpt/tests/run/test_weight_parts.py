@@ -108,8 +108,8 @@ def test_other_readers_of_an_index_find_every_weight(tmp_path: Path) -> None:
     load_checkpoint_in_model(again, tmp_path / "c", strict=True)
     assert same(model, again)
     names = set()
-    for path in find_weight_files(tmp_path / "c"):
-        with safe_open(path, "pt") as file:
+    for weights in find_weight_files(tmp_path / "c"):
+        with safe_open(weights.path, "pt") as file:
             assert file.metadata()["format"] == "pt"
             names |= set(file.keys())
     assert names == model.state_dict().keys() - {"head.weight"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -20,8 +21,15 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
+from accel_ckpt.files import tensors
+from accel_ckpt.run.load import load_accelerator_state
 from accel_ckpt.weights.files import save_weights
-from accel_ckpt.weights.load import load_checkpoint_in_model, load_placed, load_state_dict
+from accel_ckpt.weights.load import (
+    load_checkpoint_in_model,
+    load_offloaded_weights,
+    load_placed,
+    load_state_dict,
+)
 from accel_ckpt.weights.offload import OffloadedWeightsLoader
 from accel_ckpt.weights.placement import Placing
 
@@ -134,6 +142,108 @@ def test_an_index_may_have_any_name(tmp_path: Path, name: str, bare: bool) -> No
         (tmp_path / name).write_text(empty)
         with pytest.raises(CorruptCheckpointError, match=f"{name} is no index of weights"):
             load_checkpoint_in_model(other, tmp_path / name)
+
+
+# An index
+
+
+class Line(nn.Sequential):
+    """Multiplies by 2 and by 3; `shared` is the first weight again."""
+
+    def __init__(self, values: tuple[float, float] = (2.0, 3.0)) -> None:
+        super().__init__(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        self.add_module("shared", nn.Linear(1, 1, bias=False))
+        self.shared.weight = self[0].weight
+        with torch.no_grad():
+            for layer, value in zip(self, values, strict=False):
+                layer.weight.fill_(value)
+
+
+def with_stale_copies(folder: Path, suffix: str) -> Path:
+    """Write weights into two files, each with old values of what the index assigns to the other."""
+    for name, index in (("a", 0), ("b", 1)):
+        values = [-7.0, -7.0]
+        values[index] = (2.0, 3.0)[index]
+        state = Line((values[0], values[1])).state_dict()
+        tensors.write(state, folder / f"{name}.{suffix}", safe_serialization=suffix == "safetensors")
+    tensors.write({"2.weight": torch.ones(1, 1)}, folder / f"c.{suffix}", suffix == "safetensors")
+    weight_map = {"0.weight": f"a.{suffix}", "1.weight": f"b.{suffix}"}
+    if suffix == "bin":  # safetensors know the other names of a tied weight
+        weight_map["shared.weight"] = "a.bin"
+    path = folder / f"model.{suffix}.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def _load_plain(model: nn.Module, folder: Path) -> None:
+    load_checkpoint_in_model(model, folder, strict=True)
+
+
+def _load_to_memory(model: nn.Module, folder: Path) -> None:
+    load_in_place(model.to("meta"), folder, {"": "cpu"})
+    model.shared.weight = model[0].weight
+
+
+def _load_offloaded(model: nn.Module, folder: Path) -> None:
+    offload = folder / "offload"
+    empty = copy.deepcopy(model).to("meta")
+    load_checkpoint_in_model(empty, folder, {"": "disk"}, offload)
+    load_offloaded_weights(model, json.loads((offload / "index.json").read_text()), offload)
+
+
+def _load_where_it_is(model: nn.Module, folder: Path) -> None:
+    empty, offload = copy.deepcopy(model).to("meta"), folder / "offload"
+    index = load_in_place(empty, folder, {"": "disk"}, offload)
+    weights = OffloadedWeightsLoader(save_folder=offload, index=index)
+    model.load_state_dict({name: weights[name] for name in weights}, strict=False)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("load", [_load_plain, _load_to_memory, _load_offloaded, _load_where_it_is])
+def test_an_index_decides_which_file_has_a_weight(
+    tmp_path: Path, suffix: str, load: Callable[[nn.Module, Path], None]
+) -> None:
+    with_stale_copies(tmp_path, suffix)
+    model = Line((5.0, 5.0))
+
+    load(model, tmp_path)
+
+    assert [layer.weight.item() for layer in model] == [2.0, 3.0, 2.0]
+    assert model.shared.weight is model[0].weight
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_weight_that_the_index_does_not_list_is_missing(tmp_path: Path, suffix: str) -> None:
+    with_stale_copies(tmp_path, suffix)
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
+
+    with pytest.raises(RuntimeError, match=r"in the model and not in the files: 2\.weight[.;]"):
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    with pytest.warns(UserWarning, match=r"in the model and not in the files: 2\.weight[.;]"):
+        load_checkpoint_in_model(model, tmp_path)
+
+
+def _load_on_ranks(folder: str) -> list[float]:
+    model = Line((5.0, 5.0))
+    load_checkpoint_in_model(model, folder, broadcast_from_rank0=True)
+    return [layer.weight.item() for layer in model]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_index_decides_for_the_process_that_reads_for_all(world: Any, tmp_path: Path, suffix: str) -> None:
+    with_stale_copies(tmp_path, suffix)
+    assert world.run(_load_on_ranks, str(tmp_path), size=2) == [[2.0, 3.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_index_decides_in_a_checkpoint_folder(tmp_path: Path, suffix: str) -> None:
+    index = with_stale_copies(tmp_path, suffix)
+    if suffix == "bin":
+        index.rename(tmp_path / "pytorch_model.bin.index.json")
+    model = Line((5.0, 5.0))
+    with pytest.warns(UserWarning, match="another implementation wrote it|random generators"):
+        load_accelerator_state(tmp_path, [model], [], [], [], 0, strict=False)
+    assert [layer.weight.item() for layer in model] == [2.0, 3.0, 2.0]
 
 
 # Weights of the disk that are read where they are

@@ -17,7 +17,7 @@ from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.folder import manifest, recovery
 from accel_ckpt.folder.agree import from_main, together
-from accel_ckpt.weights.files import find_weight_files
+from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.fill import fill
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
@@ -72,11 +72,10 @@ class Reading:
         name = next((name for name in alternatives if name in self.names), None)
         if self.device.type != "cpu" or name is None:
             return {}
-        files = self.listed(name) if file_names.is_index(name) else [name]
+        plain = digests.plain_file(self.folder, name)
+        files = self._files(name) if file_names.is_index(name) else [WeightFile(plain, name)]
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        return fill(
-            inner, [digests.plain_file(self.folder, file) for file in files if file.endswith(".safetensors")]
-        )
+        return fill(inner, [file for file in files if file.name.endswith(".safetensors")])
 
     def listed(self, index: str) -> list[str]:
         """Return the names of the files that an index of weights names.
@@ -85,11 +84,14 @@ class Reading:
             CorruptCheckpointError: If it is damaged, or names what is not a plain file in this folder.
             FileNotFoundError: If one of them is not there.
         """
-        return [path.name for path in find_weight_files(digests.plain_file(self.folder, index))]
+        return [file.name for file in self._files(index)]
+
+    def _files(self, index: str) -> list[WeightFile]:
+        return find_weight_files(digests.plain_file(self.folder, index))
 
     def _open(self, name: str) -> Any:
         if file_names.is_index(name):
-            parts = [self._open(part) for part in self.listed(name)]
+            parts = [file.select(self._open(file.name)) for file in self._files(name)]
             return {key: value for part in parts for key, value in part.items()}
         mapped = self.find_mapped(name)
         if mapped is None:

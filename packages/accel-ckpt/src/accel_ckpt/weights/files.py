@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,37 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)(I?)(B)", re.IGNORECASE)
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One of the files that hold the weights of a model.
+
+    Args:
+        path: Where it is.
+        name: How the index names it.
+        weight_map: File by name of the weight, as the index says; None where there is no index.
+    """
+
+    path: Path
+    name: str
+    weight_map: Mapping[str, str] | None = None
+
+    def select(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of the file without those that the index assigns to another file.
+
+        Args:
+            content: What the file holds, by name.
+        """
+        weight_map = self.weight_map or {}
+        elsewhere = {name for name in content if weight_map.get(name, self.name) != self.name}
+        copies = {id(content[name]) for name in elsewhere}
+        # An index of safetensors lists a tied weight under one of its names: the others go with it.
+        return {
+            name: value
+            for name, value in content.items()
+            if name not in elsewhere and (name in weight_map or id(value) not in copies)
+        }
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -136,7 +168,7 @@ def save_weights(
     return files
 
 
-def find_weight_files(checkpoint: Folder) -> list[Path]:
+def find_weight_files(checkpoint: Folder) -> list[WeightFile]:
     """Find the files that hold the weights of a model.
 
     Args:
@@ -158,11 +190,12 @@ def find_weight_files(checkpoint: Folder) -> list[Path]:
             f"There is no {path}. Name a file of weights, an index (.index.json), or a folder with them."
         )
     if not path.is_dir():
-        return _listed(path) if _is_index(regular_file(path)) else [path]
+        return _listed(path) if _is_index(regular_file(path)) else [WeightFile(path, path.name)]
     # A single file before an index: save_weights deletes the other, another tool may leave both.
     for name in (SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"):
         if (path / name).exists():
-            return _listed(path / name) if name.endswith(".json") else [regular_file(path / name)]
+            file = path / name
+            return _listed(file) if name.endswith(".json") else [WeightFile(regular_file(file), name)]
     indexes = sorted(path.glob("*.index.json"))
     if len(indexes) == 1:
         return _listed(indexes[0])
@@ -209,9 +242,10 @@ def _is_index(path: Path) -> bool:
         return file.read(64).lstrip().startswith(b"{")
 
 
-def _listed(index: Path) -> list[Path]:
-    names = dict.fromkeys(read_index(index).values())
-    return [listed_file(index.parent, name, index) for name in names]
+def _listed(index: Path) -> list[WeightFile]:
+    weight_map = read_index(index)
+    names = dict.fromkeys(weight_map.values())
+    return [WeightFile(listed_file(index.parent, name, index), name, weight_map) for name in names]
 
 
 def _split(

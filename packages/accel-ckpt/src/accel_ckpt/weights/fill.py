@@ -17,12 +17,13 @@ from accel_ckpt.files.digests import THREADS
 from accel_ckpt.files.safetensors_header import read_header
 from accel_ckpt.files.safetensors_writer import DTYPES
 from accel_ckpt.files.threads import Threads
+from accel_ckpt.weights.files import WeightFile
 from accel_ops.collectives.pack_parts import as_bytes
 
 _PIECE_BYTES = 2**22  # that one thread reads
 
 
-def fill(model: nn.Module, paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+def fill(model: nn.Module, files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:
     """Read weights into a model's parameters and buffers, those that files have in the same form.
 
     Nothing is read where the model, or a part of it, has a loading of its own (`load_state_dict`,
@@ -31,7 +32,7 @@ def fill(model: nn.Module, paths: Sequence[Path]) -> dict[str, torch.Tensor]:
 
     Args:
         model: The model.
-        paths: Safetensors files that have been checked.
+        files: Safetensors files that have been checked.
 
     Returns:
         What was read, by name: the parameters and buffers themselves. Given to `load_state_dict`, they are
@@ -44,9 +45,9 @@ def fill(model: nn.Module, paths: Sequence[Path]) -> dict[str, torch.Tensor]:
     if not _loads_as_torch_does(model):
         return {}
     entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}  # file, where its tensors begin, and the entry
-    for path in paths:
-        found, _, begin = read_header(path)
-        entries |= {name: (path, begin, entry) for name, entry in found.items()}
+    for file in files:
+        found, _, begin = read_header(file.path)
+        entries |= {name: (file.path, begin, entry) for name, entry in file.select(found).items()}
     own = model.state_dict(keep_vars=True)
     same = {name: value for name, value in own.items() if name in entries and _fits(value, entries[name][2])}
     # Of two names of one weight the later counts, as in load_state_dict.

@@ -16,7 +16,7 @@ from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import listed_file
 from accel_ckpt.files.safetensors_header import shortened
 from accel_ckpt.weights.by_name import Slots
-from accel_ckpt.weights.files import find_weight_files
+from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.offload import load_offloaded_weight
 from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
 from accel_ops.modules import model_has_dtensor
@@ -85,7 +85,8 @@ def load_checkpoint_in_model(
         model: The model. Parameters on the meta device are replaced; others are filled in place, unless a
             device map says where they go.
         checkpoint: A file of weights, an index under any name (`weight_map`, or that mapping alone), or a
-            folder with a file or an `.index.json`.
+            folder with a file or an `.index.json`. A weight is read from the file that the index names
+            for it; copies in other files are ignored.
         device_map: Device by name of a module or weight, "" for the whole model; it must cover all weights.
             What goes to "disk" is written to `offload_folder`, and is on the meta device in the model. Tied
             weights stay tied, and in memory if one of their names does.
@@ -209,11 +210,11 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
         slots.put(name, value.to(own.dtype, copy=True))
 
 
-def _map_file(file: Path) -> dict[str, Any]:
+def _map_file(file: WeightFile) -> dict[str, Any]:
     """Open a file of weights; safetensors and torch's zip files are mapped, older torch files are read."""
-    if file.name.endswith(".safetensors") or not tensors.is_zip(regular_file(file)):
-        return _read(file)
-    return _read(file, mmap=True)
+    if file.path.name.endswith(".safetensors") or not tensors.is_zip(regular_file(file.path)):
+        return file.select(_read(file.path))
+    return file.select(_read(file.path, mmap=True))
 
 
 def _read(file: Folder, **options: Any) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def _read(file: Folder, **options: Any) -> dict[str, Any]:
 
 
 def _check_files(
-    slots: Slots, files: list[Path], checkpoint: Folder, strict: bool, placing: Placing
+    slots: Slots, files: list[WeightFile], checkpoint: Folder, strict: bool, placing: Placing
 ) -> set[str]:
     """Compare names and shapes, while the model is as it was; return the names in the files."""
     found: set[str] = set()
@@ -235,8 +236,8 @@ def _check_files(
         found |= state.keys()
         ours = {name: state[name] for name in state if name in slots and name in slots.expected}
         for name, value in ours.items():
-            _check_shape(slots, name, value, file)
-        placing.check_folder(slots, ((name, value, file) for name, value in ours.items()))
+            _check_shape(slots, name, value, file.path)
+        placing.check_folder(slots, ((name, value, file.path) for name, value in ours.items()))
         del state, ours
     known = found & slots.expected
     tied = {other for name in known if name in slots for other in slots.names(name)}
@@ -306,7 +307,7 @@ def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
         )
 
 
-def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:
+def _place_files(slots: Slots, files: list[WeightFile], placing: Placing) -> None:
     extra: dict[str, Any] = {}
     for file in files:
         state = _map_file(file)
@@ -315,7 +316,7 @@ def _place_files(slots: Slots, files: list[Path], placing: Placing) -> None:
         inside = {name: first.setdefault(id(value), name) for name, value in state.items()}
         for name, value in state.items():
             if name in slots and name in slots.expected:
-                placing.place(slots, name, value, (file, inside[name]))
+                placing.place(slots, name, value, (file.path, inside[name]))
             elif name in slots.expected:
                 # In expected and not in slots: neither a parameter nor a buffer.
                 extra[name] = value  # what a module's get_extra_state gave
@@ -334,7 +335,7 @@ def _load_collectively(
     state: dict[str, Any] = {}
     if current_process().is_main or not broadcast:
         for file in find_weight_files(checkpoint):
-            state.update(load_state_dict(file))
+            state.update(file.select(load_state_dict(file.path)))
     reported = set_model_state_dict(
         model,
         state,

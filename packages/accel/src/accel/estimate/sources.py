@@ -100,9 +100,9 @@ def _tensors_of_folder(path: Path, trust_remote_code: bool, builds: bool) -> Ten
         shapes: dict[str, tuple[int, ...]] = {}
         # Headers of safetensors have the shapes; other formats would have to be read as a whole.
         for file in find_weight_files(path):
-            if file.suffix == ".safetensors":
-                entries, _, _ = read_header(file)
-                shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items()}
+            if file.path.suffix == ".safetensors":
+                entries, _, _ = read_header(file.path)
+                shapes |= {name: tuple(entry["shape"]) for name, entry in file.select(entries).items()}
         if shapes:  # there are none in files of other formats
             return Tensors(shapes)
     if not has_config:

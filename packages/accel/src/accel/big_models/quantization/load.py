@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from accel.big_models.placement.requested import check_placement, make_device_ma
 from accel.big_models.quantization.config import BnbQuantizationConfig
 from accel.big_models.quantization.layers import QuantizedLayers, check_weights
 from accel_ckpt.weights.by_name import Slots
-from accel_ckpt.weights.files import find_weight_files
+from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.load import load_state_dict
 from accel_ckpt.weights.placement import DeviceMap, Placing
 from accel_state.imports.packages import require
@@ -137,7 +136,7 @@ def _is_in(name: str, path: str) -> bool:
     return f".{name}." in f".{path}."
 
 
-def _check_arguments(model: nn.Module, config: Any, weights_location: Folder | None) -> list[Path]:
+def _check_arguments(model: nn.Module, config: Any, weights_location: Folder | None) -> list[WeightFile]:
     """Check what does not depend on the device map; return the files of the weights."""
     if not isinstance(config, BnbQuantizationConfig):
         raise TypeError(
@@ -193,9 +192,9 @@ def _read_map(
     return found
 
 
-def _read(files: list[Any]) -> Iterator[tuple[str, Any]]:
+def _read(files: list[WeightFile]) -> Iterator[tuple[str, Any]]:
     for file in files:
-        yield from load_state_dict(file).items()
+        yield from file.select(load_state_dict(file.path)).items()
 
 
 def _drain(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
