@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +44,16 @@ def gather_for_metrics(
         process: This process.
         shard: (rank, size) of this process among the data-parallel ones.
         use_gather_object: Gather by pickling although all leaves are tensors.
-        shares_sequences: Whether processes with the same samples may have computed on parts of them: of
-            floating numbers, one per sample, the mean is taken. Of losses that are means over the tokens of
-            each part it is the loss of whole sequences where all parts count equally many tokens.
+        shares_sequences: Whether processes with the same samples may have computed on parts of them. What
+            differs between them is refused, except one floating number that is repeated for each sample of
+            the batch, as transformers' Trainer gathers its mean loss: of that the mean is taken.
 
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
 
     Raises:
         RuntimeError: If some processes have no batch in this step, so that they take no part.
+        ValueError: On all processes, if `data` differs between processes that share sequences.
     """
     copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
     fill = _fill(loader, shard[1])
@@ -64,14 +66,17 @@ def gather_for_metrics(
     if use_gather_object or not _holds_only_tensors(data):
         if fill is not None:
             data = _cut_objects(data, fill.real[shard[0]], fill.rows[shard[0]])
+        if shares_sequences and copies > 1:
+            _check_equal_objects(gather_object([data], process=process), copies)
         # Of the processes with the same samples, the first gives its objects for all.
         return gather_object([] if process.rank % copies else data, process=process)
+    sequences = _batch_sizes(loader, fill, shard[1]) if shares_sequences else None
     # Two more collectives, of sizes and padding, which even loaders never need.
     if process.world_size > 1 and _may_be_uneven(loader):
-        return _gather_uneven(data, fill, process, copies, shares_sequences)
+        return _gather_uneven(data, fill, process, copies, sequences)
     gathered = gather(data, process=process)
     if copies > 1:
-        gathered = recursively_apply(_one_copy, gathered, process.world_size, copies, shares_sequences)
+        gathered = recursively_apply(_one_copy, gathered, shard[1], copies, sequences)
     if fill is not None:
         return recursively_apply(_drop_padding, gathered, fill)
     left, size = getattr(loader, "remainder", -1), getattr(loader, "batch_size", None)
@@ -142,33 +147,81 @@ def _may_be_uneven(loader: Any | None) -> bool:
     return False
 
 
-def _one_copy(gathered: torch.Tensor, world_size: int, copies: int, may_be_parts: bool) -> torch.Tensor:
-    """One result per group of `copies` processes: the first one's, or of parts of sequences the mean."""
-    rows = gathered.shape[0] // world_size
+def _batch_sizes(loader: Any | None, fill: Fill | None, size: int) -> set[int]:
+    """Return how many sequences a process with most of them may have in this step, as far as is known."""
+    if fill is not None:
+        return set(fill.rows)
+    total = getattr(loader, "total_batch_size", None)
+    return set() if total is None else {total // size, getattr(loader, "remainder", -1)}
+
+
+def _one_copy(
+    gathered: torch.Tensor,
+    size: int,
+    copies: int,
+    sequences: set[int] | None,
+    counts: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """One result for each of `size` groups of `copies` processes; they have the same, or share `sequences`.
+
+    Each process of a group has `counts[group]` rows, by default all; what follows them is padding.
+    """
+    rows = gathered.shape[0] // (size * copies)
+    counts = counts or (rows,) * size
     # The copies of a group are neighbours in rank order: tp and cp are a mesh's last axes.
-    groups = gathered.reshape(world_size // copies, copies, rows, *gathered.shape[1:])
-    if may_be_parts and gathered.dim() == 1 and gathered.is_floating_point():  # a loss per sample
-        return groups.mean(1).flatten()
+    groups = gathered.reshape(size, copies, rows, *gathered.shape[1:])
     first = groups[:, :1]
-    if may_be_parts and not _are_alike(groups, first.expand_as(groups)):
-        warn(
-            f"gather_for_metrics got tensors {tuple(gathered.shape[1:])} per sample that differ between the "
-            "processes of a context-parallel group, and keeps those of the first, which has a part of each "
-            "sequence. Evaluate outside of maybe_context_parallel, where all see whole ones.",
-            UserWarning,
-        )
-    return first.flatten(0, 2)
+    if sequences is None or _are_equal(groups, first.expand_as(groups)):
+        return first.flatten(0, 2)
+    is_loss = gathered.dim() == 1 and gathered.is_floating_point() and max(counts) in sequences
+    if is_loss and all(map(_is_repeated, groups, counts)):
+        return groups.mean(1).flatten()
+    raise ValueError(_differs(f"tensors {tuple(gathered.shape[1:])} per row ({gathered.dtype}, {rows} rows)"))
 
 
-def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_repeated(group: torch.Tensor, count: int) -> bool:
+    return _are_equal(group[:, :count], group[:, :1].expand(-1, count))
+
+
+def _are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, up to rounding in kernels that add in any order."""
     if not tensor.is_floating_point():
         return torch.equal(tensor, other)
-    return torch.allclose(
-        tensor, other, rtol=1e-2, atol=1e-3, equal_nan=True
-    )  # to rounding, in any precision
+    finite = other[other.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    # Of the largest value: small ones, such as probabilities, would all be close to each other.
+    atol = largest * max(1e-4, 2 * torch.finfo(tensor.dtype).eps)
+    return torch.allclose(tensor, other, rtol=0.0, atol=atol, equal_nan=True)
 
 
-def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, may_be_parts: bool) -> Any:
+def _check_equal_objects(objects: Sequence[Any], copies: int) -> None:
+    for rank, value in enumerate(objects):
+        if not _is_equal(objects[rank - rank % copies], value):
+            raise ValueError(_differs(f"objects ({type(value).__name__})"))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and _are_equal(one, other)
+    values, others = children(one), children(other)
+    if values is None or others is None:  # pickled, as arrays and objects have no == that gives a bool
+        return pickle.dumps(one) == pickle.dumps(other)
+    return len(values) == len(others) and all(map(_is_equal, values, others))
+
+
+def _differs(what: str) -> str:
+    return (
+        f"gather_for_metrics got {what} that differ between the processes of a context-parallel group, which "
+        "have parts of the same sequences: it cannot tell how to merge them. Evaluate outside of "
+        "maybe_context_parallel, where all see whole sequences, or combine the parts yourself: "
+        "accelerator.reduce(x, 'mean') for a mean loss, accelerator.reduce(x, 'sum') for a sum or a count, "
+        "accelerator.gather(x) for the values of all processes."
+    )
+
+
+def _gather_uneven(
+    data: Any, fill: Fill | None, process: Process, copies: int, sequences: set[int] | None
+) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
     # 0-dimensional tensors come back with one row of each process.
@@ -178,7 +231,10 @@ def _gather_uneven(data: Any, fill: Fill | None, process: Process, copies: int, 
     # Padded to the largest process for the way, and cut again afterwards.
     gathered, _ = flatten(gather(pad_across_processes(data, process=process), process=process))
     if copies > 1:
-        gathered = [_one_copy(leaf, process.world_size, copies, may_be_parts) for leaf in gathered]
+        gathered = [
+            _one_copy(leaf, len(rows), copies, sequences, rows)
+            for leaf, rows in zip(gathered, sizes.tolist(), strict=True)
+        ]
     return rebuild(
         [
             _kept_rows(leaf, _real_rows(tuple(rows), fill), max(rows))

@@ -14,7 +14,6 @@ from accel.engines.mesh.context.ring import balanced_part
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
 from accel_data.config import DataLoaderConfiguration
 from accel_state.parallelism.config import ParallelismConfig, TorchContextParallelConfig
-from accel_world.warned import warns_once
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -264,37 +263,63 @@ def test_a_group_has_one_batch_and_shards_of_the_parameters(world):
         assert facts == ("fsdp2 x cp", (rank // 2, 2), [0, 1, 10, 11], names, True)
 
 
-def losses_of_parts() -> tuple[list[float], list[int]]:
+def gathered_parts() -> tuple[list[Any], dict[str, str]]:
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
-    own = torch.tensor([1.0, 3.0]) + accelerator.process_index
-    losses = accelerator.gather_for_metrics(own).tolist()
-    same = accelerator.gather_for_metrics(torch.tensor([[4], [5]])).tolist()
-    with warns_once(UserWarning, r"\(3,\) per sample.* outside of maybe_context_parallel"):
-        accelerator.gather_for_metrics(own.repeat(3, 1).t())
-    return losses, same
+    rank = accelerator.process_index
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(6), batch_size=2))
+    per_token = torch.tensor([0.0, 1, 2, 3]) + 100 * rank
+    parts = {
+        "per token": per_token,
+        "per token, as many as samples": per_token[:2],
+        "constant per token": torch.full((4,), float(rank)),
+        "sum": per_token.sum(),
+        "count": torch.tensor([3, 3]) + rank,
+        "small": torch.tensor([[1e-6, 2e-6]]) * (1 + rank),
+        "logits": torch.zeros(2, 3) + rank,
+        "texts": ["a", "b"] if rank else ["a", "c"],
+        "arrays": per_token.numpy(),
+    }
+    merged = [
+        torch.tensor(rank + 0.5).repeat(2),
+        {"same": torch.tensor([[4], [5]]), "nan": torch.tensor([float("nan"), 1.0])},
+        ["a", {"b": torch.arange(2).numpy()}],
+    ]
+    found, refused = [], {}
+    for _ in loader:
+        found = [accelerator.gather_for_metrics(value) for value in merged]
+        for name, value in parts.items():
+            with pytest.raises(ValueError, match="differ between") as error:
+                accelerator.gather_for_metrics(value)
+            refused[name] = str(error.value)
+    return found, refused
 
 
-def test_losses_of_parts_are_gathered_as_those_of_whole_sequences(world):
-    """transformers' Trainer evaluates inside the context, and gathers a loss from each process."""
-    for losses, same in world.run(losses_of_parts):
-        assert losses == [1.5, 3.5]
-        assert same == [[4], [5]]
+def test_of_parts_only_what_is_equal_or_a_loss_for_each_sample_is_merged(world):
+    """transformers' Trainer evaluates inside the context, and gathers its loss once for each sample."""
+    for (loss, tensors, objects), refused in world.run(gathered_parts):
+        assert loss.tolist() == [1.0, 1.0]
+        assert tensors["same"].tolist() == [[4], [5]]
+        assert str(tensors["nan"].tolist()) == "[nan, 1.0]"
+        assert objects[0] == "a"
+        assert objects[1]["b"].tolist() == [0, 1]
+        assert all("accelerator.reduce(x, 'mean')" in message for message in refused.values())
 
 
 def uneven_losses_of_parts() -> list[float]:
-    """Three samples for two groups of two; the loss of a sample is its number, +-0.5 in the two parts."""
+    """Three samples for two groups; the loss of a batch is its first sample, +-0.5 in the two parts."""
     config = ParallelismConfig(cp_size=2, dp_shard_size=2)
     loaders = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(cpu=True, parallelism_config=config, dataloader_config=loaders)
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(3), batch_size=2))
     found: list[float] = []
     for batch in loader:
-        found += accelerator.gather_for_metrics(batch + accelerator.context_parallel_rank - 0.5).tolist()
+        loss = batch[0] + accelerator.context_parallel_rank - 0.5
+        found += accelerator.gather_for_metrics(loss.repeat(len(batch))).tolist()
     return found
 
 
 def test_losses_of_parts_are_whole_also_where_batches_are_uneven(world):
-    assert world.run(uneven_losses_of_parts, size=4) == [[0.0, 1.0, 2.0]] * 4
+    assert world.run(uneven_losses_of_parts, size=4) == [[0.0, 0.0, 2.0]] * 4
 
 
 def test_without_context_parallelism_nothing_happens():
