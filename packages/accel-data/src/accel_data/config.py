@@ -30,6 +30,8 @@ class DataLoaderConfiguration:
         order: "torch" to draw shuffled orders by `torch.randperm`, which takes 4 bytes a sample; "keyed" to
             compute them from a key, which takes no memory and begins at once at any position. By default
             keyed for datasets of at least 2**27 (134,217,728) samples.
+        presharded: Whether each process has its own part of the data, as a dataset that asks for its rank in
+            `__iter__`: then it reads all of it, and nothing is shared out.
 
     Raises:
         ImportError: If `use_stateful_dataloader` is set and torchdata is not installed.
@@ -46,6 +48,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
     custom_classes: Mapping[type, type] | None = None
     order: Literal["torch", "keyed"] | None = None
+    presharded: bool = False
 
     def __post_init__(self) -> None:
         check_seed(self.data_seed)

@@ -29,6 +29,7 @@ from accel_data.order.presplit import PresplitBatchSampler
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.seeding import Seeding, agreed_order
 from accel_data.stream.dataset import IterableDatasetShard, PresplitStream
+from accel_data.stream.first_sample import SampleComparison
 from accel_data.torchdata.stateful import as_plain, is_stateful
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
@@ -72,6 +73,7 @@ def prepare_data_loader(
     gradient_state: GradientState | None = None,
     custom_classes: Mapping[type, type] | None = None,
     order: Literal["torch", "keyed"] | None = None,
+    presharded: bool = False,
 ) -> PreparedLoader:
     """Make a loader that gives this process its share of the batches of a DataLoader.
 
@@ -114,6 +116,9 @@ def prepare_data_loader(
         custom_classes: See `DataLoaderConfiguration`.
         order: How an order is made that is a function of seed and epoch: "torch" by `torch.randperm`, "keyed"
             computed from a key, in no memory; by default keyed for datasets of at least 2**27 samples.
+        presharded: Whether each process has its own part of the data, as a dataset that asks for its rank in
+            `__iter__`: then it reads all of it. Datasets and samplers that say so by their attributes need no
+            setting.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`.
@@ -138,7 +143,7 @@ def prepare_data_loader(
     plan = LoaderPlan(place, split_batches, even_batches, seeding)
     # A collective: where the processes have different loaders, all of them raise here, and none hangs
     # later.
-    split = split_everywhere(dataloader, place, compare=not dispatch_batches)
+    split = split_everywhere(dataloader, place, compare=not dispatch_batches, presharded=presharded)
     if dispatch_batches is None:
         dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
     if split is not None:
@@ -168,6 +173,9 @@ def prepare_data_loader(
     # Attendances are counted per process group, so that all processes make them at the same loader.
     if split is not None and place.together and _may_differ(prepared):
         prepared.set_attendance(Attendance(*(PARTS if split.part is None else SHARDS)))
+    is_shared_stream = split is None and isinstance(dataloader.dataset, IterableDataset)
+    if is_shared_stream and place.together and not dispatch_batches:
+        prepared.set_comparison(SampleComparison(type(dataloader.dataset).__name__))
     # After the seed of the order, as both are broadcasts, in one order on all processes.
     if prepared._seed is None:
         prepared.set_sample_seed(seeding.for_samples())

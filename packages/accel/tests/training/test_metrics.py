@@ -210,6 +210,22 @@ def test_samples_of_ready_made_batches_count_once(world, dispatch):
         assert seen == list(range(9))
 
 
+class SelfSharded(Stream):
+    def __iter__(self):
+        return iter(range(torch.distributed.get_rank(), self.count, torch.distributed.get_world_size()))
+
+
+def gathered_from_shards() -> list[int]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(presharded=True))
+    loader = accelerator.prepare(DataLoader(SelfSharded(12), batch_size=2))
+    return [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
+
+
+def test_samples_of_a_stream_that_shards_itself_count_once(world):
+    for seen in world.run(gathered_from_shards, size=2):
+        assert sorted(seen) == list(range(12))
+
+
 def test_padding_is_dropped_from_tuples_arrays_and_structures_of_lists(world):
     for names, numbers, both in world.run(collated):
         assert names == ["0", "1", "2", "3", "4"]

@@ -22,6 +22,7 @@ from accel_data.resume.cursor import Kind, Pass, Progress, from_state, to_state
 from accel_data.resume.stream_position import Trail
 from accel_data.seeds import keyed, pass_key
 from accel_data.stream.dataset import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
+from accel_data.stream.first_sample import SampleComparison
 from accel_data.torchdata.state import Plain, from_torchdata, is_from_torchdata, to_torchdata
 from accel_data.torchdata.stateful import stateful_class
 
@@ -73,6 +74,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._sets_epochs = True
         self.synchronized_generator: torch.Generator | None = None
         self._reads: DataLoader[Any] | None = None
+        self._comparison: SampleComparison | None = None
         self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
         self._progress = Progress(part=part_of(dataset if self._shard is None else self._shard))
 
@@ -174,6 +176,14 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
         self._set_inner_epoch(self._progress.epoch)
+
+    def set_comparison(self, comparison: SampleComparison) -> None:
+        """Compare the first sample of a stream with those of other processes.
+
+        Args:
+            comparison: See the class.
+        """
+        self._comparison = comparison
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: a state counts what was handed out, never what was read ahead."""
@@ -307,12 +317,14 @@ class DataLoaderAdapter(DataLoader[Any]):
         parts = begin.part[1] if begin.part else 1
         start = begin.consumed // parts
         epoch = begin.epoch if self._sets_epochs else None
-        self._reads.dataset.seek(epoch, start, place is not None)  # type: ignore[attr-defined]
+        comparison = self._comparison
+        shows_first = comparison is not None and not comparison.is_done
+        self._reads.dataset.seek(epoch, start, place is not None, shows_first)  # type: ignore[attr-defined]
         started.trail = Trail(place, self._blocks_per_step)
         # From a known place the readers begin there; without one they read again what was handed out
         # before.
         over = 0 if place else start // shard.chunk
-        return handed_on(self._open(self._reads, started), started, over)
+        return handed_on(self._open(self._reads, started), started, over, comparison)
 
     def _open(self, loader: DataLoader[Any], started: Pass) -> Iterator[Any]:
         """Start torch's own iteration over this loader, or over the one that reads for it."""

@@ -11,16 +11,20 @@ from accel_data.order.global_order import drawing_from
 from accel_data.order.shares import Fill
 from accel_data.resume.cursor import Pass
 from accel_data.resume.stream_position import Mark
+from accel_data.stream.first_sample import FirstSample, SampleComparison
 from accel_state.process.drain import drain_gloo
 
 
-def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple[Any, Fill | None]]:
+def handed_on(
+    blocks: Iterator[Any], started: Pass, over: int, comparison: SampleComparison | None
+) -> Iterator[tuple[Any, Fill | None]]:
     """Hand on what workers have read, and note where they were.
 
     Args:
         blocks: (fill, batch, mark) of each block.
         started: The pass.
         over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
+        comparison: Compares the first sample with those of other processes.
 
     Yields:
         (batch, fill)
@@ -28,7 +32,10 @@ def handed_on(blocks: Iterator[Any], started: Pass, over: int) -> Iterator[tuple
     trail = started.trail
     assert trail is not None
     for fill, batch, mark in blocks:
-        if over and isinstance(mark, Mark):
+        if isinstance(mark, FirstSample):  # from each worker; that of the first one counts
+            if comparison is not None and not comparison.is_done:
+                comparison.compare(mark)
+        elif over and isinstance(mark, Mark):
             over -= 1
             trail.pass_over(mark)
         else:

@@ -103,7 +103,9 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     return None
 
 
-def split_everywhere(dataloader: DataLoader[Any], place: Place, compare: bool) -> Split | None:
+def split_everywhere(
+    dataloader: DataLoader[Any], place: Place, compare: bool, presharded: bool = False
+) -> Split | None:
     """Find what shares the data out already, and make sure that it does so for the processes that run.
 
     Where several processes run they compare what they have been given, so that all of them raise. A stream of
@@ -114,6 +116,7 @@ def split_everywhere(dataloader: DataLoader[Any], place: Place, compare: bool) -
         place: Where this process stands among those that share the data out, which compare what they have
             where all processes of the run do this.
         compare: Whether all of them read, and so must have the same data.
+        presharded: Whether the user says that each process has data of its own.
 
     Returns:
         What shares the data out; None if nothing does.
@@ -123,6 +126,8 @@ def split_everywhere(dataloader: DataLoader[Any], place: Place, compare: bool) -
     """
     rank, size, together = place.rank, place.size, place.together
     split = find_split(dataloader)
+    if presharded and size > 1 and (split is None or split.is_loose):
+        split = Split(rank, size, dataloader.dataset, True)
     everyone = [_facts(dataloader, split, (rank, size), compare)]
     if together:
         # One exchange for all checks below: every process raises or goes on, from what all have seen.
@@ -231,8 +236,9 @@ def _found_by_comparing(
         f"The processes have different data in their {type(dataset).__name__} (lengths: "
         f"{_each(everyone, 'length')}), so that samples would be lost and others repeated. Give every "
         "process the whole dataset, in one order: the prepared loader shares out by itself. Pass a seed to "
-        "what shuffles or splits it at random. A part that you made for one process must say so, by "
-        "attributes `rank` and `num_replicas` of the sampler or dataset."
+        "what shuffles or splits it at random. Where each process is to have a part of its own, say so with "
+        "presharded=True (in a DataLoaderConfiguration), or by attributes `rank` and `num_replicas` of the "
+        "sampler or dataset."
     )
 
 

@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.checks import check_divides, check_place
+from accel_data.loader.read_ahead import RandomUse
 from accel_data.order.shares import Fill, Layout, counted
 from accel_data.resume.stream_position import Mark, StreamPosition
+from accel_data.stream.first_sample import FirstSample, digest_of
 from accel_data.stream.reader import Reading, Source, read
 from accel_ops.trees.tensors import ignorant_find_batch_size
 
@@ -27,12 +29,12 @@ class Block(NamedTuple):
     Args:
         samples: The samples, padding included; none for a batch that is to be passed over.
         fill: What the processes have in this step, where something is padded or a process has no batch.
-        mark: Where the stream is after it.
+        mark: Where the stream is after it, or before the first batch what the processes compare.
     """
 
     samples: list[Any]
     fill: Fill | None
-    mark: StreamPosition | Mark
+    mark: StreamPosition | Mark | FirstSample
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -146,7 +148,11 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from block.samples
 
     def blocks(
-        self, start: int = 0, place: StreamPosition | None = None, counts_rows: bool = False
+        self,
+        start: int = 0,
+        place: StreamPosition | None = None,
+        counts_rows: bool = False,
+        shows_first: bool = False,
     ) -> Iterator[Block]:
         """Read the batches of this process, or of this worker of it.
 
@@ -156,10 +162,12 @@ class IterableDatasetShard(IterableDataset[Any]):
                 they are sure.
             place: Where to start instead.
             counts_rows: Whether an item is a whole batch, whose rows are counted as samples.
+            shows_first: Whether to give a block without samples first, with a `FirstSample`.
 
         Yields:
             One block per batch.
         """
+        use = RandomUse() if shows_first else None
         layout = self._layout()
         # Kept for padding alone: nothing is read in advance where nothing is padded.
         head = layout.group if layout.even and not layout.drop_last else 0
@@ -168,13 +176,17 @@ class IterableDatasetShard(IterableDataset[Any]):
             layout = self._layout_of_worker()
         over = _surely_before(start // self.chunk, reading) if place is None else 0
         number = -1
-        while group := reading.take(layout.group):
+        group = reading.take(layout.group)
+        if use is not None:
+            yield Block([], None, FirstSample(digest_of(group), use.seen()))
+        while group:
             for samples, fill in self._batches(group, reading, layout, counts_rows):
                 number += 1
                 # Not divided: every worker reads the whole stream, and makes every num_workers-th batch.
                 if reading.divided or number % reading.num_workers == reading.worker:
                     # Without samples, as nothing has to be collated for a batch that is passed over.
                     yield Block([] if number < over else samples, fill, reading.mark())
+            group = reading.take(layout.group)
 
     def _batches(
         self, group: list[Any], reading: Reading, layout: Layout, counts_rows: bool
@@ -298,29 +310,33 @@ class BlockReader(IterableDataset[Any]):
         self.shard = shard
         self.place = place
         self.counts_rows = counts_rows
-        # Epoch (-1: as it is), samples to pass over, and whether to start at the
-        # place; one tensor, read by workers.
-        where = torch.zeros(3, dtype=torch.int64, device="cpu")
+        # Epoch (-1: as it is), samples to pass over, whether to start at the place, and whether to show the
+        # first sample; one tensor, read by workers.
+        where = torch.zeros(4, dtype=torch.int64, device="cpu")
         # Shared with workers alone: shared memory takes a file descriptor.
         self.where = where.share_memory_() if shared else where  # type: ignore[no-untyped-call]
 
-    def seek(self, epoch: int | None, start: int, from_place: bool = False) -> None:
+    def seek(
+        self, epoch: int | None, start: int, from_place: bool = False, shows_first: bool = False
+    ) -> None:
         """Choose where the next pass starts.
 
         Args:
             epoch: Number of the epoch; None for the one that the dataset is in.
             start: Number of samples of its stream to pass over.
             from_place: Whether to start at the place instead.
+            shows_first: See `IterableDatasetShard.blocks`.
         """
         self.where[0] = -1 if epoch is None else epoch
-        self.where[1], self.where[2] = start, from_place
+        self.where[1], self.where[2], self.where[3] = start, from_place, shows_first
 
     def __iter__(self) -> Iterator[Block]:
-        epoch, start, from_place = self.where.tolist()
+        epoch, start, from_place, shows_first = self.where.tolist()
         # A worker has a copy of the dataset; in the main process the loader has set the epoch.
         if epoch >= 0 and get_worker_info() is not None:
             self.shard.set_epoch(epoch)
-        return self.shard.blocks(start, self.place if from_place else None, self.counts_rows)
+        place = self.place if from_place else None
+        return self.shard.blocks(start, place, self.counts_rows, bool(shows_first))
 
 
 class CollateBlock:
@@ -335,7 +351,7 @@ class CollateBlock:
         self.collate_fn = collate_fn
         self.batched = batched
 
-    def __call__(self, block: Block) -> tuple[Fill | None, Any, StreamPosition | Mark]:
+    def __call__(self, block: Block) -> tuple[Fill | None, Any, StreamPosition | Mark | FirstSample]:
         """Return what is known of the step, the batch, and where the stream is after it."""
         samples = block.samples
         batch = self.collate_fn(samples if self.batched else samples[0]) if samples else None

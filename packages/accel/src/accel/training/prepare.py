@@ -260,6 +260,7 @@ def prepare_loader(
         gradient_state=run.gradient_state,
         custom_classes=config.custom_classes,
         order=config.order,
+        presharded=config.presharded,
         # Processes that work on one batch together get the same.
         torch_device_mesh=run.engine.loaders.mesh if shares_samples else None,
         data_ranks=run.engine.loaders.data_ranks,
