@@ -133,15 +133,32 @@ def test_in_folders_of_others_only_the_core_is_required(tmp_path: Path, name: st
         Run().load(folder, strict=True)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "scheduler_1.bin", "random_states_7.pkl"])
-def test_an_unknown_file_is_an_error_or_told(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["README.md", "trainer_state.json", "config.json", ".DS_Store", ".notes.swp", "sub/notes.txt", "link"]
+)
+@pytest.mark.parametrize("strict", [None, True])
+def test_a_file_that_the_user_has_put_into_the_folder_is_ignored(
+    tmp_path: Path, name: str, strict: bool | None
+) -> None:
     Run(3.0).save(tmp_path / "c")
     (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
-    (tmp_path / "c" / name).touch()
-    with pytest.raises(CheckpointError, match=rf"{name} is not in accel_manifest\.json"):
-        Run().load(tmp_path / "c")
-    with pytest.warns(UserWarning, match=rf"{name} is not in accel_manifest\.json"):
-        Run().load(tmp_path / "c", strict=False)
+    if name == "link":
+        (tmp_path / "c" / name).symlink_to(tmp_path)
+    else:
+        (tmp_path / "c" / name).write_text("mine")
+    run = Run()
+    run.load(tmp_path / "c", strict=strict)
+    assert set(run.values().values()) == {3}
+
+
+@pytest.mark.parametrize("name", ["scheduler_1.bin", "model_1.safetensors", "random_states_7.pkl"])
+def test_a_file_called_as_one_of_a_checkpoint_is_noted_and_ignored(tmp_path: Path, name: str) -> None:
+    Run(3.0).save(tmp_path / "c")
+    (tmp_path / "c" / name).write_text("not saved by accel")
+    run = Run()
+    with pytest.warns(UserWarning, match=rf"{name} is ignored: it is not in accel_manifest\.json"):
+        run.load(tmp_path / "c")
+    assert set(run.values().values()) == {3}
 
 
 def sealed_with(folder: Path, name: str, value: Any, **facts: Any) -> None:

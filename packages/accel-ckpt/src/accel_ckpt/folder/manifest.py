@@ -52,17 +52,18 @@ class Manifest:
         return frozenset(entry.path for entry in self.files)
 
 
-def files_in(folder: Path) -> list[str]:
+def files_in(folder: Path, *, strict: bool = True) -> list[str]:
     """List the files of a folder, as a manifest names them.
 
     Args:
         folder: The folder.
+        strict: False to leave out what is neither a file nor a folder, such as a link.
 
     Returns:
         Paths inside the folder, sorted, without the manifest.
 
     Raises:
-        CheckpointError: If there is something else than files and folders.
+        CheckpointError: If there is something else than files and folders, in a strict listing.
     """
     found = []
     for base, names, files in os.walk(folder):
@@ -72,7 +73,7 @@ def files_in(folder: Path) -> list[str]:
             path = os.path.join(base, name)
             # lstat: a link is reported as one, wherever it leads.
             mode = os.lstat(path).st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            if strict and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(
                     f"{path} is {kind_of(mode)}; a checkpoint holds files and folders alone. Write the file "
                     "itself."

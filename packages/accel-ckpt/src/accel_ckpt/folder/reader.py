@@ -164,7 +164,7 @@ def open_checkpoint(
                 reading.find_mapped,
             )
         # In place, other files live in the folder by right.
-        beside = [] if facts.get("in_place") else manifest.files_in(folder)
+        beside = [] if facts.get("in_place") else manifest.files_in(folder, strict=False)
         strangers = frozenset(name for name in beside if not name.startswith(".staging-")) - reading.names
         return replace(reading, strangers=strangers)
 

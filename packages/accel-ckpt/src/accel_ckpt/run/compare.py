@@ -107,9 +107,11 @@ def audit(
         f"the folder {name} is not loaded: there is nothing in parts for it here"
         for name in sorted(parts.difference(expected.folders))
     ]
-    findings.others += [
-        f"{name} is not in {file_names.MANIFEST}: something has put it there since. Keep it elsewhere"
+    # Other files, such as a README, are the user's own.
+    findings.notes += [
+        f"{name} is ignored: it is not in {file_names.MANIFEST}, so it is not part of what was saved"
         for name in sorted(strangers)
+        if file_names.role_of(name) != "other"
     ]
     return findings
 
