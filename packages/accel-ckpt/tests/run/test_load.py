@@ -134,7 +134,7 @@ def test_in_folders_of_others_only_the_core_is_required(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "trainer_state.json", "config.json", ".DS_Store", ".notes.swp", "sub/notes.txt", "link"]
+    "name", ["README.md", "trainer_state.json", ".DS_Store", ".notes.swp", "sub/notes.txt", "link"]
 )
 @pytest.mark.parametrize("strict", [None, True])
 def test_a_file_that_the_user_has_put_into_the_folder_is_ignored(

@@ -1,46 +1,57 @@
-"""Whether all processes call a function, or the main one alone."""
+"""Waiting until every process calls a function."""
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops.collectives.callers import who_calls
+from accel_ops.collectives.callers import wait_for_callers
 from accel_state.process.state import current_process
 
 LONG_S = 100.0
 
 
-def called() -> list[str]:
+def test_one_process_waits_for_nobody():
+    wait_for_callers(current_process(), "save", 0.0, lambda missing: pytest.fail(f"waits for {missing}"))
+
+
+def called_late(late: int) -> list[list[int]]:
     process = current_process()
-    found = []
-    for count in range(4):
-        if process.is_main:
-            found.append(who_calls(process, 0.3 if count == 0 else LONG_S))
+    told: list[list[int]] = []
+    for count in range(3):
+        if process.rank == late and not count:
+            time.sleep(1.5)
+        wait_for_callers(process, "save", 0.2 if not count else LONG_S, told.append)
         dist.all_reduce(torch.ones(1))
-    found.append(who_calls(process, LONG_S))
-    return found
+    return told
 
 
-def test_one_process_is_all():
-    assert who_calls(current_process(), LONG_S) == "all"
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_comes_late_is_waited_for_and_named_once(world, late: int):
+    assert world.run(called_late, late) == [[[1]] if late else [], []]
 
 
-def test_the_main_process_waits_once_where_it_calls_alone(world):
-    assert world.run(called) == [["main alone", "main", "main", "main", "all"], ["all"]]
-
-
-def called_late() -> list[str]:
+def called_by(rank: int) -> str | None:
     process = current_process()
-    time.sleep(0.0 if process.is_main else 2.0)
-    found = []
-    for patience_s in (0.3, LONG_S, LONG_S):
-        found.append(who_calls(process, patience_s))
-        dist.all_reduce(torch.ones(1))
-    return found
+    default: dist.Store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    default.set_timeout(timedelta(seconds=1.0))
+    try:
+        if process.rank == rank:
+            with pytest.raises(RuntimeError) as error:
+                wait_for_callers(process, "save", LONG_S, lambda missing: None)
+            return str(error.value)
+    finally:
+        default.set_timeout(timedelta(seconds=300.0))
+    return None
 
 
-def test_who_comes_late_is_waited_for_the_next_time(world):
-    assert world.run(called_late) == [["main alone", "all", "all"], ["main before", "all", "all"]]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_does_not_come_for_as_long_as_a_collective_waits_is_named(world, rank: int):
+    found = world.run(called_by, rank)
+
+    assert found[1 - rank] is None
+    assert f"process {rank} has waited for 1 s in save for process {1 - rank}. Call it" in found[rank]

@@ -19,7 +19,7 @@ SHORT_S = 0.5
 
 
 @contextmanager
-def patience(seconds: float = 100.0):
+def patience(seconds: float):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(savers, "PATIENCE_S", seconds)
         yield
@@ -39,75 +39,118 @@ def step(accelerator, model, optimizer) -> list[float]:
     return [value.item() for value in accelerator.unwrap_model(model).weight[0]]
 
 
-def saves_on_main(folder: str) -> tuple[list[Any], ...]:
+def save_inside(accelerator: Accelerator, folder: str) -> None:
+    accelerator.save_state(folder)
+
+
+def save_if_main(accelerator: Accelerator, folder: str) -> None:
+    if not accelerator.is_main_process:
+        return
+    accelerator.save_state(folder)
+
+
+def saves_on_main(folder: str) -> tuple[Any, ...]:
     objects = make()
     accelerator, model = objects[:2]
-    trained, waited, loaded = [], [], []
+
+    @accelerator.on_main_process
+    def save_decorated() -> None:
+        accelerator.save_state(f"{folder}/decorated")
+
+    trained, loaded = [step(*objects)], []
+    begin = time.monotonic()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for count in range(3):
-            trained.append(step(*objects))
-            begin = time.monotonic()
-            if accelerator.is_main_process:
-                with patience(SHORT_S if not count else 100):  # not for the second time
-                    accelerator.save_state(f"{folder}/{count}")
-                    accelerator.save_model(model, f"{folder}/model")
-            waited.append(time.monotonic() - begin)
+        if accelerator.is_main_process:
+            accelerator.save_state(f"{folder}/if")
+            accelerator.save_model(model, f"{folder}/model")
         step(*objects)
-        with patience():
-            accelerator.save_state(f"{folder}/all")
-        for count in range(3):
-            accelerator.load_state(f"{folder}/{count}")
-            loaded.append([value.item() for value in accelerator.unwrap_model(model).weight[0]])
-    told = [str(warning.message) for warning in found]
-    return trained, loaded, waited, told
+        if accelerator.is_main_process or accelerator.distributed_type == "DEEPSPEED":
+            if not trained[1:]:
+                accelerator.save_state(f"{folder}/or", blocking=False)
+            accelerator.wait_for_save()
+        step(*objects)
+        if begin and accelerator.is_main_process:
+            save_inside(accelerator, f"{folder}/called")
+        step(*objects)
+        save_if_main(accelerator, f"{folder}/returned")
+        save_decorated()
+        is_first = accelerator.process_index == 0
+        if is_first:  # nothing says it, but the call
+            accelerator.save_state(f"{folder}/said", main_process_only=True)
+        step(*objects)
+        accelerator.save_state(f"{folder}/all")
+        waited = time.monotonic() - begin
+        accelerator.load_state(f"{folder}/if")
+        loaded.append([value.item() for value in accelerator.unwrap_model(model).weight[0]])
+    return trained, loaded, waited, [str(warning.message) for warning in found]
 
 
-def test_the_main_process_saves_alone_where_the_others_do_not_come(world, tmp_path: Path):
+def test_the_main_process_saves_alone_where_the_program_or_the_call_says_so(world, tmp_path: Path):
     main, other = world.run(saves_on_main, str(tmp_path), size=2, timeout_s=100)
 
-    for trained, loaded, _, _ in (main, other):
+    for trained, loaded, waited, _ in (main, other):
         assert loaded == trained == main[0]
-    told, of_loading = main[3][:2], main[3][2:]
-    for text, name in zip(told, ("save_state", "save_model"), strict=True):
-        assert f"the main process calls {name}, and the others have not within 0.5 s" in text
-    assert all("saved on 1 and loaded on 2 processes" in text for text in of_loading)
+        assert waited < savers.PATIENCE_S  # for nobody
+    of_saving, of_loading = main[3][:-1], main[3][-1]
+    assert len(of_saving) == 5  # not where the call says it
+    assert all("save_state is called on the main process alone" in text for text in of_saving)
+    assert "saved on 1 and loaded on 2 processes" in of_loading
     assert other[3] == []
-    assert main[2][0] > 2 * SHORT_S  # once at each line
-    assert max(main[2][1:]) < 100
-    assert worlds(tmp_path) == {"0": 1, "1": 1, "2": 1, "all": 2}
+    names = ("if", "or", "called", "returned", "decorated", "said")
+    assert worlds(tmp_path) == {**dict.fromkeys(names, 1), "all": 2}
     assert (tmp_path / "model/model.safetensors").exists()
 
 
 def comes_late(folder: str) -> tuple[list[Any], ...]:
     objects = make()
-    accelerator = objects[0]
+    accelerator, model = objects[:2]
     returned = []
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as found, patience(SHORT_S):
         warnings.simplefilter("always")
-        for count in range(3):
-            if not accelerator.is_main_process and not count:
-                time.sleep(6 * SHORT_S)
-            with patience(SHORT_S if not count else 100):
-                returned.append(accelerator.save_state(f"{folder}/{count}"))
-            step(*objects)
-        with patience():
+        if not accelerator.is_main_process:
+            time.sleep(6 * SHORT_S)
+        returned.append(accelerator.save_state(f"{folder}/late"))
+        step(*objects)
+        with patience(100.0):
             if accelerator.is_main_process:
                 accelerator.save_state(f"{folder}/lines")
             else:
                 accelerator.save_state(f"{folder}/lines")
+        if not accelerator.is_main_process:
+            time.sleep(6 * SHORT_S)
+        accelerator.save_model(model, f"{folder}/model")
     return returned, [str(warning.message) for warning in found]
 
 
-def test_a_process_that_comes_late_is_told_and_the_next_save_has_all(world, tmp_path: Path):
+def test_a_process_that_comes_late_is_waited_for(world, tmp_path: Path):
     main, other = world.run(comes_late, str(tmp_path), size=2, timeout_s=100)
 
-    assert main[0] == other[0] == [str(tmp_path / str(count)) for count in range(3)]
-    assert "it saves alone" in main[1][0]
-    assert "process 1 calls save_state after" in other[1][0]
-    assert (len(main[1]), len(other[1])) == (1, 1)
-    # The last is called at one line by each process.
-    assert worlds(tmp_path) == {"0": 1, "1": 2, "2": 2, "lines": 2}
+    assert main[0] == other[0] == [str(tmp_path / "late")]
+    for text, name in zip(main[1], ("save_state", "save_model"), strict=True):
+        assert f"waited for 0.5 s in {name}, and these processes have not called it: 1. It" in text
+        assert "main_process_only=True" in text
+    assert other[1] == []
+    assert worlds(tmp_path) == {"late": 2, "lines": 2}
+    assert (tmp_path / "late/random_states_1.pkl").exists()
+
+
+def says_it_everywhere(folder: str) -> str | None:
+    accelerator = make()[0]
+    error = None
+    try:
+        accelerator.save_state(f"{folder}/everywhere", main_process_only=True)
+    except ValueError as caught:
+        error = str(caught)
+    accelerator.wait_for_everyone()
+    return error
+
+
+def test_only_the_main_process_may_say_that_it_is_alone(world, tmp_path: Path):
+    main, other = world.run(says_it_everywhere, str(tmp_path), size=2, timeout_s=100)
+
+    assert main is None
+    assert "save_state(main_process_only=True) is called on process 1. Call it under `if" in other
 
 
 def worlds(folder: Path) -> dict[str, int]:

@@ -42,19 +42,28 @@ class CheckpointControl:
         tensors.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        *,
+        main_process_only: bool | None = None,
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Write everything that `load_state` needs to go on from here; returns the folder.
 
         With `blocking=False` the state is copied, and written and committed in the background while training
         goes on. One such save is in flight at most: the next call waits for it, and raises what went wrong in
         it, as do `wait_for_save`, `load_state` and `end_training`.
+
+        Every process calls it, and waits for the others. `main_process_only=True` says that the main process
+        calls it alone: the checkpoint then lacks the random generators of the others. By default that is
+        taken from the code around the call (`if accelerator.is_main_process:`).
         """
         with observed(self.run, "saving"):
             from accel.saving import save
             from accel.saving.savers import savers
 
-            process = savers(self.run, "save_state")
+            process = savers(self.run, "save_state", main_process_only)
             if process is None:
                 return save.folder_saved(self.run, output_dir)
             save_model_func_kwargs["process"] = process
@@ -151,12 +160,17 @@ class CheckpointControl:
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        main_process_only: bool | None = None,
     ) -> None:
-        """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them."""
+        """Write a model's weights into a folder, as `load_checkpoint_in_model` reads them.
+
+        Every process calls it, or the main process alone: `main_process_only` is as for `save_state`.
+        """
         from accel.saving import save
         from accel.saving.savers import savers
 
-        process = savers(self.run, "save_model")
+        process = savers(self.run, "save_model", main_process_only)
         if process is not None:
             state = self.get_state_dict(model)
             save.save_model(self.run, state, save_directory, max_shard_size, safe_serialization, process)

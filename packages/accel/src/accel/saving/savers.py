@@ -2,55 +2,160 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel.engines.base.states import States
-from accel_ops.collectives.callers import who_calls
-from accel_state.logging.warning import warn
+from accel_ops.collectives.callers import wait_for_callers
+from accel_state.logging.warning import stands_between, user_frame, warn
 
 if TYPE_CHECKING:
     from accel.training.run import Run
     from accel_state.process.facts import Process
 
 PATIENCE_S = 30.0
-"""How long the main process waits for the others, in seconds, before it saves alone."""
+"""After how many seconds the main process says that it waits for the others."""
+
+_MAIN = ("is_main_process", "is_local_main_process")
 
 
-def savers(run: Run, what: str) -> Process | None:
-    """Find out whether all processes save together. Those that call `save_state` or `save_model` call this.
+def savers(run: Run, what: str, main_process_only: bool | None) -> Process | None:
+    """Find out which processes save. Those that call `save_state` or `save_model` call this.
 
-    Of replicas the main process can save alone. Engines that have no whole model on one process need all.
+    All save together, however late one comes, unless the call or the program around it says that the main
+    process calls it alone. Of replicas it can; engines that have no whole model on one process need all.
 
     Args:
         run: Whose state is saved.
         what: The method, for messages.
+        main_process_only: Whether the main process calls it alone; None to go by the program.
 
     Returns:
-        This process, whose collectives all join; the main process as the only one of a run, if the others
-        do not come; None on another one that comes when the main process has saved without it.
+        This process, whose collectives all join; the main process as the only one of a run; None on another
+        one that has nothing to do.
 
     Raises:
-        RuntimeError: If the main process does not come for as long as a collective would wait.
+        ValueError: If the engine needs all processes, or another one than the main one says that it is alone.
+        RuntimeError: If a process does not come for as long as a collective would wait.
     """
     process = run.process
+    if process.world_size == 1:
+        return process
     if type(run.engine.states) is not States:
+        if main_process_only:
+            raise ValueError(
+                f"{what}(main_process_only=True): the {run.engine.name} engine saves on all processes. Call "
+                "it on every process, without main_process_only."
+            )
         return process
-    who = who_calls(process, PATIENCE_S)
-    if who == "all":
+    known = main_process_only is None and _is_for_main_only(user_frame(), what)
+    if not (main_process_only or known):
+        wait_for_callers(process, what, PATIENCE_S, lambda missing: _warn_of_delay(what, missing))
         return process
-    if who == "main before":
-        warn(
-            f"process {process.rank} calls {what} after the main process, which had waited for "
-            f"{PATIENCE_S:g} s and has saved without it: the random generators of process {process.rank} are "
-            "not saved.",
-            about="process",
+    if process.is_main:
+        if known and what == "save_state":
+            warn(
+                "save_state is called on the main process alone: the checkpoint lacks the random generators "
+                "of the others, so that training with dropout does not resume exactly. Call it on every "
+                "process; or say that this is meant, with save_state(main_process_only=True)."
+            )
+        return replace(process, world_size=1, local_world_size=1)
+    if main_process_only:
+        raise ValueError(
+            f"{what}(main_process_only=True) is called on process {process.rank}. Call it under `if "
+            "accelerator.is_main_process:`, or leave main_process_only out."
         )
-        return None
-    if who == "main alone":
-        warn(
-            f"the main process calls {what}, and the others have not within {PATIENCE_S:g} s: it saves "
-            "alone, without their random generators, so that training with dropout and the like does not go "
-            "on exactly. Call it on every process, outside of `if accelerator.is_main_process:`."
+    warn(
+        f"process {process.rank} calls {what} where the main process saves alone, and saves nothing. Call it "
+        "outside of `if accelerator.is_main_process:`, or pass main_process_only=False.",
+        about="process",
+    )
+    return None
+
+
+def _warn_of_delay(what: str, missing: list[int]) -> None:
+    warn(
+        f"the main process has waited for {PATIENCE_S:g} s in {what}, and these processes have not called "
+        f"it: {', '.join(map(str, missing))}. It goes on waiting. If the main process alone calls it, pass "
+        "main_process_only=True; else call it on every process."
+    )
+
+
+def _is_for_main_only(frame: FrameType | None, what: str) -> bool:
+    """Whether a call, or one of those that have led to it, stands where only the main process comes."""
+    while frame is not None:
+        if not stands_between(frame):
+            lines = _main_only_lines(frame.f_code.co_filename, what)
+            if any(frame.f_lineno in found for found in lines):
+                return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _main_only_lines(filename: str, what: str) -> tuple[range, ...]:
+    """The lines of a source file that only the main process reaches."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):  # not Python, such as a shell's input
+        return ()
+    return tuple(
+        range(block[0].lineno, (block[-1].end_lineno or 0) + 1)
+        for node in ast.walk(tree)
+        for block in _main_only_blocks(node, what)
+        if block
+    )
+
+
+def _main_only_blocks(node: ast.AST, what: str) -> Iterator[list[ast.stmt]]:
+    if isinstance(node, ast.If):
+        yes, no = (node.body, node.orelse) if not _is_negated(node.test) else (node.orelse, node.body)
+        # Where the other branch saves too, all processes do.
+        others_save = any(_named(inner) == what for item in no for inner in ast.walk(item))
+        if _says_main(node.test) and not others_save:
+            yield yes
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        for place, item in enumerate(block if isinstance(block, list) else ()):
+            if _is_guard(item):
+                yield block[place + 1 :]
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else ()
+    if any(_named(item) in ("on_main_process", "on_local_main_process") for item in decorators):
+        yield node.body  # type: ignore[attr-defined]
+
+
+def _is_guard(item: ast.AST) -> bool:
+    """Whether a statement is `if not accelerator.is_main_process: return`."""
+    return (
+        isinstance(item, ast.If)
+        and _is_negated(item.test)
+        and _says_main(item.test)
+        and isinstance(item.body[-1], ast.Return | ast.Continue | ast.Raise)
+    )
+
+
+def _is_negated(test: ast.expr) -> bool:
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def _says_main(test: ast.expr) -> bool:
+    """Whether a condition holds on the main process alone; or, negated, on all others."""
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not) and _named(test.operand) in _MAIN
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(_says_main(value) and not _is_negated(value) for value in test.values)
+    if isinstance(test, ast.BoolOp):
+        # "is_main_process or distributed_type == DEEPSPEED": under that engine all save in any case.
+        return _says_main(test.values[0]) and all(
+            any(_named(inner) == "distributed_type" for inner in ast.walk(value)) for value in test.values[1:]
         )
-    return replace(process, world_size=1, local_world_size=1)
+    return _named(test) in _MAIN
+
+
+def _named(node: ast.AST) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
