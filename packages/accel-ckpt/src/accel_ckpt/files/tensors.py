@@ -24,6 +24,7 @@ from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.safetensors_header import shortened, tensors_between
 from accel_ckpt.files.safetensors_writer import DTYPES, dump
 from accel_state.process.state import current_process
+from accel_state.verify import output_path
 
 # The framework of the tensors: transformers writes the same, and its earlier versions reject other files.
 _FORMAT = {"format": "pt"}
@@ -57,7 +58,7 @@ def save(
         write_to(obj, f, safe_serialization)
         return
     # A link stays a link: its file is replaced.
-    path = Path(os.path.realpath(f))
+    path = Path(os.path.realpath(output_path(f)))
     if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
         write(obj, path, safe_serialization)
         return

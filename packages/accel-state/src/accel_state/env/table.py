@@ -71,7 +71,12 @@ _GENERAL = _group(
         100,
         "Turn statistics on: steps between gathers of each process's times; 0 for none before the end.",
     ),
-    ("VERIFY_FOLDER", "str", None, "Folder in which `accel verify` has a run record its first steps."),
+    (
+        "VERIFY_FOLDER",
+        "str",
+        None,
+        "Folder in which `accel verify` has a run record its first steps, and to which accel's files go.",
+    ),
     ("CPU_AFFINITY", "flag", False, "Bind each process to the CPU cores nearest to its device."),
     ("ENABLE_RICH", "flag", False, "Write tracebacks through rich, where it is installed."),
     ("DISABLE_RICH", "flag", False, "Never write tracebacks through rich (old; it is off by default)."),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel.observe.verify.recorded_runs import read_record, record_file
 from accel.observe.verify.same_training import Verdict, compare
 from accel.trackers.systems.jsonl import valid_json
 from accel_launch.errors import LaunchError
@@ -23,7 +24,8 @@ _DESCRIPTION = (
     "Run the first optimizer steps of a script on one process and on many, with the same global batch, and "
     "say whether they are the same training: samples, losses, gradients and parameters. What differs first "
     "is named, with its cause where that is known. The script is not changed; it runs twice, in the current "
-    "folder. Exit codes: 0 the same, 1 different, 2 not verified."
+    "folder. What accel writes for it goes to a temporary folder, and load_state finds no checkpoint. Exit "
+    "codes: 0 the same, 1 different, 2 not verified."
 )
 _OWN_FLAGS = ("--steps", "--json", "--without_dropout")
 # Flags that make no sense for one process.
@@ -151,12 +153,11 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
             f"not verified: {args.training_script} failed {where} with exit code {ran.returncode}. The end "
             f"of its output:\n{shown}"
         )
-    files = [folder / f"rank-{rank}.json" for rank in range(size)]
-    if not all(file.exists() for file in files):
+    if not all(record_file(folder, rank).exists() for rank in range(size)):
         raise LaunchError(
             f"not verified: {args.training_script} made no Accelerator {where}, which records the steps."
         )
-    records = [json.loads(file.read_text()) for file in files]
+    records = [read_record(folder, rank) for rank in range(size)]
     if not all(record["steps"] for record in records):
         prepared = ", ".join(records[0]["optimizers"]) or "none"
         raise LaunchError(

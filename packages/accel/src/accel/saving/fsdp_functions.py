@@ -27,6 +27,7 @@ from accel_ckpt.run.optimizer_groups import match_groups
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save, unchanged_by_failure
+from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -60,6 +61,7 @@ def save_fsdp_model(
             is no adapter.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
+    output_dir = output_path(output_dir)
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
         place = Path(output_dir) / file_names.sharded_model_folder(model_index)
@@ -140,6 +142,7 @@ def save_fsdp_optimizer(
         ValueError: As `save_fsdp_model`.
         Exception: What else went wrong here; a CheckpointError on the other processes.
     """
+    output_dir = output_path(output_dir)
     if _in_parts(fsdp_plugin, use_dcp):
         root = accelerator.run.engine.states.state_root(model)
         state = {"optimizer": parts_to_save(root, getattr(optimizer, "optimizer", optimizer))}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.saving.own_buffers import load_own_buffers
-from accel.saving.save import free_number, models_of_hooks, parts_of
+from accel.saving.save import checkpoints_root, free_number, models_of_hooks, parts_of
 from accel.training.gradients import drop_gradients, has_gradients
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
@@ -17,6 +17,7 @@ from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.run.load import Objects, restore
 from accel_optim.scaler import forget_round
 from accel_state.logging.warning import warn
+from accel_state.verify import is_verifying, output_path
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -59,7 +60,10 @@ def load_state(
     """
     # The save in the background may be what is loaded, and reads the state that is overwritten here.
     thread.wait()
-    if missing_ok and not _is_any_there(run, input_dir):
+    input_dir = output_path(input_dir)
+    if (missing_ok or is_verifying()) and not _is_any_there(run, input_dir):
+        if is_verifying():
+            warn("load_state restores nothing: under `accel verify` a script starts without a checkpoint.")
         return False
     read = (run.process, map_location, dict(load_kwargs or {}), verify)
     if input_dir is not None:
@@ -162,7 +166,7 @@ def _project_root(run: Run) -> Path:
             "load_state needs input_dir, unless checkpoints are named automatically: "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
-    return Path(config.project_dir) / file_names.CHECKPOINTS_DIR
+    return checkpoints_root(config)
 
 
 def _open_newest(run: Run, read: tuple[Any, ...]) -> tuple[Path, Reading]:

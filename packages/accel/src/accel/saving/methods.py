@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.observe.base import observed
 from accel_state.logging.warning import warn
+from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     from accel.training.run import Run
@@ -63,6 +64,7 @@ class CheckpointControl:
             from accel.saving import save
             from accel.saving.savers import savers
 
+            output_dir = output_path(output_dir)
             process = savers(self.run, "save_state", main_process_only)
             if process is None:
                 return save.folder_saved(self.run, output_dir)
@@ -173,7 +175,8 @@ class CheckpointControl:
         process = savers(self.run, "save_model", main_process_only)
         if process is not None:
             state = self.get_state_dict(model)
-            save.save_model(self.run, state, save_directory, max_shard_size, safe_serialization, process)
+            folder = output_path(save_directory)
+            save.save_model(self.run, state, folder, max_shard_size, safe_serialization, process)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects (with state_dict and load_state_dict) along with the state."""

@@ -22,6 +22,7 @@ from accel_ckpt.run.weight_parts import frozen_names
 from accel_ckpt.weights.files import save_weights
 from accel_optim.scaler import end_round
 from accel_state.logging.warning import warn
+from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     import torch
@@ -236,7 +237,7 @@ def folder_saved(run: Run, output_dir: str | None) -> str:
     config = run.project_configuration
     if not config.automatic_checkpoint_naming:
         return os.path.realpath(str(output_dir))
-    return str(rotation.checkpoints(Path(str(config.project_dir)) / file_names.CHECKPOINTS_DIR)[-1])
+    return str(rotation.checkpoints(checkpoints_root(config))[-1])
 
 
 def _new_folder(run: Run, output_dir: str | None, process: Process) -> Path:
@@ -254,7 +255,7 @@ def _new_folder(run: Run, output_dir: str | None, process: Process) -> Path:
     if number > config.iteration:
         _warn_of_other_run(config, number)
     config.iteration = max(config.iteration, number)
-    folder = file_names.checkpoint_dir(config.project_dir, config.iteration)
+    folder = file_names.checkpoint_dir(output_path(config.project_dir), config.iteration)
     if output_dir is not None and not run.has_warned_of_folder:
         run.has_warned_of_folder = True
         warn(
@@ -264,12 +265,17 @@ def _new_folder(run: Run, output_dir: str | None, process: Process) -> Path:
     return folder
 
 
+def checkpoints_root(config: ProjectConfiguration) -> Path:
+    """The folder of a project's automatically named checkpoints."""
+    return Path(str(output_path(config.project_dir))) / file_names.CHECKPOINTS_DIR
+
+
 def free_number(run: Run, process: Process) -> int:
     """The lowest number above all automatically named checkpoints of the project; all that save call it.
 
     Machines with disks of their own may have different ones.
     """
-    root = Path(str(run.project_configuration.project_dir)) / file_names.CHECKPOINTS_DIR
+    root = checkpoints_root(run.project_configuration)
     free = together(lambda: rotation.next_number(root), process, "naming the checkpoint")
     # All processes must write into one folder: the largest number is free on every disk.
     number: int = max(collect(free, process))

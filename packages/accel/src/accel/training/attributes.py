@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from accel_state.verify import output_path
+
 if TYPE_CHECKING:
     import torch
 
@@ -93,12 +95,12 @@ class RunAttributes:
     @property
     def project_dir(self) -> str | None:
         """The project's folder."""
-        return self.project_configuration.project_dir
+        return output_path(self.project_configuration.project_dir)
 
     @property
     def logging_dir(self) -> str | None:
         """Where trackers write."""
-        return self.project_configuration.logging_dir
+        return output_path(self.project_configuration.logging_dir)
 
     @property
     def save_iteration(self) -> int:

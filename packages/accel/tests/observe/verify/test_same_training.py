@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,30 +13,35 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from accel import Accelerator
+from accel.observe.verify.recorded_runs import read_record
 from accel.observe.verify.same_training import Verdict, compare
 from accel_world.program import run_program
 
 PROGRAM = str(Path(__file__).with_name("verified_program.py"))
+SAVING_PROGRAM = str(Path(__file__).with_name("saving_program.py"))
 STEPS = 3
 
 
-def run(kind: str) -> tuple[str, list[Any]]:
-    """Run the program; returns what it printed, and what would be left of the recorder."""
-    printed = run_program(PROGRAM, kind)
+def run(kind: str, program: str = PROGRAM) -> tuple[str, list[Any]]:
+    """Run a program; returns what it printed, and what would be left of the recorder."""
+    printed = run_program(program, kind)
     wrapped = [torch.nn.Module.__call__, torch.Tensor.backward, torch.nn.functional.dropout]
     left = [item.__name__ for item in wrapped if hasattr(item, "__wrapped__")]
     return printed, [*left, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
 
 
-def record(world: Any, folder: Path, size: int, kind: str, **settings: Any) -> list[dict[str, Any]]:
+def record(
+    world: Any, folder: Path, size: int, kind: str, program: str = PROGRAM, **settings: Any
+) -> list[dict[str, Any]]:
     folder.mkdir()
     chosen = {"steps": STEPS, "batch_factor": 1, "without_dropout": False} | settings
     (folder / "settings.json").write_text(json.dumps(chosen))
     environment = {"ACCELERATE_VERIFY_FOLDER": str(folder)}
-    for printed, left in world.run(run, kind, size=size, init=False, env=environment):
+    for printed, left in world.run(run, kind, program, size=size, init=False, env=environment):
         assert printed == ""  # it did not come to its end
         assert len(left) <= 2  # torch's hooks of accel's own checks
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    return [read_record(folder, rank) for rank in range(size)]
 
 
 def verify(world: Any, folder: Path, kind: str, size: int = 2, **settings: Any) -> Verdict:
@@ -43,6 +50,56 @@ def verify(world: Any, folder: Path, kind: str, size: int = 2, **settings: Any) 
     (one,) = record(world, folder / "one", 1, kind, batch_factor=factor, **settings)
     assert len(one["steps"]) >= STEPS
     return compare(one, many)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files_of_the_user_are_neither_read_nor_written(world, tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for _ in range(2):  # the second goes on from the first
+        world.run(run_program, SAVING_PROGRAM, str(out), size=2, init=False)
+    before = contents(out)
+    assert {Path(name).parts[0] for name in before} == {
+        *("checkpoints", "weights", "fsdp", "traces", "statistics", "run.jsonl", "lines.txt"),
+        *("accelerator.pt", "function.pt", "last.pt", "by the script.txt"),
+    }
+
+    verdict = verify(world, tmp_path, str(out), program=SAVING_PROGRAM)
+
+    assert contents(out) == before
+    assert verdict.difference is None
+    assert verdict.notes == ("load_state found nothing: both runs start without a checkpoint.",)
+
+
+def record_and_read(folder: Path) -> list[str]:
+    """Train under the recorder; returns what it has written before each step."""
+    written = []
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+    with contextlib.suppress(SystemExit):  # of the recorder
+        for _ in range(9):
+            written.append("".join(path.read_text() for path in sorted(folder.glob("rank-*"))))
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    return written
+
+
+def test_a_step_adds_to_the_record_and_leaves_what_is_there(world, tmp_path: Path):
+    settings = {"steps": 5, "batch_factor": 1, "without_dropout": False}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    environment = {"ACCELERATE_VERIFY_FOLDER": str(tmp_path)}
+
+    (written,) = world.run(record_and_read, tmp_path, size=1, init=False, env=environment)
+
+    assert len(written) == 5
+    for earlier, later in itertools.pairwise(written):
+        assert later.startswith(earlier)
+        assert len(later) > len(earlier)
+    assert len(read_record(tmp_path, 0)["steps"]) == 5
 
 
 RIGHT = {  # samples of a step
@@ -181,6 +238,7 @@ def made_up(share: float, after: float, loss: float = 2.0) -> dict[str, Any]:
         "batch_norm": [],
         "dropout": [],
         "draws": False,
+        "loads": False,
         "unprepared": unprepared,
     }
 

@@ -19,6 +19,7 @@ from accel_ckpt.folder.agree import from_main
 from accel_ckpt.folder.staging import staged
 from accel_state import env
 from accel_state.env.table import VARIABLES
+from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     from accel.observe.guard.record import WindowRecorder
@@ -73,7 +74,8 @@ def write(run: Run, folder: str | os.PathLike[str], about: Bundle, recorder: Win
         Exception: What went wrong here; on other processes a CheckpointError with it.
     """
     process, config = run.process, run.project_configuration
-    target = from_main(lambda: _free(Path(folder), about.step), process, "naming the bundle")
+    root = Path(output_path(folder))
+    target = from_main(lambda: _free(root, about.step), process, "naming the bundle")
     # Otherwise save_state would choose a folder by itself, and count it among the checkpoints.
     named, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
     try:

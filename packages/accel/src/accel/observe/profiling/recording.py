@@ -16,6 +16,7 @@ import torch
 
 from accel.observe.profiling.summary import OperatorTotals, print_summary
 from accel_state.logging.warning import warn
+from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     from accel_state.handlers import ProfileKwargs
@@ -51,6 +52,7 @@ def profile(process: Process, handler: ProfileKwargs) -> Iterator[Any]:
             "for one. End that one first, or profile the outer block alone."
         )
     if handler.output_trace_dir is not None:
+        handler = dataclasses.replace(handler, output_trace_dir=output_path(handler.output_trace_dir))
         _check_folder(Path(handler.output_trace_dir))
     recordings = _Recordings(process, handler)
     profiler = dataclasses.replace(handler, on_trace_ready=recordings.add).build()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from accel.observe.base import ObserverKwargs
 from accel_state import env
+from accel_state.verify import output_path
 
 if TYPE_CHECKING:
     from accel.observe.statistics.observer import Statistics
@@ -65,5 +66,5 @@ class StatisticsKwargs(ObserverKwargs):
         """Make the observer of a run that has prepared nothing yet."""
         from accel.observe.statistics.observer import Statistics
 
-        folder = self.folder or run.project_configuration.logging_dir
+        folder = output_path(self.folder or run.project_configuration.logging_dir)
         return Statistics(run, self, None if folder is None else Path(folder))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from accel.observe.verify.changes import (
     wrap_scheduler,
 )
 from accel.observe.verify.fingerprint import sample_digests, sketch
+from accel.observe.verify.recorded_runs import record_file
 from accel_data.loader.iteration import PreparedLoader
 from accel_ops.modules import extract_model_from_parallel
 from accel_optim.optimizer import AcceleratedOptimizer
@@ -57,7 +58,7 @@ class RecordKwargs(ObserverKwargs):
                 f"ACCELERATE_VERIFY_FOLDER={folder} has no settings.json. `accel verify` sets it for the "
                 "runs that it starts; leave it unset elsewhere."
             )
-        if (folder / f"rank-{run.process.rank}.json").exists():
+        if record_file(folder, run.process.rank).exists():
             return Observer()
         return TrainingRecorder(run, folder, **json.loads((folder / "settings.json").read_text()))
 
@@ -90,7 +91,7 @@ class TrainingRecorder(Observer):
 
     Args:
         run: The run.
-        folder: Where the record is written, in `rank-N.json`.
+        folder: Where the record is written.
         steps: How many steps to record.
         batch_factor: How many times as large to make the batches of loaders before they are prepared.
         without_dropout: Whether to switch dropout off.
@@ -100,7 +101,7 @@ class TrainingRecorder(Observer):
         self, run: Run, folder: Path, *, steps: int, batch_factor: int, without_dropout: bool
     ) -> None:
         self._run = run
-        self._file = folder / f"rank-{run.process.rank}.json"
+        self._file = record_file(folder, run.process.rank)
         self._num_steps = steps
         self._factor = batch_factor
         self._without_dropout = without_dropout
@@ -114,6 +115,7 @@ class TrainingRecorder(Observer):
         self._passes = 0  # backward passes
         self._inputs: Any = None
         self._rng: list[torch.Tensor] | None = None  # when the batch came, or the model was called
+        self._has_initial = False
         self._detach = ExitStack()
         self.record: dict[str, Any] = {
             "process": run.process.rank,
@@ -121,12 +123,11 @@ class TrainingRecorder(Observer):
             "data_shards": run.engine.loaders.data_shard[1],
             "split_batches": run.dataloader_config.split_batches,
             "precision": run.state.mixed_precision,
-            "initial": {},
-            "steps": [],
             "models": [],
             "batch_norm": [],
             "dropout": [],
             "draws": False,
+            "loads": False,
             "not_compared": [],
             "unprepared": {"model": [], "optimizer": [], "loader": []},
             "optimizers": [],
@@ -138,6 +139,11 @@ class TrainingRecorder(Observer):
         """Note its kind, which is named if it never steps."""
         self.record["optimizers"].append(type(getattr(optimizer, "optimizer", optimizer)).__name__)
         self._write()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Note that the script asks for a checkpoint."""
+        self.record["loads"] = True
+        return super().loading()
 
     def stop(self) -> None:
         """Take everything off."""
@@ -339,8 +345,10 @@ class TrainingRecorder(Observer):
                 self.record["unprepared"]["optimizer"].append(type(optimizer).__name__)
         elif next(iter(self._counts.values())) >= self._num_steps:
             self._end()  # one that steps less often than the first does not get as far
-        if not self.record["initial"]:
-            self.record["initial"] = self._sketches(self._names())
+        if not self._has_initial:
+            initial = self._sketches(self._names())
+            self._has_initial = bool(initial)
+            self._write(initial=initial)
         names = {id(item): name for name, item in self._names()}
         held = [item for group in optimizer.param_groups for item in group["params"]]
         self._step.optimizer = list(self._counts).index(optimizer)
@@ -360,9 +368,8 @@ class TrainingRecorder(Observer):
             return
         self._counts[optimizer] += 1
         self._step.parameters = self._sketches(self._names())
-        self.record["steps"].append(vars(self._step))
+        self._write(step=vars(self._step))
         self._step = Step()
-        self._write()
         if min(self._counts.values()) >= self._num_steps:
             self._end()
 
@@ -378,9 +385,10 @@ class TrainingRecorder(Observer):
             found[name] = sketch(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
         return found
 
-    def _write(self) -> None:
+    def _write(self, **more: Any) -> None:
         # After each step, as the script may be ended by something else.
-        self._file.write_text(json.dumps(self.record))
+        with self._file.open("a") as file:
+            file.write(json.dumps({**self.record, **more}) + "\n")
 
     def _end(self) -> None:
         """End the script; what it does at its end, in `finally` and the like, is done."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +14,21 @@ Record = dict[str, Any]
 """The record of one process (see `accel.observe.verify.record`)."""
 Sketches = dict[str, list[float]]
 """The norm and the projections of tensors, by name (see `accel.observe.verify.fingerprint`)."""
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """The file to which a process appends what it records: lines of JSON."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+def read_record(folder: Path, rank: int) -> Record:
+    """Read the record of a process."""
+    record: Record = {"initial": {}, "steps": []}
+    for line in record_file(folder, rank).read_text().splitlines():
+        record |= json.loads(line)
+        if "step" in record:
+            record["steps"].append(record.pop("step"))
+    return record
 
 
 @dataclass(frozen=True)

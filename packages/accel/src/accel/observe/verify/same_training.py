@@ -261,6 +261,8 @@ class _Comparison(RecordedRuns):
 
 def _notes(comparison: _Comparison, length: int) -> Iterator[str]:
     """Values that were not compared, and mistakes that make no difference."""
+    if any(record["loads"] for record in (comparison.one, *comparison.many)):
+        yield "load_state found nothing: both runs start without a checkpoint."
     left = sorted({name for record in (comparison.one, *comparison.many) for name in record["not_compared"]})
     if left:
         first = left[0] + (", ..." if len(left) > 1 else "")

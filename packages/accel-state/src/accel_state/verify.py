@@ -1,0 +1,37 @@
+"""Runs of `accel verify` write to a temporary folder, where other runs write to the user's files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from accel_state import env
+
+_P = TypeVar("_P")  # str, a path, or None
+
+
+def is_verifying() -> bool:
+    """Return whether `accel verify` has started this process."""
+    return env.is_set("ACCELERATE_VERIFY_FOLDER")
+
+
+def output_path(path: _P) -> _P:
+    """Return where a run writes what the user wants at a path: there, or under `accel verify` elsewhere.
+
+    Args:
+        path: The user's path; None stays None.
+
+    Returns:
+        The path as it is. Under `accel verify` the same path below the temporary folder, with its parent; a
+        folder there if there is one here.
+    """
+    if not is_verifying() or not isinstance(path, str | os.PathLike):
+        return path
+    root = Path(os.path.realpath(env.get("ACCELERATE_VERIFY_FOLDER"))) / "files"
+    # realpath: a path that leads to the temporary folder stays as it is.
+    place = Path(os.path.realpath(path))
+    if not place.is_relative_to(root):
+        place = root.joinpath(*place.parts[1:])  # without the root, or the drive
+    (place if os.path.isdir(path) else place.parent).mkdir(parents=True, exist_ok=True)
+    return str(place) if isinstance(path, str) else place  # type: ignore[return-value]
