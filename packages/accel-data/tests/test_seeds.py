@@ -1,4 +1,5 @@
 import io
+import itertools
 import random
 import threading
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_data import prepare_data_loader, sample_generator, sample_rng, sample_seed, skip_first_batches
 from accel_state.gradient import GradientState
@@ -170,6 +171,59 @@ def test_seeds_do_not_depend_on_workers(kind, dispatch, persistent):
     )
     for _ in range(3):
         assert read(workers) == read(without)
+
+
+class Draws:
+    """Each sample has the worker's seed, and a number of each global generator."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        worker = get_worker_info()
+        seeds = worker.seed if worker else 0, torch.initial_seed()
+        return [index, *seeds, torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+
+def drawn(sampling, data_ranks):
+    torch.manual_seed(5)
+    rank = current_process().rank
+    options = {"data_ranks": data_ranks} if data_ranks else {"num_processes": 2, "process_index": rank}
+    settings = {"num_workers": 2, "collate_fn": tuple, **sampling}
+    loader = prepare_data_loader(DataLoader(Draws(), 2, **settings), **options)
+    seen = [row for batch in loader for row in batch]
+    return seen, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"shuffle": True}, {"persistent_workers": True}])
+@pytest.mark.parametrize("data_ranks", [None, [0, 0]])
+def test_workers_of_each_process_draw_other_numbers(world, sampling, data_ranks):
+    (first, after), (second, other_after) = world.run(drawn, sampling, data_ranks, size=2)
+
+    assert after == other_after  # the main process draws as it did
+    if data_ranks:  # both work on the same batches
+        assert first == second
+        return
+    assert len(first) == len(second) == 4
+    for one, other in itertools.product(first, second):
+        assert not set(one) & set(other)
+    assert world.run(drawn, sampling, data_ranks, size=2)[1][0] == second
+
+
+class ShuffledByWorkers(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randperm(8).tolist())
+
+
+def read_shuffled_by_workers():
+    torch.manual_seed(5)
+    loader = prepare_data_loader(DataLoader(ShuffledByWorkers(), 2, num_workers=1), dispatch_batches=False)
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+def test_a_stream_that_workers_shuffle_has_one_order_on_all_processes(world):
+    first, second = world.run(read_shuffled_by_workers, size=2)
+    assert sorted(first + second) == list(range(8))
 
 
 def test_workers_that_live_on_forget_an_epoch_that_was_left():

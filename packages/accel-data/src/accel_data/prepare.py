@@ -143,9 +143,10 @@ def prepare_data_loader(
     plan = LoaderPlan(place, split_batches, even_batches, seeding)
     # A collective: where the processes have different loaders, all of them raise here, and none hangs
     # later.
+    dataset = dataloader.dataset
     split = split_everywhere(dataloader, place, compare=not dispatch_batches, presharded=presharded)
     if dispatch_batches is None:
-        dispatch_batches = isinstance(dataloader.dataset, IterableDataset) and split is None
+        dispatch_batches = isinstance(dataset, IterableDataset) and split is None
     if split is not None:
         _check_split_fits(split, plan, dispatch_batches)
     if slice_fn_for_dispatch is not None and not dispatch_batches:
@@ -173,9 +174,14 @@ def prepare_data_loader(
     # Attendances are counted per process group, so that all processes make them at the same loader.
     if split is not None and place.together and _may_differ(prepared):
         prepared.set_attendance(Attendance(*(PARTS if split.part is None else SHARDS)))
-    is_shared_stream = split is None and isinstance(dataloader.dataset, IterableDataset)
-    if is_shared_stream and place.together and not dispatch_batches:
-        prepared.set_comparison(SampleComparison(type(dataloader.dataset).__name__))
+    is_shared_stream = isinstance(dataset, IterableDataset) and not isinstance(
+        prepared.dataset, PresplitStream
+    )
+    if is_shared_stream and split is None and place.together and not dispatch_batches:
+        prepared.set_comparison(SampleComparison(type(dataset).__name__))
+    # All processes read such a stream whole, in an order that may be drawn in the workers.
+    if not is_shared_stream and not dispatch_batches:
+        prepared.set_workers_rank(place.rank)
     # After the seed of the order, as both are broadcasts, in one order on all processes.
     if prepared._seed is None:
         prepared.set_sample_seed(seeding.for_samples())

@@ -9,13 +9,15 @@ goes through shared memory, so that it also reaches those that live on between e
 from __future__ import annotations
 
 import operator
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from accel_data.order.global_order import IsolatedRNG
@@ -103,19 +105,22 @@ def pass_key(seed: int, epoch: int) -> int:
     return mix_seed(seed, epoch) >> 1
 
 
-def keyed(loader: DataLoader[Any], start: Callable[[], Iterator[Any]], key: int) -> Iterator[Any]:
+def keyed(
+    loader: DataLoader[Any], start: Callable[[], Iterator[Any]], key: int, rank: int = 0
+) -> Iterator[Any]:
     """Start a loader's iteration so that its dataset finds the key of the pass.
 
     Args:
         loader: The loader that is iterated.
         start: Starts the iteration.
         key: The key.
+        rank: See `WithKey`.
 
     Returns:
         The batches.
     """
     if loader.num_workers:
-        with _shared_key(loader, key):
+        with _shared_key(loader, key, rank):
             return start()
     with _at_hand(key):
         batches = start()
@@ -152,26 +157,43 @@ def _at_hand(key: int) -> Iterator[None]:
 
 
 class WithKey:
-    """A worker_init_fn through which a worker finds the key of the pass.
+    """A worker_init_fn through which a worker finds the key of the pass, and has the seed of its process.
 
     Args:
         key: Shape (1,), in shared memory.
         init: The user's worker_init_fn.
+        rank: Which part of the data the process reads. Workers of 0 keep torch's seed, which is the same on
+            all processes after `set_seed`; those of others get one that is made of it.
     """
 
-    def __init__(self, key: torch.Tensor, init: Callable[[int], None] | None) -> None:
+    def __init__(self, key: torch.Tensor, init: Callable[[int], None] | None, rank: int = 0) -> None:
         self.key = key
         self.init = init
+        self.rank = rank
 
     def __call__(self, worker_id: int) -> None:
-        """Note the key, then do what the user's function does."""
+        """Note the key, seed the global generators, then do what the user's function does."""
         _reading.key = self.key
+        if self.rank:
+            _seed_worker(self.rank)
         if self.init is not None:
             self.init(worker_id)
 
 
+def _seed_worker(rank: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    seed = mix_seed(info.seed, rank) >> 1
+    # Past the check of a frozen class: users seed their own generators from it.
+    object.__setattr__(info, "seed", seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
 @contextmanager
-def _shared_key(loader: DataLoader[Any], key: int) -> Iterator[None]:
+def _shared_key(loader: DataLoader[Any], key: int, rank: int) -> Iterator[None]:
     """Let the workers that start here, or live on, find the key."""
     shared: torch.Tensor | None = getattr(loader, "_worker_key", None)
     if shared is not None and loader.persistent_workers and loader._iterator is not None:
@@ -184,7 +206,7 @@ def _shared_key(loader: DataLoader[Any], key: int) -> Iterator[None]:
     loader._worker_key = shared
     init = loader.worker_init_fn
     # torch reads it when it starts the workers, which is done inside of this block.
-    loader.worker_init_fn = WithKey(shared, init)
+    loader.worker_init_fn = WithKey(shared, init, rank)
     try:
         yield
     finally:

@@ -75,6 +75,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.synchronized_generator: torch.Generator | None = None
         self._reads: DataLoader[Any] | None = None
         self._comparison: SampleComparison | None = None
+        self._workers_rank = 0
         self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
         self._progress = Progress(part=part_of(dataset if self._shard is None else self._shard))
 
@@ -176,6 +177,14 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._progress.sample_seed = int(state_dict["sample_seed"])
         self._progress.resume(cursor)
         self._set_inner_epoch(self._progress.epoch)
+
+    def set_workers_rank(self, rank: int) -> None:
+        """Let workers draw other random numbers than those of processes that read other parts of the data.
+
+        Args:
+            rank: The part that this process reads.
+        """
+        self._workers_rank = rank
 
     def set_comparison(self, comparison: SampleComparison) -> None:
         """Compare the first sample of a stream with those of other processes.
@@ -338,7 +347,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
         live_on = loader.persistent_workers and loader._iterator is not None
         start = partial(opened, begin, started, loader.generator, loader.num_workers > 0 and not live_on)
-        return keyed(loader, start, key)
+        return keyed(loader, start, key, self._workers_rank)
 
 
 def part_of(shard: Any) -> tuple[int, int] | None:
