@@ -28,9 +28,11 @@ from accel_data import (
     SkipDataLoader,
     get_sampler,
     prepare_data_loader,
+    sample_seed,
     skip_first_batches,
 )
 from accel_data.order.presplit import PresplitBatchSampler
+from accel_ops.rng import set_seed
 from accel_state.gradient import GradientState
 from accel_state.process.state import current_process
 
@@ -310,6 +312,24 @@ def test_two_loaders_of_one_accelerator_differ():
     )
 
     assert torch.cat(list(first)).tolist() != torch.cat(list(second)).tolist()
+
+
+def test_set_seed_gives_the_same_orders_however_many_loaders_were_prepared():
+    state = GradientState.new()
+
+    def orders():
+        set_seed(1)
+        seeds = DataLoader(range(50), collate_fn=lambda samples: torch.tensor([*map(sample_seed, samples)]))
+        loaders = [
+            prepare_data_loader(loader, num_processes=1, process_index=0, gradient_state=state)
+            for loader in (*(DataLoader(range(50), 5, shuffle=True) for _ in range(2)), seeds)
+        ]
+        return [torch.cat(list(loader)).tolist() for loader in loaders]
+
+    first = orders()
+
+    assert orders() == orders() == first
+    assert first[0] != first[1]  # two loaders of one trial differ
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -97,6 +97,20 @@ def test_one_loader_is_prepared_once_for_each_way():
     assert len(accelerator.run.loaders) == 1
 
 
+def test_loaders_have_the_same_orders_after_free_memory():
+    accelerator = Accelerator()
+    torch.manual_seed(1)
+
+    def orders():
+        loaders = accelerator.prepare(*(DataLoader(range(50), 5, shuffle=True) for _ in range(2)))
+        return [torch.cat(list(loader)).tolist() for loader in loaders]
+
+    first = orders()
+    assert orders() != first
+    accelerator.free_memory()
+    assert orders() == first
+
+
 def test_one_object_given_twice_in_a_call_is_prepared_once():
     accelerator = Accelerator()
     model, optimizer, *_ = make()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 
+from accel_launch.errors import LaunchError
 from accel_launch.plan.environment import worker_environment
 from accel_launch.plan.plan import LaunchPlan, Prepared
 from accel_launch.plan.relaunch import accel_launch_command
@@ -51,4 +53,17 @@ def prepare_srun(plan: LaunchPlan, base: Mapping[str, str]) -> Prepared:
         "--kill-on-bad-exit=1",
         *accel_launch_command(plan, without=("launcher", "num_machines", "machine_rank")),
     ]
-    return Prepared(command, dict(base), f"srun with a launcher on each of {nodes} machines")
+
+    def check() -> None:
+        if shutil.which("srun") is None:
+            found = plan.settings["num_machines"]
+            raise LaunchError(
+                f"There is no srun on the PATH, which would start a launcher on each of {nodes} machines "
+                f"(num_machines={nodes} from {found.detail}). Run this where Slurm's commands are installed; "
+                "give --num_machines 1 for a run on this machine alone; or run accel launch on each machine, "
+                f"with --num_machines {nodes}, --machine_rank 0 to {nodes - 1}, and machine 0's address as "
+                "--main_process_ip."
+            )
+
+    note = f"srun with a launcher on each of {nodes} machines"
+    return Prepared(command, dict(base), note, wait=check)

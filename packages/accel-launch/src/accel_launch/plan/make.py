@@ -42,6 +42,8 @@ def make_plan(
     if how is not None:  # this machine and its devices do not count
         if settings.given("num_processes"):
             _check_mesh(settings)
+            if how == "srun":  # or each of the launchers would say it
+                _per_machine(settings, 0, 0)
         # 0: how many there are here is decided elsewhere.
         mask, processes, machines = None, 0, _machine_range(settings)
     else:
@@ -53,7 +55,7 @@ def make_plan(
         visible = mask if mask is not None else environ.get("CUDA_VISIBLE_DEVICES")
         gpus = () if settings.value("cpu") else machine.visible_gpus(visible)
         settings = _count_processes(settings, len(gpus), machines[1])
-        processes = _per_machine(settings, _hosts(settings) or machines[1], len(gpus))
+        processes = _per_machine(settings, _hosts(settings), len(gpus))
         _check_mesh(settings)
         how = choose_here(settings)
         # Last, as it divides the cores by the number of processes.
@@ -112,13 +114,13 @@ def _machines(settings: Settings) -> tuple[int, int]:
     rank = settings.value("machine_rank")
     if rank >= high:
         raise LaunchError(
-            f"machine_rank={rank} (from {settings['machine_rank'].detail}) but num_machines={high}; ranks "
-            f"run from 0 to {high - 1}."
+            f"machine_rank={rank} (from {settings['machine_rank'].detail}) but num_machines={high} (from "
+            f"{settings['num_machines'].detail}); ranks run from 0 to {high - 1}."
         )
     if high > 1 and settings.value("main_process_ip") is None and not _hosts(settings):
         raise LaunchError(
-            f"num_machines={settings.value('num_machines')} needs the address of machine 0: give "
-            "--main_process_ip (and --main_process_port)."
+            f"num_machines={settings.value('num_machines')} (from {settings['num_machines'].detail}) needs "
+            "the address of machine 0: give --main_process_ip (and --main_process_port)."
         )
     if low != high and settings.value("rdzv_backend") == "static":
         raise LaunchError(
@@ -178,12 +180,16 @@ def _hosts(settings: Settings) -> int:
     return len(read_hostfile(settings.value("mpirun_hostfile")))
 
 
-def _per_machine(settings: Settings, machines: int, gpus: int) -> int:
+def _per_machine(settings: Settings, hosts: int, gpus: int) -> int:
     total = settings.value("num_processes")
+    machines = hosts or _machine_range(settings)[1]
     if total % machines:
+        source = settings["mpirun_hostfile" if hosts else "num_machines"].detail
         raise LaunchError(
-            f"num_processes={total} over num_machines={machines} leaves {total % machines} over; it counts "
-            "all machines together and must be a multiple of num_machines."
+            f"num_processes={total} (from {settings['num_processes'].detail}) over num_machines={machines} "
+            f"(from {source}) leaves {total % machines} over; it counts all machines "
+            "together and must be a multiple of num_machines. For a run on this machine alone give "
+            "--num_machines 1."
         )
     here: int = total // machines
     if gpus and here > gpus:

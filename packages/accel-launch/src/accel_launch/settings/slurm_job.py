@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from accel_launch.errors import LaunchError
@@ -35,7 +35,8 @@ class Step:
         node: Rank of this machine.
         place: Rank and size among the step's tasks, in all and on this machine.
         address: The first machine.
-        port: A port for rank 0 that another step of the job, or another job, will not take.
+        port: A port for rank 0 that another step of the job, or another job, will not take; None for the usual
+            one.
         cores: CPU cores per task, as asked for; else this machine's share.
     """
 
@@ -44,30 +45,33 @@ class Step:
     node: int
     place: CPUInformation
     address: str
-    port: int
+    port: int | None
     cores: int | None
+    nodes_variable: str = "SLURM_STEP_NUM_NODES"
+    list_variable: str = "SLURM_STEP_NODELIST"
 
     def values(self) -> dict[str, tuple[Any, str]]:
         """Return what this says about launch settings: each value with the variable that it came from."""
         found: dict[str, tuple[Any, str]] = {}
         if self.role in ("machine", "batch"):
             found = {
-                "num_machines": (self.nodes, "SLURM_NNODES"),
+                "num_machines": (self.nodes, self.nodes_variable),
                 "machine_rank": (self.node, "SLURM_NODEID"),
             }
         else:
-            found["num_processes"] = (self.place.world_size, "SLURM_NTASKS")
-        return found | {
-            "main_process_ip": (self.address, "SLURM_STEP_NODELIST"),
-            "main_process_port": (self.port, "SLURM_JOB_ID"),
-        }
+            found["num_processes"] = (self.place.world_size, "SLURM_STEP_NUM_TASKS")
+        found["main_process_ip"] = self.address, self.list_variable
+        if self.port is not None:
+            found["main_process_port"] = self.port, "SLURM_JOB_ID"
+        return found
 
 
-def find_step(environ: Mapping[str, str]) -> Step | None:
+def find_step(environ: Mapping[str, str], address: str | None = None) -> Step | None:
     """Find the place of this process in a Slurm job.
 
     Args:
         environ: The environment.
+        address: The first machine, if it is not that of Slurm's list.
 
     Returns:
         The place; None outside a job, on a job's only machine without several tasks, and in a worker that
@@ -80,7 +84,7 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
     if not environ.get("SLURM_JOB_ID") or "LOCAL_RANK" in environ:
         return None
     if _number(environ, "SLURM_STEP_ID", _PSEUDO_STEPS[0]) in _PSEUDO_STEPS:
-        return _find_batch(environ)
+        return _find_batch(environ, address)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
     # A step of one task is a program like any other.
@@ -97,20 +101,22 @@ def find_step(environ: Mapping[str, str]) -> Step | None:
             _number(environ, "SLURM_PROCID"), tasks, _number(environ, "SLURM_LOCALID"), local_size
         ),
         # No name has to resolve on a single machine.
-        address="127.0.0.1" if nodes == 1 else first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        address=address
+        or ("127.0.0.1" if nodes == 1 else first_host(environ.get("SLURM_STEP_NODELIST", ""))),
         port=_port(environ),
         cores=_cores(environ, local_size),
     )
 
 
-def _find_batch(environ: Mapping[str, str]) -> Step | None:
-    # The name that older versions of Slurm set.
-    older = _number(environ, "SLURM_NNODES", 1)
-    nodes = _number(environ, "SLURM_JOB_NUM_NODES", older)
+def _find_batch(environ: Mapping[str, str], address: str | None) -> Step | None:
+    # Older versions of Slurm set the other one.
+    variable = "SLURM_JOB_NUM_NODES" if environ.get("SLURM_JOB_NUM_NODES") else "SLURM_NNODES"
+    nodes = _number(environ, variable, 1)
     if nodes == 1:
         return None
-    address = first_host(environ.get("SLURM_JOB_NODELIST", ""))
-    return Step("batch", nodes, 0, CPUInformation(0, 1, 0, 1), address, _port(environ), None)
+    address = address or first_host(environ.get("SLURM_JOB_NODELIST", ""))
+    place = CPUInformation(0, 1, 0, 1)
+    return Step("batch", nodes, 0, place, address, _port(environ), None, variable, "SLURM_JOB_NODELIST")
 
 
 def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> Step | None:
@@ -126,15 +132,20 @@ def step_to_follow(environ: Mapping[str, str], flag: Callable[[str], Any]) -> St
     Raises:
         LaunchError: If each task would start several processes.
     """
-    step = find_step(environ)
-    launcher = flag("launcher") or "auto"
+    step = find_step(environ, flag("main_process_ip"))
+    launcher = flag("launcher") or ("mpirun" if flag("mpirun_hostfile") is not None else "auto")
     if step is None or flag("num_machines") not in (None, step.nodes):
         return None
+    if flag("num_processes") == 1 and flag("num_machines") in (None, 1):
+        return None  # one process is on one machine
+    if step.role == "batch" and flag("machine_rank") is not None and launcher == "auto":
+        # The user starts each machine. The others, reached by ssh, cannot compute this port.
+        return replace(step, role="machine", port=None)
     if step.role != "worker":
         follows = {"machine": ("auto", "torchrun"), "batch": ("auto", "srun")}[step.role]
         return step if launcher in follows else None
     asked, tasks = flag("num_processes"), step.place.world_size
-    if launcher != "auto" or asked == 1:
+    if launcher != "auto":
         return None
     if asked not in (None, tasks):
         raise LaunchError(

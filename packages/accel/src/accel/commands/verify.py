@@ -135,7 +135,8 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     environ |= {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
     # One process has no mesh.
     flags = [item for item in args.launch_flags if size > 1 or not item.startswith(_OF_MANY)]
-    command = [*flags, f"--num_processes={size}", args.training_script, *args.training_script_args]
+    # One machine, also in the batch script of a Slurm job of several.
+    command = [*flags, "--num_machines=1", f"--num_processes={size}", args.training_script, *args.training_script_args]
     ran = subprocess.run(
         # Not `accel` on the PATH, which may be that of another environment.
         [sys.executable, "-m", "accel_launch", "launch", *command],
