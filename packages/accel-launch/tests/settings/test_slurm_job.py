@@ -138,11 +138,45 @@ def test_outside_of_a_job_srun_asks_for_machines(plan: Any) -> None:
         (TASKS, ("--num_processes", "4"), "task"),
         (TASKS, ("--launcher", "local", "--num_processes", "2"), "local"),
         (BATCH, ("--num_machines", "1", "--num_processes", "2"), "local"),
+        (BATCH, ("--num_processes", "1"), "exec"),
+        (BATCH, ("--num_processes", "1", "--num_machines", "1"), "exec"),
+        (BATCH, ("--num_processes", "2"), "srun"),
+        (BATCH, ("--machine_rank", "0"), "torchrun"),
+        (BATCH, ("--machine_rank", "0", "--launcher", "srun"), "srun"),
+        (BATCH, ("--launcher", "mpirun", "--num_machines", "1"), "mpirun"),
+        (MACHINE, ("--num_processes", "1"), "exec"),
         (MACHINE, ("--launcher", "torchrun"), "torchrun"),
     ],
 )
 def test_what_is_started_where(plan: Any, environ: dict[str, str], flags: tuple[str, ...], how: str) -> None:
     assert plan(environ, *flags).how == how
+
+
+def test_a_machine_rank_in_a_batch_script_starts_that_machine_alone(plan: Any) -> None:
+    made = plan(BATCH, "--machine_rank", "1")
+
+    assert {"--nnodes=2", "--node_rank=1", "--master_addr=node03"} <= set(prepared(made, BATCH).command)
+    # The port of a machine that does not see the job.
+    assert made.settings["main_process_port"] == plan({}).settings["main_process_port"]
+
+
+def test_a_hostfile_in_a_batch_script_is_followed(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+
+    made = plan(BATCH, "--mpirun_hostfile", str(tmp_path / "hosts"), "--num_processes", "2")
+
+    assert made.how == "mpirun"
+
+
+def test_without_srun_the_ways_out_are_named(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = prepared(plan(BATCH), BATCH)
+
+    with pytest.raises(LaunchError) as error:
+        found.wait()
+
+    for text in ("num_machines=2 from SLURM_JOB_NUM_NODES", "--num_machines 1", "--machine_rank 0 to 1"):
+        assert text in str(error.value)
 
 
 def test_flags_and_variables_of_the_user_come_first(plan: Any) -> None:
@@ -159,6 +193,14 @@ def test_flags_and_variables_of_the_user_come_first(plan: Any) -> None:
         ({**TASKS, "SLURM_NODEID": ""}, (), r"SLURM_NODEID=\(not set\)"),
         ({**TASKS, "SLURM_STEP_TASKS_PER_NODE": "two"}, (), "SLURM_STEP_TASKS_PER_NODE=two"),
         ({**BATCH, "SLURM_JOB_NODELIST": ""}, (), "Give --main_process_ip"),
+        (
+            BATCH,
+            ("--num_processes", "3"),
+            r"num_processes=3 \(from --num_processes\) over num_machines=2 \(from SLURM_JOB_NUM_NODES\)",
+        ),
+        (BATCH, ("--num_processes", "1", "--num_machines", "2"), r"over num_machines=2 \(from --num_machines"),
+        (MACHINE, ("--num_processes", "3"), r"over num_machines=2 \(from SLURM_STEP_NUM_NODES\)"),
+        (MACHINE, ("--machine_rank", "2"), r"but num_machines=2 \(from SLURM_STEP_NUM_NODES\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -166,6 +208,12 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(LaunchError, match=message):
         plan(environ, *flags)
+
+
+def test_an_address_that_is_given_is_not_looked_for_in_slurms_list(plan: Any) -> None:
+    environ = {**BATCH, "SLURM_JOB_NODELIST": ""}
+
+    assert plan(environ, "--main_process_ip", "a").settings.value("main_process_ip") == "a"
 
 
 def test_outside_of_slurm_there_is_no_step() -> None:
