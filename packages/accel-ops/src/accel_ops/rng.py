@@ -18,6 +18,14 @@ from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
 
+_times_seeded = 0
+
+
+def times_seeded() -> int:
+    """Return how often this process has called `set_seed`: what is counted since then starts again."""
+    return _times_seeded
+
+
 def set_seed(
     seed: int, device_specific: bool = False, deterministic: bool = False, *, process: Process | None = None
 ) -> None:
@@ -35,6 +43,8 @@ def set_seed(
     """
     if not isinstance(seed, SupportsIndex) or isinstance(seed, bool):
         raise TypeError(f"set_seed takes an integer, but got {seed!r}.")
+    global _times_seeded
+    _times_seeded += 1
     seed = index(seed)  # NumPy's integers, which seeds of sweeps often are, too
     if device_specific:
         seed += (process or current_process()).rank

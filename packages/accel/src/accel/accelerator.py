@@ -261,11 +261,15 @@ class Accelerator(
         return len(mapped_devices(model)) > 1
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release these objects and everything prepared, collect garbage, and count steps anew.
+        """Release these objects and everything prepared, collect garbage, and count steps and loaders anew.
 
-        The gradients of an accumulation window that is open are dropped.
+        The gradients of an accumulation window that is open are dropped. Loaders that are prepared afterwards
+        have the orders that the first ones had with the same seed.
         """
+        from accel_data.order.seeding import forget_loaders
+
         run = self.run
+        forget_loaders(run.gradient_state)
         # Before the lists are emptied, through which the gradients are found.
         if has_gradients(run):
             drop_gradients(run)

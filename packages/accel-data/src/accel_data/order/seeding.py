@@ -19,9 +19,19 @@ from accel_data.checks import check_length
 from accel_data.order.global_order import SeedableRandomSampler, sampler_generator
 from accel_data.order.mixing import mix_seed
 from accel_ops.collectives.objects import broadcast_object_list, gather_object
+from accel_ops.rng import times_seeded
 
-_prepared: WeakKeyDictionary[object, Counter[bool]] = WeakKeyDictionary()
-"""Loaders that got a seed, per owner: those with an order of their own, and the others."""
+_prepared: WeakKeyDictionary[object, tuple[int, Counter[bool]]] = WeakKeyDictionary()
+"""Per owner: the last `set_seed`, and the loaders since then whose order got a seed (True), or whose samples did."""
+
+
+def forget_loaders(owner: object) -> None:
+    """Seed the next loaders of an owner as its first ones, as after `set_seed`.
+
+    Args:
+        owner: See `Seeding`.
+    """
+    _prepared.pop(owner, None)
 
 
 @dataclass(frozen=True)
@@ -99,13 +109,18 @@ class Seeding:
         """Return the seed of process 0; this process's where there is no process group.
 
         By default it comes from torch's initial seed, so that `torch.manual_seed` (or `set_seed`) makes a run
-        repeatable on any number of processes, and from the place of the loader among those of its owner, so
-        that two loaders over one dataset differ. Nothing is drawn from any generator.
+        repeatable on any number of processes, and from the place of the loader among those of its owner since
+        the last `set_seed`, so that two loaders over one dataset differ. Nothing is drawn from any generator.
         """
         if seed is None:
             place = 0
             if self.owner is not None:
-                counts = _prepared.setdefault(self.owner, Counter())
+                # Other trials in one program must not change the order.
+                latest = times_seeded()
+                known, counts = _prepared.get(self.owner, (latest, Counter()))
+                if known != latest:
+                    counts = Counter()
+                _prepared[self.owner] = latest, counts
                 place = counts[of_order]
                 counts[of_order] += 1
             # The complement, so that the two kinds of seeds never come from one place of one stream.
