@@ -15,6 +15,7 @@ from accel_ops.collectives import pack
 from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, gather, reduce
 from accel_ops.collectives.pack import SMALL_BYTES
 from accel_ops.collectives.pack_parts import as_bytes
+from accel_ops.collectives.padding import pad_across_processes
 from accel_ops.torch_compat import own_part
 from accel_ops.trees.walk import flatten, recursively_apply
 from accel_state.process.facts import Process
@@ -95,6 +96,9 @@ def naive_gather(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def naive_reduce(leaf: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    if leaf.dtype is torch.bool:
+        total = naive_gather(leaf[None]).any(0)
+        return total if scale == 1 else total * scale
     total = own(leaf)
     dist.all_reduce(total, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
     if reduction == "mean":
@@ -171,6 +175,24 @@ def check_broadcast(trees: list[Any], source: int) -> None:
         expected = recursively_apply(naive_broadcast, tree, source)
         assert broadcast(tree, source) is tree
         assert_same(tree, expected)
+
+
+def check_padding(leaf: Leaf, first: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shape = (1 + rank, *leaf.shape[1:])
+    tensor = make(leaf._replace(shape=shape), rank, exact=False)
+    padded = pad_across_processes(tensor, pad_first=first)
+    rows = tensor.shape[0]
+    assert padded.shape == (size, *shape[1:])
+    assert_same(padded[-rows:] if first else padded[:rows], own(tensor))
+    rest = padded[:-rows] if first else padded[rows:]
+    assert_same(rest, torch.zeros(rest.shape, dtype=tensor.dtype))
+
+
+def check_copy(leaf: Leaf, source: int) -> None:
+    tensor = make(leaf, source, exact=False)
+    copied = copy_tensor_to_devices(tensor if dist.get_rank() == source else None)
+    assert_same(copied, own(tensor))
 
 
 def rounding() -> Any:
@@ -404,7 +426,7 @@ def test_each_gather_of_a_repeated_structure_has_results_of_its_own(
 @given(
     given=st.one_of(
         st.tuples(forests(EXACT), st.sampled_from(["mean", "sum"])),
-        st.tuples(forests(ORDERED), st.just("max")),
+        st.tuples(forests([*ORDERED, "bool"]), st.just("max")),
     ),
     size=st.sampled_from([2, 3]),
     scale=st.sampled_from([1.0, 2, 0.5]),
@@ -421,24 +443,30 @@ def test_reduce_equals_reducing_leaf_by_leaf(
 def test_broadcast_equals_broadcasting_leaf_by_leaf(
     world: Any, data: Any, trees: list[Any], size: int
 ) -> None:
-    trees = recursively_apply(
-        lambda leaf: leaf._replace(layout="plain") if leaf.layout in ("expanded", "grad") else leaf,
-        trees,
-        test_type=is_leaf,
-    )
     world.run(check_broadcast, trees, data.draw(st.integers(0, size - 1)), size=size)
+
+
+@quick
+@given(leaf=leaves(ALL), first=st.booleans(), size=st.sampled_from([2, 3]))
+def test_every_tensor_is_padded(world: Any, leaf: Leaf, first: bool, size: int) -> None:
+    world.run(check_padding, leaf, first, size=size)
+
+
+@quick
+@given(leaf=leaves(ALL), source=st.integers(0, 1))
+def test_every_tensor_is_copied_to_the_others(world: Any, leaf: Leaf, source: int) -> None:
+    world.run(check_copy, leaf, source)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "bool"])
 def test_large_tensors_travel_like_small_ones(world: Any, layout: str, dtype: str) -> None:
     tree = {"large": Leaf(dtype, (300, 500), layout, 1), "small": Leaf(dtype, (3,), layout, 2)}
-    plain = {"large": Leaf(dtype, (300, 500), "strided", 1)}
     world.run(check_gather, [tree])
-    world.run(check_broadcast, [plain if layout in ("expanded", "grad") else tree], 1)
+    world.run(check_broadcast, [tree], 1)
     if dtype != "bool":
         world.run(check_reduce, [tree], "mean", 1.0)
-    if dtype == "float32":
+    if dtype != "complex64":
         world.run(check_reduce, [tree], "max", 1.0)
 
 
@@ -626,9 +654,42 @@ def test_a_jagged_tensor_is_named() -> None:
         gather([jagged])
 
 
-def test_bool_is_refused_by_one_process_too() -> None:
-    with pytest.raises(TypeError, match=r"data\['a'\] is boolean"):
-        reduce({"a": torch.ones(1, dtype=torch.bool)})
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_sums_of_booleans_are_refused_by_one_process_too(reduction: str) -> None:
+    with pytest.raises(TypeError, match=r"data\['a'\] is boolean. .* reduction='max'"):
+        reduce({"a": torch.ones(1, dtype=torch.bool)}, reduction)
+
+
+def of_booleans() -> list[list[bool]]:
+    own = torch.tensor([dist.get_rank() == 1, False, True])
+    return [reduce(own, reduction).tolist() for reduction in ("max", "none")]
+
+
+def test_booleans_are_reduced_to_whether_any_is_true(world: Any) -> None:
+    first, second = world.run(of_booleans)
+    assert first == [[True, False, True], [False, False, True]]
+    assert second == [[True, False, True], [True, False, True]]
+
+
+def into_shared_memory() -> list[str]:
+    """Process 1 has fewer places than values; what fits is written."""
+    errors = []
+    for values in (torch.ones(2, 3), torch.arange(6.0).view(2, 3)):
+        own = torch.zeros(3).expand(2, 3) if dist.get_rank() == 1 else values
+        try:
+            broadcast([own])
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            assert torch.equal(own, values)
+    return errors
+
+
+def test_values_that_do_not_fit_into_shared_memory_are_refused(world: Any) -> None:
+    none, one = world.run(into_shared_memory)
+    assert none == []
+    assert len(one) == 1
+    assert "(shape (2, 3), strides (0, 1)) share memory" in one[0]
 
 
 @pytest.mark.usefixtures("fresh_state")

@@ -133,7 +133,8 @@ def reduce(
         tensor: A tree of tensors, of the same structure, shapes and dtypes on every process. It is not
             changed.
         reduction: "sum"; "mean", which divides the sum by the number of processes (integers become floating
-            point); "max", the largest of each element; or "none", which does nothing at all.
+            point); "max", the largest of each element (of booleans whether any is true); or "none", which
+            does nothing at all.
         scale: The result is multiplied by this (integers become floating point, unless it is 1 or an int).
         process: The facts of this process; the current one by default.
 
@@ -143,8 +144,8 @@ def reduce(
 
     Raises:
         ValueError: If `reduction` is unknown, or a tensor is on a device that the process group cannot move.
-        TypeError: If a leaf is not a dense tensor, is boolean (sums of which have no agreed meaning), is
-            complex under "max", or has a dtype that the backend cannot reduce.
+        TypeError: If a leaf is not a dense tensor, is boolean under "sum" or "mean" (which have no agreed
+            meaning), is complex under "max", or has a dtype that the backend cannot reduce.
         RuntimeError: If the process group has been destroyed.
         DistributedOperationException: In debug mode, if the processes disagree.
     """
@@ -153,9 +154,9 @@ def reduce(
     process = process or current_process()
     leaves, rebuild = flatten(tensor, required_by="reduce")
     require_plain("reduce", tensor, leaves)
-    _require_numbers(tensor, leaves, ordered=reduction == "max")
     if reduction == "none":
         return tensor
+    _require_numbers(tensor, leaves, ordered=reduction == "max")
     divisor = process.world_size if reduction == "mean" else 0
     if process.world_size == 1:
         return rebuild([_finish(_owned(leaf), divisor, scale) for leaf in leaves])
@@ -206,6 +207,8 @@ def _finish(total: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
 
 
 def _all_reduce(total: torch.Tensor, op: dist.ReduceOp.RedOpType, async_op: bool = False) -> Any:
+    if total.dtype is torch.bool:  # the same memory: backends know no booleans
+        total = total.view(torch.uint8)
     try:
         return dist.all_reduce(total, op, async_op=async_op)
     except RuntimeError as error:
@@ -219,11 +222,11 @@ def _all_reduce(total: torch.Tensor, op: dist.ReduceOp.RedOpType, async_op: bool
 
 
 def _require_numbers(data: Any, leaves: Sequence[torch.Tensor], ordered: bool) -> None:
-    if any(leaf.dtype is torch.bool for leaf in leaves):
+    if not ordered and any(leaf.dtype is torch.bool for leaf in leaves):
         where = _first(data, lambda leaf: leaf.dtype is torch.bool)
         raise TypeError(
-            f"reduce takes numbers, but {where} is boolean. Pass its .int() to count (above 0: true "
-            "anywhere), or gather it."
+            f"reduce takes numbers, but {where} is boolean. Pass its .int() to count, use reduction='max' "
+            "to know whether any is true, or gather it."
         )
     if ordered and any(map(torch.is_complex, leaves)):
         where = _first(data, torch.is_complex)
@@ -252,8 +255,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, process: Process | None = N
 
     Raises:
         TypeError: If a leaf is not a dense tensor.
-        ValueError: If there is no process `from_process`, or a tensor is on a device that the process group
-            cannot move.
+        ValueError: If there is no process `from_process`, a tensor is on a device that the process group
+            cannot move, or elements of a tensor here share memory and get different values.
         RuntimeError: If the process group has been destroyed.
         DistributedOperationException: In debug mode, if the processes disagree.
     """
@@ -288,13 +291,26 @@ def _broadcast(leaves: Sequence[torch.Tensor], plan: Plan, source: int, sends: b
             pack.unpack(buffers, received)
             for leaf, values in zip(leaves, received, strict=True):
                 if values is not None:
-                    leaf.copy_(values)
+                    _write(leaf, values)
         pack.keep(buffers)
     for leaf, buffer, work in works:
         waits.wait(work)
         # A tensor that is not contiguous was received into a copy.
         if not sends and buffer.data_ptr() != leaf.data_ptr():
-            leaf.copy_(buffer.view(leaf.dtype).view(leaf.shape))
+            _write(leaf, buffer.view(leaf.dtype).view(leaf.shape))
+
+
+def _write(leaf: torch.Tensor, values: torch.Tensor) -> None:
+    target, source = leaf, values
+    for dim, stride in enumerate(leaf.stride()):
+        if stride == 0 and leaf.shape[dim]:  # expanded: all entries are one, which is written once
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+    if not leaf.is_contiguous() and not torch.equal(as_bytes(leaf), as_bytes(values)):
+        raise ValueError(
+            f"broadcast: elements of a tensor here (shape {tuple(leaf.shape)}, strides {leaf.stride()}) share "
+            "memory, and the values that came for them differ. Pass its .clone(), which has memory for each."
+        )
 
 
 def copy_tensor_to_devices(
