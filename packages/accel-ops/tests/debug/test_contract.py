@@ -406,6 +406,9 @@ SCENARIOS = {
             "    except ValueError:\n        sys.exit(1)\nmeet()"
         ),
     ),
+    "leaves 1": (3, "if rank == 1:\n    os._exit(0)\nmeet()"),
+    "killed 1": (2, "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nmeet()"),
+    "worker leaves 1": (2, "if rank == 1:\n    os._exit(0)\nmeet()"),
     "killed 0": (2, "if rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.5)\nmeet()"),
     "disagree": (
         3,
@@ -447,7 +450,11 @@ for name, (size, body, port) in scenarios.items():
                 gather(torch.ones(n), process=process)
 
             meet()
-            exec(body)
+            start = time.monotonic()
+            try:
+                exec(body)
+            finally:
+                print(time.monotonic() - start, "s", file=sys.stderr)
 
         if name.startswith("worker"):
             worker = multiprocessing.get_context("fork").Process(target=main)
@@ -473,6 +480,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
             "PYTHONPATH": os.pathsep.join(sys.path),
             "MASTER_ADDR": "127.0.0.1",
             "ACCELERATE_USE_CPU": "true",
+            "TMPDIR": str(folder),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-c", SCRIPT, repr(scenarios), str(folder)]
@@ -521,6 +529,14 @@ def test_the_end_of_the_process_with_the_store_is_named(ended: dict[str, tuple[i
     assert "Process 1, in operation 2 (gather at " in message_of(errors)
     assert "lost the store of the process group" in message_of(errors)
     assert "usually process 0, has ended" in message_of(errors)
+
+
+@pytest.mark.parametrize("other", ["leaves 1 0", "leaves 1 2", "killed 1 0", "worker leaves 1 0"])
+def test_a_process_that_ends_without_a_word_is_noticed(ended: dict[str, tuple[int, str]], other: str) -> None:
+    code, errors = ended[other]
+    assert code == 1
+    assert "process 1 ended without an exception: by os._exit or a signal" in message_of(errors)
+    assert float(errors[: errors.index(" s\n")]) < 15  # of the 30 minutes that a process group has
 
 
 def test_disagreement_reaches_all_although_the_store_ends_with_process_0(

@@ -308,8 +308,8 @@ def _write(leaf: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(source)
     if not leaf.is_contiguous() and not torch.equal(as_bytes(leaf), as_bytes(values)):
         raise ValueError(
-            f"broadcast: elements of a tensor here (shape {tuple(leaf.shape)}, strides {leaf.stride()}) share "
-            "memory, and the values that came for them differ. Pass its .clone(), which has memory for each."
+            f"broadcast: elements of a tensor here (shape {tuple(leaf.shape)}, strides {leaf.stride()}) "
+            "share memory, and the values that came for them differ. Pass its .clone()."
         )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
+from accel_ops.debug.life_lock import LifeLock, has_ended
 from accel_ops.debug.monitor import Monitor
 from accel_ops.debug.stack import why_exiting
 from accel_state.logging.warning import warn
@@ -36,7 +37,9 @@ LINGER_S = 2.0
 """How long process 0, which may host the store, stays (seconds) for others to read why it leaves."""
 
 _DESTROYED = "its process group was destroyed"
+_ENDED = "ended without an exception: by os._exit or a signal, such as that of the system's memory killer"
 _LOOK_EVERY_S = 0.05
+_LOOK_FOR_LIFE_EVERY_S = 1.0
 _PAUSES_S = (0.0002, 0.02)  # between two looks: at first, at most
 
 
@@ -63,13 +66,21 @@ class Session:
         self._gone = False
         self._old: list[str] = []
         self._noted: set[str] = set()
+        self._life: LifeLock | None = None
         # A prefix, so that keys do not meet those of torch in the same store.
         self.store = prefixed("accel/contract", base)
         self._monitor = Monitor(self.store, self.rank, self._notice_the_end)
 
     def begin(self) -> None:
         """Be ready to say where this process is, also before its first meeting."""
+        self._show_life()
         self._monitor.watch()
+
+    def end(self) -> None:
+        """Release what the session holds, when the process or its group ends."""
+        if self._life is not None:
+            self._life.release()
+            self._life = None
 
     def meet(self, text: str, label: str) -> list[str]:
         """Write this process's text for the next operation, and wait for those of the others.
@@ -91,6 +102,7 @@ class Session:
             if self._gone:
                 self._gone = False
                 self.store.delete_key(f"left/{self.rank}")
+            self._show_life()
             self.store.set(self._key(self.rank), text)
             self._wait_for_all()
             # Nobody deletes these before the next operation, at which all have read them.
@@ -132,6 +144,11 @@ class Session:
         with contextlib.suppress(RuntimeError, OSError):
             self._linger(self.count + 1)  # for those who wait already
 
+    def _show_life(self) -> None:
+        if self._life is None:
+            self._life = LifeLock()
+            self.store.set(f"life/{self.rank}", self._life.path)
+
     def _publish_left(self, reason: str) -> None:
         if not self._gone:
             self._gone = True
@@ -156,10 +173,14 @@ class Session:
         wanted = [self._key(rank) for rank in range(self.world)]
         start = time.monotonic()
         look_at, warn_at = start + _LOOK_EVERY_S, start + WARN_AFTER_S
+        look_for_life_at = start + _LOOK_FOR_LIFE_EVERY_S
         give_up_at = start + _timeout_s(self.base)
         pause = _PAUSES_S[0]
         while not self.store.check(wanted):
             now = time.monotonic()
+            if now > look_for_life_at:
+                self._note_ended()
+                look_for_life_at = now + _LOOK_FOR_LIFE_EVERY_S
             if now > look_at:
                 self._raise_if_left()
                 look_at = now + _LOOK_EVERY_S
@@ -172,6 +193,13 @@ class Session:
             time.sleep(pause)
             # Short at first, as the others are usually about to come, and longer with time.
             pause = min(pause * 1.5, _PAUSES_S[1])
+
+    def _note_ended(self) -> None:
+        """Write for all that a process has left which could not do so itself."""
+        for rank in self._missing():
+            key = f"life/{rank}"
+            if self.store.check([key]) and has_ended(self.store.get(key).decode()):
+                self.store.set(f"left/{rank}", _ENDED)
 
     def _raise_if_left(self) -> None:
         missing = self._missing()
@@ -256,6 +284,8 @@ def current_session(process: Process) -> Session:
         )
     with _lock:
         if _session is None or _session.base is not store:  # the old one's thread sees that it is over
+            if _session is not None:
+                _session.end()
             _session = Session(store, process)
             call_at_the_end(_exit)
         return _session
@@ -291,6 +321,8 @@ def leave(reason: str | None = None) -> None:
 def _exit() -> None:
     global _session
     leave()
+    if _session is not None:
+        _session.end()
     _session = None
 
 
@@ -298,6 +330,7 @@ def _forget(session: Session) -> None:
     """Drop the reference to the store of a process group that was destroyed."""
     global _session
     with _lock:
+        session.end()
         if _session is session:
             _session = None
 
