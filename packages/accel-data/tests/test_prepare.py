@@ -732,6 +732,71 @@ def test_what_a_subclass_does_in_iter_is_not_lost_in_silence():
         assert len(list(prepare_data_loader(Mine(range(3))))) == 3
 
 
+class Repeating:
+    """Goes over a sampler again and again."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+class RepeatingWithLength(Repeating):
+    def __len__(self):
+        return len(self.sampler)
+
+
+class BrokenLength(Repeating, BatchSampler):
+    """Inherits a length, for which it lacks attributes."""
+
+
+class KeepsWorkers(DataLoader):
+    """Keeps its workers alive by a sampler without end, as loaders did before persistent workers."""
+
+    def __init__(self, *args, repeating, steps=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        name = "sampler" if self.batch_sampler is None else "batch_sampler"
+        self.steps = len(getattr(self, name)) if steps is None else steps
+        object.__setattr__(self, name, repeating(getattr(self, name)))
+        self.kept = super().__iter__()
+
+    def __len__(self):
+        return self.steps
+
+    def __iter__(self):
+        for _ in range(self.steps):
+            yield next(self.kept)
+
+
+@pytest.mark.parametrize("repeating", [Repeating, RepeatingWithLength, BrokenLength])
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_the_length_of_a_subclass_ends_an_epoch_that_would_never_end(repeating, dispatch, batch_size):
+    loader = KeepsWorkers(range(12), batch_size, shuffle=True, repeating=repeating)
+    places = [{}] if dispatch else [{"num_processes": 3, "process_index": rank} for rank in range(3)]
+    with pytest.warns(UserWarning, match="persistent_workers=True"):
+        loaders = [prepare_data_loader(loader, dispatch_batches=dispatch, **place) for place in places]
+    epochs = [
+        [int(sample) for loader in loaders for batch in loader for sample in torch.as_tensor(batch).flatten()]
+        for _ in range(2)
+    ]
+
+    assert sum(map(len, loaders)) == (12 if batch_size is None else 3)
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_an_epoch_may_be_shorter_than_the_data():
+    loader = KeepsWorkers(range(12), 2, repeating=lambda sampler: sampler, steps=4)
+    with pytest.warns(UserWarning, match="persistent_workers=True"):
+        prepared = prepare_data_loader(loader)
+
+    assert [batch.tolist() for batch in prepared] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert len(prepared) == 4
+
+
 def test_ignored_settings_are_told():
     with pytest.warns(UserWarning, match="slice_fn_for_dispatch is ignored"):
         prepare_data_loader(DataLoader(range(3)), slice_fn_for_dispatch=lambda *args, **kwargs: None)

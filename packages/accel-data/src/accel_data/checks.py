@@ -64,6 +64,13 @@ def check_order(order: str | None) -> None:
         )
 
 
+def has_own_iter(dataloader: DataLoader[Any]) -> bool:
+    """Whether a loader's class has an __iter__ that is neither torch's nor torchdata's."""
+    iterate = type(dataloader).__iter__
+    # torchdata has one for states, which a prepared loader keeps by itself.
+    return iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata.")
+
+
 def check_loader(dataloader: object) -> None:
     """Raise TypeError unless an object is a DataLoader; warn of what a prepared loader cannot keep."""
     if not isinstance(dataloader, DataLoader):
@@ -71,13 +78,11 @@ def check_loader(dataloader: object) -> None:
             "prepare_data_loader takes a torch.utils.data.DataLoader, but got a "
             f"{type(dataloader).__name__}: {dataloader!r:.100}."
         )
-    iterate = type(dataloader).__iter__
-    # torchdata has an __iter__ too, for states, which a prepared loader keeps by itself.
-    if iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata."):
+    if has_own_iter(dataloader):
         warn(
             f"{type(dataloader).__name__} has an __iter__ of its own, which the prepared loader does not "
             "use: it reads the same dataset with the same settings. Put what __iter__ does into the "
-            "dataset or the collate_fn.",
+            "dataset or the collate_fn. Where it keeps workers alive, pass persistent_workers=True instead.",
         )
     if not getattr(dataloader, "in_order", True) and dataloader.num_workers > 0:
         warn(

@@ -16,6 +16,7 @@ from accel_data.checks import (
     check_rng_types,
     check_seed,
     check_single,
+    has_own_iter,
 )
 from accel_data.dispatch.loader import DataLoaderDispatcher
 from accel_data.loader.base import Unbatched, settings
@@ -28,6 +29,7 @@ from accel_data.order.presharded import Split, split_everywhere
 from accel_data.order.presplit import PresplitBatchSampler
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.seeding import Seeding, agreed_order
+from accel_data.order.wrapper import FirstBatches
 from accel_data.stream.dataset import IterableDatasetShard, PresplitStream
 from accel_data.stream.first_sample import SampleComparison
 from accel_data.torchdata.stateful import as_plain, is_stateful
@@ -212,7 +214,7 @@ def _shard(
         shard = PresplitBatchSampler(iterated, split.holder, (split.rank, split.size))
     else:
         if single and split is None:
-            check_single(dataloader.sampler, plan.place.size, plan.even_batches)
+            check_single(iterated.sampler, plan.place.size, plan.even_batches)
         seeded, seed = plan.seeding.seeded(iterated)
         common["synchronized_generator"] = sampler_generator(seeded)
         if split is not None:
@@ -289,9 +291,31 @@ def _iterated(dataloader: DataLoader[Any], data_seed: int | None = None) -> tupl
     sampler = dataloader.batch_sampler if batched else dataloader.sampler
     # torchdata's samplers remember a place of their own, which would be counted a second time.
     sampler = as_plain(sampler, dataloader.generator, data_seed)
+    number = _own_length(dataloader)
+    if number is not None and not _ends_within(sampler, number):
+        sampler = FirstBatches(sampler, number)
     if batched or isinstance(sampler, BatchSampler):
         return sampler, False
     return BatchSampler(sampler, 1, False), True
+
+
+def _own_length(dataloader: DataLoader[Any]) -> int | None:
+    """Return the length of an epoch where the loader's class makes it by its own __iter__ and __len__."""
+    if not has_own_iter(dataloader) or type(dataloader).__len__ is DataLoader.__len__:
+        return None
+    try:
+        return len(dataloader)
+    except TypeError:
+        return None
+
+
+def _ends_within(sampler: Any, number: int) -> bool:
+    """Whether a sampler is known to end after so many entries: one of another class may go on without end."""
+    if not isinstance(sampler, (list, tuple, range)):
+        module = getattr(getattr(type(sampler), "__iter__", None), "__module__", "")
+        if not module.startswith(("torch.", "accel_data.")):
+            return False
+    return len(sampler) <= number
 
 
 def _sampling(dataloader: DataLoader[Any], sampler: Any, single: bool) -> dict[str, Any]:

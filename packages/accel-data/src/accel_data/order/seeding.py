@@ -22,7 +22,7 @@ from accel_ops.collectives.objects import broadcast_object_list, gather_object
 from accel_ops.rng import times_seeded
 
 _prepared: WeakKeyDictionary[object, tuple[int, Counter[bool]]] = WeakKeyDictionary()
-"""Per owner: the last `set_seed`, and the loaders since then whose order got a seed (True), or whose samples did."""
+"""Per owner: the last `set_seed`, and the loaders since then whose order (True) or samples got a seed."""
 
 
 def forget_loaders(owner: object) -> None:

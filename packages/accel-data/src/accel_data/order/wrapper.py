@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -40,3 +41,25 @@ class BatchSamplerWrapper(BatchSampler):
         for inner in (self.batch_sampler, self.sampler):
             if hasattr(inner, "set_epoch"):
                 inner.set_epoch(epoch)
+
+
+class FirstBatches(BatchSamplerWrapper):
+    """The first batches of a batch sampler, or entries of a sampler, which may repeat them without end.
+
+    Args:
+        batch_sampler: The batch sampler, or sampler.
+        number: How many, at most.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[Any], number: int) -> None:
+        super().__init__(batch_sampler)
+        self.number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.batch_sampler), len(self))
+
+    def __len__(self) -> int:
+        try:
+            return min(self.number, self.total_length)
+        except (TypeError, AttributeError):  # it has none, or inherits one that does not work
+            return self.number
