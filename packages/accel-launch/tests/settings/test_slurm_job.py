@@ -198,7 +198,11 @@ def test_flags_and_variables_of_the_user_come_first(plan: Any) -> None:
             ("--num_processes", "3"),
             r"num_processes=3 \(from --num_processes\) over num_machines=2 \(from SLURM_JOB_NUM_NODES\)",
         ),
-        (BATCH, ("--num_processes", "1", "--num_machines", "2"), r"over num_machines=2 \(from --num_machines"),
+        (
+            BATCH,
+            ("--num_processes", "1", "--num_machines", "2"),
+            r"over num_machines=2 \(from --num_machines\)",
+        ),
         (MACHINE, ("--num_processes", "3"), r"over num_machines=2 \(from SLURM_STEP_NUM_NODES\)"),
         (MACHINE, ("--machine_rank", "2"), r"but num_machines=2 \(from SLURM_STEP_NUM_NODES\)"),
     ],

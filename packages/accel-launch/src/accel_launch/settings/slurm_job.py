@@ -35,8 +35,7 @@ class Step:
         node: Rank of this machine.
         place: Rank and size among the step's tasks, in all and on this machine.
         address: The first machine.
-        port: A port for rank 0 that another step of the job, or another job, will not take; None for the usual
-            one.
+        port: A port for rank 0 that no other step or job will take; None for the default.
         cores: CPU cores per task, as asked for; else this machine's share.
     """
 

@@ -136,7 +136,8 @@ def _run(args: argparse.Namespace, folder: Path, size: int, batch_factor: int) -
     # One process has no mesh.
     flags = [item for item in args.launch_flags if size > 1 or not item.startswith(_OF_MANY)]
     # One machine, also in the batch script of a Slurm job of several.
-    command = [*flags, "--num_machines=1", f"--num_processes={size}", args.training_script, *args.training_script_args]
+    flags += ["--num_machines=1", f"--num_processes={size}"]
+    command = [*flags, args.training_script, *args.training_script_args]
     ran = subprocess.run(
         # Not `accel` on the PATH, which may be that of another environment.
         [sys.executable, "-m", "accel_launch", "launch", *command],
