@@ -177,7 +177,7 @@ class Accelerator(
         )
         arguments.warn_unread(self.handlers, self.engine)  # the engine says what it does not read
         self.log_with = registry.filter_trackers(log_with, self.logging_dir)
-        self.trackers = []
+        self.trackers, self.finished_trackers = [], None
         self.failed_trackers = set()
         self.flag_tensor = None
         self._triggers = Agreement(self.process)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -51,7 +53,7 @@ def test_a_tracker_of_ones_own_gets_everything():
     accelerator.log({"loss": 0.5}, log_kwargs={"list": None})  # as of a section of a file that is empty
     assert accelerator.get_tracker("list") is own
     assert accelerator.get_tracker("list", unwrap=True) is own.calls
-    with pytest.raises(ValueError, match=r"no tracker 'other'; started are \['list'\]"):
+    with pytest.raises(ValueError, match=r"no tracker 'other'; log_with has \['list'\]"):
         accelerator.get_tracker("other")
     accelerator.end_training()
 
@@ -139,6 +141,48 @@ def test_one_that_could_not_start_is_blank():
     accelerator.get_tracker("unstarted").log({"loss": 1.0})
     accelerator.get_tracker("unstarted", unwrap=True).log_images({})
     accelerator.get_tracker("unstarted").log_artifact("weights")  # training goes on
+
+
+def get_trackers() -> tuple[list[str], list[str], list[str]]:
+    """Which trackers a process gets: one whose library is missing, one that was not asked for."""
+    row = replace(registry.TRACKERS["tensorboard"], library="no_such_library")
+    with mock.patch.dict(registry.TRACKERS, tensorboard=row):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator = Accelerator(log_with=["tensorboard", ListTracker()])
+        told = [str(warning.message) for warning in caught]
+        with pytest.raises(ValueError, match="Call init_trackers"):
+            accelerator.get_tracker("list")
+        accelerator.init_trackers("project")
+        kinds = [type(accelerator.get_tracker(name)).__name__ for name in ("tensorboard", "list")]
+        accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("loss", 1.0, 3)
+        refused = []
+        for name in ("jsonl", "tensorbord"):
+            with pytest.raises(ValueError, match="there is no tracker") as error:
+                accelerator.get_tracker(name)
+            refused.append(str(error.value))
+    return told, kinds, refused
+
+
+def test_what_get_tracker_gives_does_not_depend_on_the_process(world):
+    main, other = world.run(get_trackers)
+    assert "'tensorboard', whose library is not installed" in main[0][0]
+    assert main[1] == ["BlankTracker", "ListTracker"]
+    assert other[1] == ["BlankTracker", "BlankTracker"]
+    assert main[2] == other[2]
+
+
+def test_trackers_are_kept_after_the_end():
+    own = ListTracker()
+    accelerator = Accelerator(log_with=own)
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+    accelerator.end_training()
+    accelerator.log({"loss": 1.0})
+
+    assert accelerator.trackers == [own]
+    assert accelerator.get_tracker("list") is own
+    assert own.calls == ["finish"]
 
 
 def test_an_object_may_have_a_name_and_its_processes_of_its_own(world):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.trackers.base import BlankTracker, GeneralTracker
-from accel.trackers.registry import TRACKERS, is_known, tracker_class
+from accel.trackers.registry import TRACKERS, get_available_trackers, is_known, tracker_class
 from accel_state import env
 from accel_state.logging.suggestion import did_you_mean
 from accel_state.logging.warning import warn
@@ -27,7 +27,8 @@ class TrackerControl:
 
     run: Run
     log_with: Sequence[str | GeneralTracker]
-    trackers: list[GeneralTracker]
+    trackers: list[GeneralTracker]  # those of the last init_trackers, also after their end
+    finished_trackers: list[GeneralTracker] | None  # of these, the finished ones; None before init_trackers
     failed_trackers: set[tuple[str, str]]  # (name, method) of the errors that were reported
 
     def init_trackers(
@@ -47,7 +48,7 @@ class TrackerControl:
             init_kwargs: Further constructor arguments, by tracker name.
         """
         self.finish_trackers()
-        self.failed_trackers = set()
+        self.trackers, self.finished_trackers, self.failed_trackers = [], [], set()
         if is_verifying():  # a run that is not the user's
             return
         init_kwargs = self._checked("init_kwargs", init_kwargs)
@@ -68,31 +69,35 @@ class TrackerControl:
                 self._attempt(tracker.name, "store_init_configuration", store, config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name`; where it could not start and on other processes one that does nothing.
+        """The tracker called `name`, also after its end.
+
+        Where it could not start, for want of its library or for an error, and on processes where it does not
+        run, it is one that does nothing.
 
         Args:
             name: Its name.
             unwrap: Return its library's run object instead; likewise.
 
         Raises:
-            ValueError: If no such tracker was started.
+            ValueError: On every process, if `log_with` has no such tracker, or before `init_trackers`.
         """
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if is_verifying() or not self.run.process.is_main or (name, "start") in self.failed_trackers:
+        asked = [item.name if isinstance(item, GeneralTracker) else item for item in self.log_with]
+        has_no_library = is_known(name) and name not in get_available_trackers()
+        if has_no_library or is_verifying() or (name in asked and self.finished_trackers is not None):
             return BlankTracker()
-        started = [tracker.name for tracker in self.trackers]
-        raise ValueError(
-            f"there is no tracker {name!r}; started are {started}. Name it in log_with, then init_trackers()."
-        )
+        if name in asked:
+            raise ValueError(f"the tracker {name!r} has not been started. Call init_trackers() first.")
+        raise ValueError(f"there is no tracker {name!r}; log_with has {asked}. Name it there.")
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Log `values` to each tracker, with the further arguments that `log_kwargs` has under its name."""
         own = self._checked("log_kwargs", log_kwargs)
-        for tracker in self.trackers:
+        for tracker in self._running_trackers():
             options = own.get(tracker.name) or {}
             self._attempt(tracker.name, "log", tracker.log, values, **{"step": step, **options})
 
@@ -108,7 +113,7 @@ class TrackerControl:
             log_kwargs: Further arguments, by tracker name.
         """
         own = self._checked("log_kwargs", log_kwargs)
-        for tracker in self.trackers:
+        for tracker in self._running_trackers():
             options = own.get(tracker.name) or {}
             self._attempt(tracker.name, "log_images", tracker.log_images, values, **{"step": step, **options})
 
@@ -133,22 +138,26 @@ class TrackerControl:
         """
         own = self._checked("log_kwargs", log_kwargs)
         table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
-        for tracker in self.trackers:
+        for tracker in self._running_trackers():
             options = own.get(tracker.name) or {}
             self._attempt(tracker.name, "log_table", tracker.log_table, table_name, **{**table, **options})
 
     def finish_trackers(self) -> None:
         """Finish each tracker once, also where another one fails."""
         errors = []
-        while self.trackers:
-            # Taken out before it is finished, so that one that raises is not finished again.
-            tracker = self.trackers.pop(0)
+        for tracker in self._running_trackers():
+            # Noted before it is finished, so that one that raises is not finished again.
+            self.finished_trackers = [*(self.finished_trackers or []), tracker]
             try:
                 self._attempt(tracker.name, "finish", tracker.finish)
             except Exception as error:  # strict: the others are finished first
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def _running_trackers(self) -> list[GeneralTracker]:
+        finished = set(map(id, self.finished_trackers or ()))
+        return [tracker for tracker in self.trackers if id(tracker) not in finished]
 
     def _start(
         self,
