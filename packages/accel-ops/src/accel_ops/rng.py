@@ -17,7 +17,6 @@ from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
 
-
 _times_seeded = 0
 
 

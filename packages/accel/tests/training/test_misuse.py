@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from accel.accelerator import Accelerator
 from accel.engines.sharded.plugin import FullyShardedDataParallelPlugin
@@ -298,6 +299,74 @@ def test_one_process_may_do_all_of_this(case):
     with told() as found:
         LAWFUL.get(case, WRONG.get(case, (None,))[0])(accelerator)
     assert found == []
+
+
+class SelfSharded(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randn(8, 3)[torch.distributed.get_rank() :: 2])
+
+
+def over(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=2, **options)
+
+
+def data_of(kind: str, accelerator: Accelerator) -> Any:
+    """Return the batches of a loop."""
+    data = TensorDataset(torch.zeros(8, 3))
+    rank = accelerator.process_index
+    return {
+        "plain": lambda: over(data),
+        "shuffled, with workers": lambda: over(data, shuffle=True, num_workers=1),
+        "by next": lambda: (lambda batches: (next(batches) for _ in range(4)))(iter(over(data))),
+        "the same part": lambda: over(Subset(data, [0, 1, 2])),
+        "prepared": lambda: accelerator.prepare(over(data)),
+        "prepared, by next": lambda: iter(accelerator.prepare(over(data, num_workers=1))),
+        "divided by a sampler": lambda: over(data, sampler=DistributedSampler(data)),
+        "divided by hand": lambda: over(Subset(data, range(rank, 8, 2))),
+        "divided by itself": lambda: ((batch,) for batch in over(SelfSharded())),
+        "no loader": lambda: [(torch.zeros(2, 3),)],
+    }[kind]()
+
+
+TOLD = ["plain", "shuffled, with workers", "by next", "the same part"]
+NOT_TOLD = [
+    "prepared",
+    "prepared, by next",
+    "divided by a sampler",
+    "divided by hand",
+    "divided by itself",
+    "no loader",
+]
+
+
+def train_on(kinds: list[str]) -> dict[str, list[str]]:
+    found = {}
+    for kind in kinds:
+        accelerator = Accelerator()
+        model = Net()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        with told() as found[kind]:
+            for (inputs,) in data_of(kind, accelerator):
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_loader_that_is_not_prepared_is_told_on_several_processes(world, debug):
+    env = {"ACCELERATE_DEBUG_MODE": "1"} if debug else {}
+    first, second = world.run(train_on, TOLD + NOT_TOLD, env=env, size=2)
+
+    assert not any(first[kind] for kind in NOT_TOLD)
+    for kind in TOLD:
+        (message,) = first[kind]
+        assert "is not prepared, and each of 2 processes trains on all of its data" in message
+    assert not any(second.values())  # the main process speaks for all
+
+
+def test_one_process_may_read_a_loader_that_is_not_prepared():
+    assert not any(train_on(["plain", "prepared", "no loader"]).values())
 
 
 def raw_optimizer_of_old_parameters(version: int) -> list[str]:

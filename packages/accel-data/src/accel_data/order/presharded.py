@@ -103,6 +103,26 @@ def find_split(dataloader: DataLoader[Any]) -> Split | None:
     return None
 
 
+def whole_data(dataloader: Any) -> str | None:
+    """Describe the data of a loader that is read whole.
+
+    Args:
+        dataloader: What has a dataset, a sampler and a batch sampler, as a loader that is not prepared.
+
+    Returns:
+        Its type, length, and what differs between parts of it that processes may have; None where something
+        shares it out, or where that is not known.
+    """
+    dataset = dataloader.dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    # A stream of another library may share itself out, and say so nowhere.
+    if find_split(dataloader) is not None or (is_stream and not hugging_face.is_stream(dataset)):
+        return None
+    rows = hugging_face.stream_digest(dataset) if is_stream else _rows(dataset)
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    return f"{type(dataset).__name__} {length} {rows!r}"
+
+
 def split_everywhere(
     dataloader: DataLoader[Any], place: Place, compare: bool, presharded: bool = False
 ) -> Split | None:
@@ -186,14 +206,20 @@ def _facts(dataloader: DataLoader[Any], split: Split | None, place: tuple[int, i
         divides = split is None and hugging_face.has_shards_for(dataset, place[1])
         return _Facts(place, found, None, None, hugging_face.stream_digest(dataset) if divides else None)
     length = len(dataset) if hasattr(dataset, "__len__") else None
-    rows = None
-    if isinstance(dataset, Subset):
-        rows = hugging_face.digest(array("q", map(int, dataset.indices)).tobytes())
-    # Three rows show whether the datasets differ; how they do is asked only then, with many rows.
-    elif length and hugging_face.is_table(dataset):
-        rows = b"".join(hugging_face.row_digests(dataset, sorted({0, length // 2, length - 1})))
+    rows = _rows(dataset)
     batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
     return _Facts(place, found, length, batch_size, rows)
+
+
+def _rows(dataset: Any) -> bytes | None:
+    """Return a digest that differs between parts of a dataset; None where nothing is known of it."""
+    if isinstance(dataset, Subset):
+        return hugging_face.digest(array("q", map(int, dataset.indices)).tobytes())
+    # Three rows show whether the datasets differ; how they do is asked only then, with many rows.
+    if hugging_face.is_table(dataset) and len(dataset):
+        last = len(dataset) - 1
+        return b"".join(hugging_face.row_digests(dataset, sorted({0, len(dataset) // 2, last})))
+    return None
 
 
 def _check_places(everyone: Sequence[_Facts]) -> None:

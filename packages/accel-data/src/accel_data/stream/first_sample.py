@@ -7,24 +7,16 @@ that divides itself over the processes would be divided a second time, and most 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives.comparison import equal_on_all, name_comparison
 from accel_ops.debug.session import default_store
 from accel_ops.trees.walk import children
 from accel_state.logging.warning import warn
-
-_PATIENCE = timedelta(seconds=5)
-"""How long a process waits for the others, which need not iterate. Who comes later sees what was noted."""
-
-_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-"""How many loaders were counted, per process group."""
 
 
 class FirstSample(NamedTuple):
@@ -75,10 +67,7 @@ class SampleComparison:
         self._world = dist.get_world_size()
         group = dist.group.WORLD
         self._group: ReferenceType[Any] = ref(group)
-        # Counted where the group is: all processes make their loaders in one order.
-        counts = _made.setdefault(group, Counter())
-        self._prefix = f"accel/first_sample/{counts['loaders']}"
-        counts["loaders"] += 1
+        self._key = name_comparison("first_sample")
         self.is_done = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -91,21 +80,15 @@ class SampleComparison:
             ValueError: If they differ, on every process that comes in time, and on those that come later.
         """
         self.is_done = True
-        base = default_store()
-        if base is None or self._group() is not dist.group.WORLD:
+        store: Any = default_store()
+        if store is None or self._group() is not dist.group.WORLD:
             return
-        store: Any = dist.PrefixStore(self._prefix, base)  # type: ignore[attr-defined]
+        random_key = f"accel/{self._key}/random"
         if first.is_random:
-            store.set("random", "yes")
-        if store.compare_set("first", "", first.digest).decode() != first.digest:
-            store.set("differ", "yes")
-        if store.add("come", 1) == self._world or store.check(["differ"]):
-            store.set("compared", "yes")
-        with suppress(RuntimeError):  # not all have come in time
-            store.wait(["compared"], _PATIENCE)
-        if not store.check(["differ"]):
+            store.set(random_key, "yes")
+        if equal_on_all(self._key, first.digest, self._world) is not False:
             return
-        if not store.check(["random"]):
+        if not store.check([random_key]):
             raise ValueError(f"{_DIFFER.format(self._name)} {_FIX}")
         # Which may be augmentation alone: nothing is lost then.
         warn(f"{_DIFFER.format(self._name)} It uses the global random generators. {_RANDOM} {_FIX}")

@@ -25,11 +25,15 @@ def row_digests(dataset: Any, rows: Sequence[int]) -> list[bytes]:
     return [digest(pickle.dumps(row)) for row in dataset.with_format("arrow")[rows].to_pylist()]
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset is a stream of Hugging Face."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.IterableDataset)
+
+
 def has_shards_for(dataset: Any, size: int) -> bool:
     """Whether a dataset is a stream of Hugging Face with one shard for each of several processes."""
-    module = sys.modules.get("datasets")
-    is_stream = module is not None and isinstance(dataset, module.IterableDataset)
-    return is_stream and dataset.n_shards == size > 1
+    return is_stream(dataset) and dataset.n_shards == size > 1
 
 
 def stream_digest(dataset: Any) -> bytes:

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from accel_data.dispatch.loader import Joined
+from accel_data.loader.base import Unbatched
+from accel_data.order.presharded import whole_data
+from accel_data.order.samplers import BatchSamplerShard
+from accel_data.stream.dataset import BlockReader
+from accel_ops.collectives.comparison import PATIENCE, equal_on_all, name_comparison
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.logging.warning import warn
 
@@ -40,6 +49,7 @@ class Watch:
         self._checked: set[int] = set()
         self._is_over = False
         self._has_warned_of_model = False
+        self._is_data_checked = False
         self._is_save_checked = False
         self._unprepared: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -94,6 +104,7 @@ class Watch:
             self._check_model(run, given, known)
         else:
             return
+        self._check_data(run)
         self._stepped |= given.keys()
         trained = {key for key, item in known.items() if item.requires_grad}
         self._is_over = held <= self._stepped and trained <= self._stepped
@@ -149,6 +160,30 @@ class Watch:
                 "averages its gradients, so that each process trains weights of its own. Pass it to "
                 "accelerator.prepare(), and use the model that comes back."
             )
+
+    def _check_data(self, run: Run) -> None:
+        size = run.engine.loaders.data_shard[1]
+        # Where a prepared loader gives the batches, nothing is searched for.
+        if size == 1 or self._is_data_checked or run.gradient_state.in_dataloader:
+            return
+        self._is_data_checked = True
+        for iterated in _plain_iterations():
+            # Privates of torch's iteration, which does not keep its loader.
+            dataset, sampler = iterated._dataset, iterated._index_sampler
+            data = whole_data(SimpleNamespace(dataset=dataset, sampler=sampler, batch_sampler=None))
+            if data is None:
+                continue
+            # Processes may have parts that were made by hand: each says what it reads, and rank 0 waits.
+            patience = PATIENCE if run.process.rank == 0 else timedelta(seconds=0.01)
+            name = name_comparison("unprepared_loader")
+            if equal_on_all(name, data, run.process.world_size, patience):
+                warn(
+                    f"A DataLoader over {type(dataset).__name__} is not prepared, and each of {size} "
+                    "processes trains on all of its data. Pass it to accelerator.prepare(), and use the "
+                    "loader that comes back. If each process has its own part, say so with presharded=True in "
+                    "a DataLoaderConfiguration."
+                )
+            return
 
     def _check_optimizer(
         self, run: Run, optimizer: torch.optim.Optimizer, given: dict[int, torch.Tensor]
@@ -264,6 +299,21 @@ def _family(parameters: Collection[torch.Tensor], known: Collection[int]) -> lis
         above = (item for item in parents.get(id(module), ()) if not any(item is other for other in family))
         family += [item for item in above if not any(id(each) in known for each in item.parameters())]
     return family
+
+
+def _plain_iterations() -> list[Any]:
+    """The iterations over loaders that are going on, but for those of prepared loaders."""
+    kinds = [_BaseDataLoaderIter]
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+    # An object refers to its type. This takes as long as one garbage collection.
+    found = [item for item in gc.get_referrers(*kinds) if issubclass(type(item), _BaseDataLoaderIter)]
+    ours = (BatchSamplerShard, Unbatched, Joined)
+    return [
+        item
+        for item in found
+        if not isinstance(item._index_sampler, ours) and not isinstance(item._dataset, BlockReader)
+    ]
 
 
 def _own_parameters(module: torch.nn.Module) -> Iterable[Any]:

@@ -1,0 +1,54 @@
+"""Comparing a short text between processes that need not all come, through the store of the process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from accel_ops.debug.session import default_store
+
+PATIENCE = timedelta(seconds=5)
+"""How long a process waits for the others. Who comes later sees what was noted."""
+
+
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""How many comparisons of each kind were named, per process group."""
+
+
+def name_comparison(kind: str) -> str:
+    """Return a new name for a comparison; all processes name those of a kind in one order."""
+    counts = _made.setdefault(dist.group.WORLD, Counter())
+    counts[kind] += 1
+    return f"{kind}/{counts[kind]}"
+
+
+def equal_on_all(name: str, text: str, world_size: int, patience: timedelta = PATIENCE) -> bool | None:
+    """Compare a text with those of the other processes, which may come later or not at all.
+
+    Args:
+        name: What `name_comparison` returned.
+        text: What is compared; not empty.
+        world_size: Number of processes.
+        patience: How long to wait for the others, if no difference is found before.
+
+    Returns:
+        Whether all have the same; None where that is not known, as some have not come in time.
+    """
+    base = default_store()
+    if base is None:
+        return None
+    store: Any = dist.PrefixStore(f"accel/comparison/{name}", base)  # type: ignore[attr-defined]
+    if store.compare_set("first", "", text).decode() != text:
+        store.set("differ", "yes")
+    if store.add("come", 1) == world_size or store.check(["differ"]):
+        store.set("compared", "yes")
+    with suppress(RuntimeError):  # not all have come in time
+        store.wait(["compared"], patience)
+    if store.check(["differ"]):
+        return False
+    return True if store.check(["compared"]) else None
