@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.accelerator import Accelerator
+from accel_ckpt.errors import CheckpointError
 from accel_data.config import DataLoaderConfiguration
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -203,12 +204,13 @@ def test_a_script_saved_at_the_last_batch_of_an_epoch_goes_on_with_the_next(worl
 
 
 def wrong_dataset(folder: str) -> str:
-    accelerator = prepared("shuffled", 0)[0]
+    accelerator, loader, _ = prepared("shuffled", 0)
+    next(iter(loader))
     accelerator.save_state(folder)
     other = Accelerator()
     other.prepare(DataLoader(torch.ones(LENGTH + 1), BATCH_SIZE, shuffle=True))
     with pytest.raises(
-        ValueError, match=f"over {LENGTH} samples, but this dataset has {LENGTH + 1}"
+        CheckpointError, match=f"over {LENGTH} samples, but this dataset has {LENGTH + 1}"
     ) as error:
         other.load_state(folder)
     return str(error.value)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.errors import CheckpointError
 from accel_ops.modules import extract_model_from_parallel
 
 
@@ -39,29 +38,29 @@ def get_gradients(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
+def different_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any]) -> list[str]:
+    """Return the names of gradients that are of no parameter of the models, or have another shape.
+
+    Args:
+        models: The models, prepared or not.
+        gradients: What `get_gradients` returned.
+    """
+    parameters = _parameters(models)
+    return sorted(
+        name
+        for name, value in gradients.items()
+        if name not in parameters or parameters[name].shape != value.shape
+    )
+
+
 def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, Any]) -> None:
     """Give parameters the gradients that were read before; other parameters have none.
 
     Args:
         models: The models, prepared or not.
-        gradients: What `get_gradients` returned.
-
-    Raises:
-        CheckpointError: If they are of other parameters than these models have.
+        gradients: What `get_gradients` returned, of these models' parameters.
     """
-    parameters = _parameters(models)
-    strange = sorted(
-        name
-        for name, value in gradients.items()
-        if name not in parameters or parameters[name].shape != value.shape
-    )
-    if strange:
-        raise CheckpointError(
-            f"The checkpoint has gradients of an open accumulation window for {', '.join(strange)}, which "
-            "the models here do not have in this shape. Load into the models that were saved, in the same "
-            "order."
-        )
-    for name, parameter in parameters.items():
+    for name, parameter in _parameters(models).items():
         if name in gradients:
             saved = gradients[name].to(device=parameter.device, dtype=parameter.dtype)
             # A copy with memory of its own: the file may be mapped.

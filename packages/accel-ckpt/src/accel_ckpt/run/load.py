@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from accel_ckpt.folder import recovery
 from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.folder.reader import Reading, open_checkpoint
 from accel_ckpt.run.compare import Expected, Findings, audit
-from accel_ckpt.run.gradients import set_gradients
+from accel_ckpt.run.gradients import different_gradients, set_gradients
 from accel_ckpt.run.models import compare_models, load_models
-from accel_ckpt.run.optimizer_groups import match_groups, schedules_of
-from accel_ckpt.run.rng import set_rng_state
+from accel_ckpt.run.optimizer_groups import inner_optimizer, match_groups, schedules_of
+from accel_ckpt.run.rng import get_rng_state, set_rng_state
 from accel_ckpt.run.rng_resharding import fingerprints, random_states_for
+from accel_ckpt.run.undo import keep, remember
 from accel_state.logging.warning import warn
 from accel_state.process.facts import Process
 from accel_state.process.state import current_process
@@ -133,9 +134,8 @@ class Objects:
         )
 
     def stateful(self) -> list[tuple[Any, str]]:
-        """Return what has a load_state_dict and one file, with the file's name."""
+        """Return what has a load_state_dict and one file, with the file's name, but for optimizers."""
         named: list[tuple[Any, str]] = [
-            *((item, file_names.optimizer_file(index)) for index, item in enumerate(self.optimizers)),
             *((item, file_names.scheduler_file(index)) for index, item in enumerate(self.schedulers)),
             *((item, file_names.custom_file(index)) for index, item in enumerate(self.custom)),
         ]
@@ -174,13 +174,15 @@ def restore(
     """
     # Filled before `check`: comparing parts is collective, and `check` runs inside an agreement.
     different: list[str] = []
-    states: dict[str, Any] = {}  # of the optimizers that fit, by file
-    left: list[Any] = []  # optimizers that do not
+    states: dict[str, Any] = {}  # what is loaded, by file
+    left: list[Any] = []  # optimizers that are not
+    loaders: list[tuple[Any, Any]] = []  # with their states
     if objects.parts is not None:
         from accel_ckpt.sharded.save_load import compare_parts, load_parts  # takes most of a second to import
 
         compared = compare_parts(reading.folder, reading.names, objects.parts, process)
         different = compared.differences
+        left += [objects.parts.optimizers[index] for index in compared.lacking] if strict is False else []
 
     def check() -> Findings:
         findings = audit(
@@ -208,37 +210,64 @@ def restore(
         scaler = objects.scaler
         if scaler is not None and not scaler.is_enabled() and reading.load(file_names.SCALER):
             findings.others.append(f"{file_names.SCALER} is not loaded: the loss scaler here is off")
+        idle = _schedules_left(reading, objects.schedulers, left, findings)
+        for _, name in objects.stateful():
+            if name in reading.names - idle:
+                states[name] = reading.load(name)
+        _read_gradients(reading, objects.models, process_index, process, states, findings)
+        for index, loader in enumerate(objects.loaders):
+            if (fitting := _check_loader(reading, loader, index, undo, findings)) is not None:
+                loaders.append(fitting)
         _check_findings(reading, findings, strict)
         return findings
 
-    def load() -> dict[str, Any]:
-        options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
-        # Options may say that the model's tensors are replaced.
-        load_models(reading, objects.models, options, fill=not load_model_func_kwargs)
-        # By file name, like those of optimizers: `stateful` gives the object for each name.
-        states.update(registered)
-        idle = _schedules_left(reading, objects.schedulers, left, findings)
+    def load_small() -> dict[str, Any]:
+        # All are kept before the first is loaded, as a state_dict may be collective.
+        for item, name in objects.stateful():
+            if name in states:
+                keep(item, undo)
         for item, name in objects.stateful():
             if name in states:
                 item.load_state_dict(states.pop(name))
-            elif name in reading.names - idle and file_names.role_of(name) != "optimizer":
-                item.load_state_dict(reading.load(name))
-        for index, loader in enumerate(objects.loaders):
-            _load_loader(reading, loader, index)
-        # Last: loading modules and optimizers may draw random numbers.
         result = _set_random(reading, generators, process, findings)
-        if not _load_gradients(reading, objects.models, process_index, process):
-            result = {"step": 0}
+        # Before anything is changed for good, as a warning may be an error here.
         _warn_differences(reading, findings, process)
         return result
 
-    # Everything is compared before anything is changed; collectives come between, in one order.
-    findings = together(check, process, "comparing the checkpoint with the objects given")
-    generators = _random_states(reading, process_index, process)
-    if objects.parts is not None:
-        left += load_parts(reading.folder, objects.parts, process, compared, strict is not False)
-    registered = _load_registered(reading, objects, process)
-    return together(load, process, "loading the checkpoint")
+    def load() -> None:
+        options = {**load_model_func_kwargs, **({} if strict is not False else {"strict": False})}
+        for index, optimizer in enumerate(objects.optimizers):
+            name = file_names.optimizer_file(index)
+            if name in states:
+                optimizer.load_state_dict(states.pop(name))
+        # Options may say that the model's tensors are replaced.
+        load_models(reading, objects.models, options, fill=not load_model_func_kwargs)
+        for loader, place in loaders:
+            loader.load_state_dict(place)
+        # Once more: loading modules and optimizers may draw random numbers.
+        set_rng_state(generators, process)
+        if gradients in states:
+            set_gradients(objects.models, states.pop(gradients))
+
+    # All is compared before anything is changed, as far as it can be. What may still refuse its state comes
+    # before the models, and is put back if something fails. Collectives come between, in one order.
+    gradients = file_names.gradients_file(process_index)
+    with ExitStack() as undo:
+        undo.callback(set_rng_state, get_rng_state(process), process)
+        findings = together(check, process, "comparing the checkpoint with the objects given")
+        generators = _random_states(reading, process_index, process)
+        states |= _load_registered(reading, objects, states, process)
+        result = together(load_small, process, "loading the checkpoint")
+        if objects.models and reading.facts.get("open_window") and gradients not in states:
+            result = {"step": 0}  # training begins a new window
+        for item in [*objects.optimizers, *([] if objects.parts is None else objects.parts.optimizers)]:
+            if isinstance(optimizer := inner_optimizer(item), torch.optim.Optimizer):
+                undo.callback(remember(optimizer))
+        if objects.parts is not None:
+            load_parts(reading.folder, objects.parts, process, compared, strict is not False)
+        together(load, process, "loading the checkpoint")
+        undo.pop_all()
+    return result
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: bool = True) -> None:
@@ -259,7 +288,9 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
     obj.load_state_dict(tensors.load(file, map_location="cpu", weights_only=weights_only))
 
 
-def _load_registered(reading: Reading, objects: Objects, process: Process) -> dict[str, Any]:
+def _load_registered(
+    reading: Reading, objects: Objects, states: dict[str, Any], process: Process
+) -> dict[str, Any]:
     """The states of registered objects, which may have parts, by file. Every process must call it."""
     found: dict[str, Any] = {}
     if not objects.sharded and not any(file_names.role_of(name) == "registered" for name in reading.names):
@@ -269,9 +300,8 @@ def _load_registered(reading: Reading, objects: Objects, process: Process) -> di
     for index, item in enumerate(objects.custom):
         name = file_names.custom_file(index)
         if name in reading.names:
-            saved = together(partial(reading.load, name), process, f"reading {name}")
             place = reading.folder, reading.names
-            found[name] = load_registered_parts(item, index, saved, *place, objects.sharded, process)
+            found[name] = load_registered_parts(item, index, states[name], *place, objects.sharded, process)
     return found
 
 
@@ -296,26 +326,50 @@ def _loader_files(loader: Any, index: int) -> list[str]:
     return files
 
 
-def _load_loader(reading: Reading, loader: Any, index: int) -> None:
-    for name in _loader_files(loader, index):
-        if name in reading.names:
-            target = loader if name == file_names.loader_file(index) else loader.sampler
-            target.load_state_dict(reading.load(name))
-            return
+def _check_loader(
+    reading: Reading, loader: Any, index: int, undo: ExitStack, findings: Findings
+) -> tuple[Any, Any] | None:
+    """Return the loader or its sampler, with its state, if it is still to be loaded."""
+    name = next((name for name in _loader_files(loader, index) if name in reading.names), None)
+    if name is None:
+        return None
+    target = loader if name == file_names.loader_file(index) else loader.sampler
+    state = reading.load(name)
+    fitting = getattr(target, "fitting_state_dict", None)
+    try:
+        if fitting is not None:
+            return target, fitting(state)
+        # One that cannot check a state is loaded now, as that is the only way to see whether it refuses.
+        keep(target, undo)
+        target.load_state_dict(state)
+    except Exception as error:
+        fault = f"{name} does not fit loader {index}, which begins from the start without it"
+        findings.core.append(f"{fault}: {str(error).rstrip('.')}")
+    return None
 
 
-def _load_gradients(
-    reading: Reading, models: Sequence[torch.nn.Module], process_index: int, process: Process
-) -> bool:
-    """Restore the open accumulation window; return False if there is one that cannot be."""
+def _read_gradients(
+    reading: Reading,
+    models: Sequence[torch.nn.Module],
+    process_index: int,
+    process: Process,
+    states: dict[str, Any],
+    findings: Findings,
+) -> None:
+    """Read the gradients of the open accumulation window, if there is one that can be restored."""
     name = file_names.gradients_file(process_index)
-    if not models or not reading.facts.get("open_window"):
-        return True
-    # What was gathered on other data shards does not fit; training begins a new window.
-    if name not in reading.names or reading.facts.get("world_size") != process.world_size:
-        return False
-    set_gradients(models, reading.load(name))
-    return True
+    # What was gathered on other data shards does not fit.
+    same = reading.facts.get("world_size") == process.world_size
+    if not (models and reading.facts.get("open_window") and name in reading.names and same):
+        return
+    gradients = reading.load(name)
+    if strange := different_gradients(models, gradients):
+        findings.core.append(
+            f"{name} has gradients of an open accumulation window for {', '.join(strange)}, which the models "
+            "here do not have in this shape"
+        )
+    else:
+        states[name] = gradients
 
 
 def _random_states(reading: Reading, process_index: int, process: Process) -> dict[str, Any]:

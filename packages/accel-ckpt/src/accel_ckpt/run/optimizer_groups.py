@@ -52,12 +52,17 @@ def schedules_of(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[i
         schedulers: The schedulers, prepared or not.
         optimizers: The optimizers, or how they are loaded.
     """
-    meant = {id(_plain(optimizer)) for optimizer in optimizers}
+    meant = {id(inner_optimizer(optimizer)) for optimizer in optimizers}
     own = [getattr(getattr(item, "scheduler", item), "optimizer", None) for item in schedulers]
-    return [index for index, optimizer in enumerate(own) if id(_plain(optimizer)) in meant]
+    return [index for index, optimizer in enumerate(own) if id(inner_optimizer(optimizer)) in meant]
 
 
-def _plain(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside of its wrappers.
+
+    Args:
+        optimizer: The optimizer, prepared or not, or how it is loaded.
+    """
     # Prepared optimizers, and those that wrap one, hold it under this name.
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.folder.agree import together
+from accel_ckpt.run.undo import remember, remember_groups, unchanged_by_failure
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
 from accel_state.imports.packages import is_torch_version
 from accel_state.process.facts import Process
@@ -134,11 +135,10 @@ def load_state_in_parts(
     optimizer: torch.optim.Optimizer,
     folder: Path,
     process: Process,
-    strict: bool = True,
     *,
     index: Metadata | None = None,
     state: dict[str, Any] | None = None,
-) -> bool:
+) -> None:
     """Load an optimizer's state from a folder, on all processes or on none. Every process must call it.
 
     Args:
@@ -146,12 +146,8 @@ def load_state_in_parts(
         optimizer: The optimizer; if this fails, it is as it was.
         folder: The folder of DCP.
         process: This process.
-        strict: False to leave the optimizer as it is if the folder lacks a part of what it needs.
         index: The folder's index, if it was read before.
         state: What `state_to_read` returned, if it was called before; it is filled.
-
-    Returns:
-        Whether it was loaded.
 
     Raises:
         CheckpointError: If the folder does not have what the optimizer needs.
@@ -161,12 +157,9 @@ def load_state_in_parts(
         index = read_index(folder, process)
     if state is None:
         state = state_to_read(model, optimizer, folder, index, process)
-    if not strict and different_state(state, index.state_dict_metadata)[0]:
-        return False
     read_folder(state, folder, process, index)
     with unchanged_by_failure(optimizer):
         together(lambda: set_state(model, optimizer, state["optimizer"]), process, f"loading {folder.name}")
-    return True
 
 
 @contextlib.contextmanager
@@ -179,55 +172,6 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Multiple backends are registered with this ProcessGroup")
         warnings.filterwarnings("ignore", ".*NO_SHARD.*full_state_dict will be returned")
         yield
-
-
-@contextlib.contextmanager
-def unchanged_by_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context that puts an optimizer's state and groups back if it is left with an error.
-
-    Args:
-        optimizer: The optimizer itself, in no wrapper.
-    """
-    put_back = _remember(optimizer)
-    try:
-        yield
-    except BaseException:
-        put_back()
-        raise
-
-
-def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's state and groups back, if the state's tensors are not written to."""
-    state, others = dict(optimizer.state), {**vars(optimizer)}
-    put_groups_back = _remember_groups(optimizer)
-
-    def put_back() -> None:
-        # Attributes as well, as a step may change them.
-        vars(optimizer).update(others)
-        # In place: what wraps another optimizer lets nobody set these two.
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        put_groups_back()
-
-    return put_back
-
-
-def _remember_groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's groups back; their tensors stay the same, with the values of now."""
-    groups = [
-        (group, dict(group), {key: value.clone() for key, value in group.items() if torch.is_tensor(value)})
-        for group in optimizer.param_groups
-    ]
-
-    def put_back() -> None:
-        for group, values, copies in groups:
-            group.clear()
-            group.update(values)
-            for key, copy in copies.items():
-                group[key].copy_(copy)
-        optimizer.param_groups[:] = [group for group, *_ in groups]
-
-    return put_back
 
 
 def _reshard(model: torch.nn.Module) -> None:
@@ -323,11 +267,11 @@ def _new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, process
     # Put back at the end: the save may lie in the middle of an accumulation window.
     gradients = [item.grad for item in parameters]
     trained = [item for item in parameters if item.requires_grad]
-    put_back = _remember(optimizer)
+    put_back = remember(optimizer)
     optimizer.state.clear()
     if callable(train := getattr(optimizer, "train", None)):
         train()  # of a schedule-free one, which makes steps in no other mode; without state nothing changes
-    put_groups_back = _remember_groups(optimizer)
+    put_groups_back = remember_groups(optimizer)
 
     def step() -> None:
         # A subclass may do more in its step; the method is torch's own affair, and may go.

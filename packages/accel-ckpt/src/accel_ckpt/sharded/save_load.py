@@ -100,11 +100,13 @@ class Comparison:
             alone, and for each part of an optimizer's state that is.
         indexes: The index of each folder, by its name.
         states: By the number of an optimizer, the new tensors that its state is read into.
+        lacking: The numbers of optimizers that have no folder, or not all of what they need in it.
     """
 
     differences: list[str]
     indexes: dict[str, Metadata]
     states: dict[int, dict[str, Any]]
+    lacking: list[int]
 
 
 def save_sharded_state(
@@ -194,7 +196,7 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
 
     indexes = together(read, process, task)
     saved = {name: index.state_dict_metadata for name, index in indexes.items()}
-    states = {}
+    states, lacking = {}, []
     found = [f"there is no {name} for {what}" for what, name in parts.folders() if name not in saved]
     for index, model in enumerate(parts.models):
         name = file_names.sharded_model_folder(index)
@@ -207,15 +209,18 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
             owner = parts.owner(index)
             states[index] = state_to_read(owner, optimizer, folder / name, indexes[name], process)
             missing, surplus = different_state(states[index], saved[name])
+            lacking += [index] if missing else []
             found += [f"{name} has no {key} for optimizer {index}" for key in missing]
             found += [f"{name} has {key}, which is not in optimizer {index}" for key in surplus]
-    return Comparison(found, indexes, states)
+        else:
+            lacking.append(index)
+    return Comparison(found, indexes, states, lacking)
 
 
 def load_parts(
     folder: Path, parts: Parts, process: Process, compared: Comparison, strict: bool = True
-) -> list[torch.optim.Optimizer]:
-    """Load models and optimizers from their folders. Every process must call it.
+) -> None:
+    """Load optimizers and models from their folders. Every process must call it.
 
     Args:
         folder: The checkpoint folder, checked.
@@ -225,12 +230,14 @@ def load_parts(
         strict: False to leave weights as they are that the folder does not have in their shape, objects
             that have no folder, and optimizers of whose state a part is missing.
 
-    Returns:
-        The optimizers that are left as they are.
-
     Raises:
         CheckpointError: If the state of an optimizer is another one than it needs.
     """
+    for index, optimizer in enumerate(parts.optimizers):
+        if strict or index not in compared.lacking:
+            name = file_names.sharded_optimizer_folder(index)
+            given = {"index": compared.indexes[name], "state": compared.states.pop(index)}
+            load_state_in_parts(parts.owner(index), optimizer, folder / name, process, **given)
     for index, model in enumerate(parts.models):
         name = file_names.sharded_model_folder(index)
         if strict or name in compared.indexes:
@@ -243,21 +250,6 @@ def load_parts(
                 }
             read_folder({"model": weights}, folder / name, process, index_read)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
-    left = []
-    for index, optimizer in enumerate(parts.optimizers):
-        name = file_names.sharded_optimizer_folder(index)
-        there = strict or name in compared.indexes
-        if not there or not load_state_in_parts(
-            parts.owner(index),
-            optimizer,
-            folder / name,
-            process,
-            strict,
-            index=compared.indexes[name],
-            state=compared.states.pop(index),
-        ):
-            left.append(optimizer)
-    return left
 
 
 def _has(names: Collection[str], folder: str) -> bool:

@@ -18,7 +18,7 @@ from accel_data.order.presplit import PresplitBatchSampler
 from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.shares import Fill
 from accel_data.order.skipping import SkipBatchSampler
-from accel_data.resume.cursor import Kind, Pass, Progress, from_state, to_state
+from accel_data.resume.cursor import Cursor, Kind, Pass, Progress, between_epochs, from_state, to_state
 from accel_data.resume.stream_position import Trail
 from accel_data.seeds import keyed, pass_key
 from accel_data.stream.dataset import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
@@ -161,10 +161,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         Raises:
             ValueError: If it is not the state of a loader like this one over a dataset like this one.
         """
-        if is_from_torchdata(state_dict):
-            cursor = from_torchdata(state_dict, self._plain, self._progress.epoch, self._progress.part)
-        else:
-            cursor = from_state(state_dict, self._kind)
+        cursor = self._cursor_of(state_dict)
+        if not is_from_torchdata(state_dict):
             if self._shard is not None and self._seed is not None:
                 self._shard.set_seed(int(state_dict["seed"]))
                 # States of before there were keyed orders say nothing.
@@ -194,6 +192,31 @@ class DataLoaderAdapter(DataLoader[Any]):
         """
         self._comparison = comparison
 
+    def fitting_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what to load of a state that may be that of another dataset. Nothing is changed.
+
+        Args:
+            state_dict: As for `load_state_dict`.
+
+        Returns:
+            The state itself if it fits. Where it is that of another dataset at the start or the end of an
+            epoch, the start of the next epoch, which has all samples of this one.
+
+        Raises:
+            ValueError: If it does not fit, in the middle of an epoch.
+        """
+        try:
+            self._cursor_of(state_dict)
+        except ValueError:
+            place = between_epochs(state_dict)
+            if place is None:
+                raise
+            state = to_state(replace(place, part=self._progress.part), self._kind, self._sample_seed)
+            if None not in (state["seed"], state_dict["seed"]):
+                state |= {"seed": state_dict["seed"], "keyed": state_dict.get("keyed", False)}
+            return state
+        return state_dict
+
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: a state counts what was handed out, never what was read ahead."""
 
@@ -205,6 +228,11 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _num_batches(self) -> int:
         """Number of batches in an epoch, the skipped ones included."""
         return super().__len__()
+
+    def _cursor_of(self, state_dict: Mapping[str, Any]) -> Cursor:
+        if is_from_torchdata(state_dict):
+            return from_torchdata(state_dict, self._plain, self._progress.epoch, self._progress.part)
+        return from_state(state_dict, self._kind)
 
     @property
     def _step_size(self) -> int:

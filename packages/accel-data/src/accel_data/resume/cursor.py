@@ -291,6 +291,21 @@ def from_state(state: Mapping[str, Any], kind: Kind) -> Cursor:
     return cursor
 
 
+def between_epochs(state: Mapping[str, Any]) -> Cursor | None:
+    """Return the start of the epoch that comes after a state; None where that is in the middle of one.
+
+    Args:
+        state: What `to_state` returned for any loader, or anything else.
+    """
+    if not isinstance(state, Mapping) or not set(state) >= _EXPECTED or state["version"] != _VERSION:
+        return None
+    place = Cursor(**{name: state[name] for name in _PLACE})
+    _check_place(place, None)
+    if place.batches and not place.ended:
+        return None
+    return Cursor(_next_epoch(place), step_size=place.step_size, generator=place.generator)
+
+
 def _check_fits(state: Mapping[str, Any], kind: Kind) -> None:
     if bool(state["is_stream"]) != kind.is_stream:
         kinds = {True: "a stream (an iterable dataset)", False: "a dataset that is read by index"}

@@ -24,9 +24,10 @@ from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files import tensors
 from accel_ckpt.folder.agree import together
 from accel_ckpt.run.optimizer_groups import match_groups
+from accel_ckpt.run.undo import unchanged_by_failure
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
-from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save, unchanged_by_failure
+from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:

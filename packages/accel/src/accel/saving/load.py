@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.saving.own_buffers import load_own_buffers
+from accel.saving.own_buffers import read_own_buffers, set_own_buffers
 from accel.saving.save import checkpoints_root, free_number, models_of_hooks, parts_of
 from accel.training.gradients import drop_gradients, has_gradients
 from accel_ckpt import file_names
@@ -99,6 +99,7 @@ def load_state(
         _parts(run) if in_parts else None,
         sharded=engine.gradients.in_parts,
     )
+    buffers = read_own_buffers(run, reading)  # before anything is changed
     result = restore(
         reading,
         objects,
@@ -108,8 +109,7 @@ def load_state(
         strict=strict,
         **options if len(others) == len(models) else {},
     )
-    if any(file_names.role_of(name) == "buffers" for name in reading.names):
-        load_own_buffers(run, reading)
+    set_own_buffers(run, buffers)
     engine.states.load_own(reading.folder, **options)  # DeepSpeed and Megatron read their own files
     forget_round(run.scaler)  # the steps and gradients of before have nothing to do with the loaded scale
     if has_gradients(run) and not reading.facts.get("open_window"):

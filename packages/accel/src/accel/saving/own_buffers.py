@@ -7,7 +7,7 @@ among the weights, which are for any other number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,16 +37,22 @@ def save_own_buffers(run: Run, staging: Staging) -> None:
         staging.write(state, file_names.buffers_file(process.rank), safe_serialization=True)
 
 
-def load_own_buffers(run: Run, reading: Reading) -> None:
-    """Restore what `save_own_buffers` wrote; every process calls it.
+def read_own_buffers(run: Run, reading: Reading) -> dict[str, torch.Tensor]:
+    """Read what `save_own_buffers` wrote; every process calls it.
 
     On another number of processes all have the first one's, as far as the checkpoint has them.
     """
+    if not any(file_names.role_of(name) == "buffers" for name in reading.names):
+        return {}
     process = run.process
     saved = reading.facts.get("world_size")
     # With another number of processes, a rank has other data than before.
     name = file_names.buffers_file(process.rank if saved == process.world_size else 0)
-    state = together(lambda: reading.load(name), process, f"reading {name}")
+    return together(lambda: reading.load(name), process, f"reading {name}") or {}
+
+
+def set_own_buffers(run: Run, state: Mapping[str, torch.Tensor]) -> None:
+    """Give buffers the values that were read."""
     for key, buffer in _buffers(run) if state else ():
         if key in state and state[key].shape == buffer.shape:
             # In place: what was compiled or wrapped holds this very tensor.
