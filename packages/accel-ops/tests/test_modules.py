@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -182,3 +183,26 @@ def test_buffers_that_are_not_saved_are_named():
 
     assert unsaved_buffers(model) == {"scratch"}
     assert "scratch" not in model.state_dict()
+
+
+@torch.no_grad()
+def test_compiled_submodules_are_compiled_in_place():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append("compiled")
+        return graph.forward
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    expected, names = model(torch.ones(1, 2)), list(model.state_dict())
+    model[0][0] = torch.compile(model[0][0], backend=backend)
+    model[0] = torch.compile(model[0], backend=backend)
+    model[1] = torch.compile(model[1], backend=backend)
+    model[1].register_forward_hook(lambda *_: calls.append("hook"))
+
+    assert extract_model_from_parallel(model) is model
+    assert any("_orig_mod" in name for name in model.state_dict())
+    assert extract_model_from_parallel(model, keep_torch_compile=False) is model
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()] == names
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert {"compiled", "hook"} <= set(calls)

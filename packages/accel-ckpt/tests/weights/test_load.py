@@ -144,6 +144,44 @@ def test_an_index_may_have_any_name(tmp_path: Path, name: str, bare: bool) -> No
             load_checkpoint_in_model(other, tmp_path / name)
 
 
+# Compiled submodules
+
+
+def partly_compiled(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0][0] = torch.compile(model[0][0], backend="eager")
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("whole", [True, False], ids=["all names have it", "some names have it"])
+def test_names_of_compiled_modules_load_either_way(tmp_path: Path, suffix: str, whole: bool) -> None:
+    """Also files that have `_orig_mod` in their names, as Accelerate's have."""
+    source = partly_compiled(1) if whole else partly_compiled(1)._orig_mod
+    state = dict(source.state_dict())
+    assert any("_orig_mod" in name for name in state)
+    tensors.write(state, tmp_path / f"odd.{suffix}", suffix == "safetensors")
+    plain = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    load_checkpoint_in_model(plain, tmp_path / f"odd.{suffix}", strict=True)
+    assert [*map(torch.Tensor.tolist, plain.parameters())] == [*map(torch.Tensor.tolist, state.values())]
+
+    tensors.write(plain.state_dict(), tmp_path / f"plain.{suffix}", suffix == "safetensors")
+    for name in ("odd", "plain"):
+        other = partly_compiled(2)
+        load_checkpoint_in_model(other, tmp_path / f"{name}.{suffix}", strict=True)
+        assert [*map(torch.Tensor.tolist, other.parameters())] == [*map(torch.Tensor.tolist, state.values())]
+
+
+def test_a_checkpoint_with_names_of_compiled_modules_loads(tmp_path: Path) -> None:
+    source = partly_compiled(1)._orig_mod
+    plain = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    tensors.write(source.state_dict(), tmp_path / "model.safetensors", True)
+    with pytest.warns(UserWarning, match="another implementation wrote it|random generators"):
+        load_accelerator_state(tmp_path, [plain], [], [], [], 0)
+    assert torch.equal(plain[0][0].weight, source[0][0].weight)
+
+
 # An index
 
 

@@ -39,8 +39,9 @@ def extract_model_from_parallel(
         keep_fp32_wrapper: Keep what mixed precision wrapped `forward` in. Otherwise it is taken off, from the
             model itself.
         keep_torch_compile: If the container was compiled, compile the inner model the same way. Otherwise the
-            plain module is returned, also from inside of a container. What was compiled in place
-            (`torch.nn.Module.compile`) has no wrapper, and stays as it is.
+            plain module is returned, also from inside of a container, and submodules in the wrapper of
+            `torch.compile` are compiled in place instead, as by `torch.nn.Module.compile`, so that names have
+            no `_orig_mod`.
         recursive: Also take submodules out of their containers, in place.
 
     Returns:
@@ -53,7 +54,10 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         _restore_forward(inner)
     if not keep_torch_compile:
-        return inner._orig_mod if is_compiled_module(inner) else inner  # type: ignore[return-value]
+        inner = inner._orig_mod if is_compiled_module(inner) else inner  # type: ignore[assignment]
+        if isinstance(inner, torch.nn.Module):  # and not how a sharded model is loaded
+            compile_children_in_place(inner)
+        return inner
     if plain is model:
         return inner
     # The same class and context wrap the inner model; the compiled container keeps its own.
@@ -70,6 +74,39 @@ def _without_containers(model: torch.nn.Module) -> torch.nn.Module:
     while isinstance(model, kinds):
         model = model.module
     return model
+
+
+def compile_children_in_place(model: torch.nn.Module) -> None:
+    """Compile submodules in place that are in the wrapper of `torch.compile`, which has `_orig_mod` in names.
+
+    Args:
+        model: The model; it stays the same object, and is not compiled itself.
+    """
+    if "torch._dynamo" not in sys.modules:  # without it nothing can be compiled
+        return
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            is_wrapper = child is not None and is_compiled_module(child)
+            # A wrapper with a hook of accel's runs this hook, and stays.
+            if is_wrapper and not is_compiled_module(parent) and "_hf_hook" not in vars(child):
+                parent._modules[name] = _compiled_in_place(child)
+
+
+def _compiled_in_place(compiled: Any) -> torch.nn.Module:
+    module: Any = compiled._orig_mod
+    # Hooks that were registered on the wrapper would be lost with it.
+    for table, hooks in vars(compiled).items():
+        if "_hooks" in table and isinstance(hooks, dict):
+            vars(module)[table].update(hooks)
+    if module._compiled_call_impl is None:
+        call, dynamo = module._call_impl, sys.modules["torch._dynamo"]
+        # As torch's wrapper does it (2.13): torch's own modules are traced inside another function alone.
+        if isinstance(module.forward, MethodType) and dynamo.trace_rules.check(module.forward):
+            call = dynamo.external_utils.wrap_inline(call)
+        # A private of torch, which `torch.nn.Module.compile` sets too; the options are those of the wrapper.
+        module._compiled_call_impl = compiled.dynamo_ctx(call)
+    inner: torch.nn.Module = module
+    return inner
 
 
 def _free_children(model: torch.nn.Module) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from accel_ckpt.weights.by_name import without_wrapper_names
 from accel_ops.modules import extract_model_from_parallel
 
 
@@ -108,17 +109,3 @@ def _numbered(
     # State that is of no parameter keeps its key.
     values = {numbers.get(name, name): value for name, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}, lines
-
-
-def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> dict[str, Any]:
-    """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, if all have it.
-
-    Args:
-        state: Anything by names.
-        expected: The names without.
-    """
-    for prefix in ("module.", "_orig_mod."):
-        # Only if all names have it: a model may have a submodule that is called "module".
-        if state and all(name.startswith(prefix) for name in state) and state.keys().isdisjoint(expected):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -83,3 +84,25 @@ def _as_parameter(value: torch.Tensor, own: torch.nn.Parameter) -> torch.nn.Para
     made: torch.nn.Parameter = torch.Tensor._make_subclass(kind, value, own.requires_grad)
     made.__dict__.update(own.__dict__)
     return made
+
+
+def without_wrapper_names(state: dict[str, Any], expected: Collection[str]) -> dict[str, Any]:
+    """Drop what wrappers (DistributedDataParallel, torch.compile) put before names, if all have it, and what
+    compiled submodules put into names.
+
+    Args:
+        state: Anything by names.
+        expected: The names without.
+    """
+    for prefix in ("module.", "_orig_mod."):
+        # Only if all names have it: a model may have a submodule that is called "module".
+        if state and all(name.startswith(prefix) for name in state) and state.keys().isdisjoint(expected):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return {_as_expected(name, expected): value for name, value in state.items()}
+
+
+def _as_expected(name: str, expected: Collection[str]) -> str:
+    if name in expected:
+        return name
+    short = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return short if short in expected else name

@@ -15,11 +15,11 @@ from accel_ckpt.files import tensors
 from accel_ckpt.files.digests import regular_file
 from accel_ckpt.files.paths import listed_file
 from accel_ckpt.files.safetensors_header import shortened
-from accel_ckpt.weights.by_name import Slots
+from accel_ckpt.weights.by_name import Slots, without_wrapper_names
 from accel_ckpt.weights.files import WeightFile, find_weight_files
 from accel_ckpt.weights.offload import load_offloaded_weight
 from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
-from accel_ops.modules import model_has_dtensor
+from accel_ops.modules import extract_model_from_parallel, model_has_dtensor
 from accel_state.logging.warning import warn
 from accel_state.process.state import current_process
 
@@ -151,6 +151,7 @@ def load_placed(
         ValueError: As there; or if a weight of a model that is to be dispatched would have no values.
         RuntimeError: As there, and likewise TypeError, OSError and CheckpointError.
     """
+    model = extract_model_from_parallel(model, keep_torch_compile=False)  # whose names files have
     if model_has_dtensor(model) and placing.device_map is not None:
         raise ValueError("a model that is sharded over processes takes no device_map; leave it out.")
     if broadcast_from_rank0 and placing.device_map is not None:
@@ -232,7 +233,7 @@ def _check_files(
     """Compare names and shapes, while the model is as it was; return the names in the files."""
     found: set[str] = set()
     for file in files:
-        state = _map_file(file)
+        state = without_wrapper_names(_map_file(file), slots.expected)
         found |= state.keys()
         ours = {name: state[name] for name in state if name in slots and name in slots.expected}
         for name, value in ours.items():
@@ -312,11 +313,12 @@ def _place_files(slots: Slots, files: list[WeightFile], placing: Placing) -> Non
     for file in files:
         state = _map_file(file)
         # By object: tied names of one file are one tensor after loading, and are offloaded once.
-        first: dict[int, str] = {}
-        inside = {name: first.setdefault(id(value), name) for name, value in state.items()}
+        inside: dict[int, str] = {}
         for name, value in state.items():
+            inside.setdefault(id(value), name)
+        for name, value in without_wrapper_names(state, slots.expected).items():
             if name in slots and name in slots.expected:
-                placing.place(slots, name, value, (file.path, inside[name]))
+                placing.place(slots, name, value, (file.path, inside[id(value)]))
             elif name in slots.expected:
                 # In expected and not in slots: neither a parameter nor a buffer.
                 extra[name] = value  # what a module's get_extra_state gave
@@ -336,6 +338,7 @@ def _load_collectively(
     if current_process().is_main or not broadcast:
         for file in find_weight_files(checkpoint):
             state.update(file.select(load_state_dict(file.path)))
+        state = without_wrapper_names(state, set(model.state_dict(keep_vars=True)))
     reported = set_model_state_dict(
         model,
         state,

@@ -16,6 +16,7 @@ from accel.engines.base.context import Prepared
 from accel.engines.common.loader import EngineLoader
 from accel.engines.common.stand_ins import OptimizerStandIn, SchedulerStandIn
 from accel.training.uneven import warn_of_missing, warn_of_uneven
+from accel_ops.modules import compile_children_in_place
 from accel_optim.lomo import find_lomo
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
@@ -131,6 +132,8 @@ def prepare_models_and_optimizers(
         if _already(run, item) is None and id(item) not in fresh:
             fresh[id(item)] = (item, run.device_placement if put is None else put)
     models = [pair for pair in fresh.values() if isinstance(pair[0], torch.nn.Module)]
+    for model, _ in models:
+        compile_children_in_place(model)  # plans, policies and checkpoints go by names and classes
     optimizers = [pair for pair in fresh.values() if not isinstance(pair[0], torch.nn.Module)]
     request = Prepared(
         models=tuple(model for model, _ in models),

@@ -20,7 +20,7 @@ import torch
 from accel.engines.deepspeed.runtime import part
 from accel_ckpt.errors import CheckpointError
 from accel_ckpt.files.tensors import torch_load
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.modules import compile_children_in_place, extract_model_from_parallel
 
 # DeepSpeed writes a folder of this name.
 _TAG = "pytorch_model"
@@ -34,6 +34,7 @@ def save(engine: Any, folder: Path, options: dict[str, Any]) -> None:
         folder: The checkpoint's folder.
         options: Those of DeepSpeed's `save_checkpoint`.
     """
+    compile_children_in_place(engine.module)  # one that was compiled after prepare
     engine.save_checkpoint(str(folder), tag=_TAG, **options)
 
 
@@ -84,6 +85,7 @@ def load(engine: Any, folder: Path, options: dict[str, Any]) -> None:
     Raises:
         CheckpointError: If a file holds anything else than tensors and plain values.
     """
+    compile_children_in_place(engine.module)
     with _no_code_runs(engine.checkpoint_engine):
         engine.load_checkpoint(str(folder), tag=_TAG, **options)
 
@@ -142,6 +144,7 @@ def gather_whole(engine: Any) -> dict[str, Any]:
             "stage3_gather_16bit_weights_on_model_save in DeepSpeed's configuration), or take them out of a "
             "checkpoint with the zero_to_fp32.py that save_state puts there."
         )
+    compile_children_in_place(engine.module)
     # Private, and what its documented save_16bit_model writes to a file; None on all but the first process.
     return engine._zero3_consolidated_16bit_state_dict() or {}
 
