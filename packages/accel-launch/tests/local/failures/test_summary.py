@@ -22,7 +22,7 @@ def failure(rank: int, at: float = 0, words: str = BOOM, returncode: int = 1, **
     [
         (3, "exit code 3"),
         (-signal.SIGSEGV, "killed by SIGSEGV"),
-        (-signal.SIGKILL, "killed by SIGKILL; often the machine ran out of memory"),
+        (-signal.SIGKILL, "killed by SIGKILL, which the system sends when memory runs out"),
     ],
 )
 def test_the_end_is_described(returncode: int, text: str) -> None:
@@ -69,8 +69,9 @@ def test_the_summary_says_who_how_where_and_what_once() -> None:
         "accel launch: rank 1 of 4 on node7 failed (exit code 3); 2 others were stopped.\n"
         "  command: python 'a b.py'\n"
         "  logs: logs/x\n"
-        "  then rank 0 (exit code 1): RuntimeError: [pair.cc:5] Connection closed by peer [::1]:2\n"
-        "The end of its stderr:\n" + BOOM
+        f"The end of its stderr:\n{BOOM}"
+        "  then rank 0 lost its connection (exit code 1): RuntimeError: [pair.cc:5] Connection closed by "
+        "peer [::1]:2\n"
     )
 
 
@@ -90,8 +91,9 @@ def test_words_without_a_traceback_are_repeated_as_other_workers_may_have_writte
 def test_silence_is_said() -> None:
     text = failure_summary([failure(0, words=""), failure(1, 1, words="")], Report("accel launch", 2))
 
-    assert "  then rank 1 (exit code 1): it wrote nothing to stderr\n" in text
-    assert text.endswith("It wrote nothing to stderr.\n")
+    assert text.endswith(
+        "It wrote nothing to stderr.\n  then rank 1 (exit code 1): it wrote nothing to stderr\n"
+    )
 
 
 def test_many_others_take_few_lines() -> None:

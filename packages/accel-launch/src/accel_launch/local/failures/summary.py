@@ -112,7 +112,7 @@ def describe_end(returncode: int) -> str:
     """
     if returncode >= 0:
         return f"exit code {returncode}"
-    hint = "; often the machine ran out of memory" if returncode == -signal.SIGKILL else ""
+    hint = ", which the system sends when memory runs out" if returncode == -signal.SIGKILL else ""
     return f"killed by {signal_name(-returncode)}{hint}"
 
 
@@ -167,8 +167,8 @@ def failure_summary(failures: Collection[Failure], report: Report) -> str:
         lines.append(f"  command: {shlex.join(mask_command(report.command))}")
     if report.logs is not None:
         lines.append(f"  logs: {report.logs}")
-    lines += _other_lines([failure for failure in failures if failure is not first])
     lines += _words(first, report)
+    lines += _other_lines([failure for failure in failures if failure is not first])
     if not report.debug and _MISMATCH.search(first.words):
         lines.append(_HINT)
     return "\n".join(lines) + "\n"
@@ -181,7 +181,8 @@ def _other_lines(others: list[Failure]) -> list[str]:
         said = (last_exception(failure.words) or failure.words.rstrip()).splitlines()
         # An exception begins with what it is; other words end with what came last.
         text = said[0 if HEADER in failure.words else -1] if said else "it wrote nothing to stderr"
-        lines.append(f"  then rank {failure.rank} ({failure.end}): {text}")
+        what = " lost its connection" if failure.lost_others else ""
+        lines.append(f"  then rank {failure.rank}{what} ({failure.end}): {text}")
     if len(others) > _OTHERS:
         lines.append(f"  then {len(others) - _OTHERS} more")
     return lines
