@@ -287,6 +287,20 @@ def test_each_process_opens_a_file_of_its_own(world, seed, kwargs):
         assert sorted(i for _, _, rows in results for i in rows[epoch]) == everything
 
 
+@pytest.mark.parametrize("dispatch", [None, False])
+def test_the_files_of_a_process_may_be_asked_for_without_a_process_group(dispatch):
+    shares = []
+    for rank in range(2):
+        loader = prepare_data_loader(
+            DataLoader(files(2), 2), num_processes=2, process_index=rank, dispatch_batches=dispatch
+        )
+        opened.clear()
+        shares.append([int(i) for batch in loader for i in batch["i"]])
+        assert set(opened) == {f"file {rank}"}
+
+    assert shares == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14, 15]]
+
+
 def test_a_file_for_each_process_goes_through_workers(world):
     results = world.run(read_files, 2, (None,), 1, timeout_s=60)
 

@@ -180,8 +180,8 @@ class Watch:
                 warn(
                     f"A DataLoader over {type(dataset).__name__} is not prepared, and each of {size} "
                     "processes trains on all of its data. Pass it to accelerator.prepare(), and use the "
-                    "loader that comes back. If each process has its own part, say so with presharded=True in "
-                    "a DataLoaderConfiguration."
+                    "loader that comes back. If each process has its own part, say so with presharded=True "
+                    "in a DataLoaderConfiguration."
                 )
             return
 
