@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ NAMES = [
     "accel.accelerator.DataLoaderConfiguration",
     "accel.accelerator.GradientAccumulationPlugin",
     "accel.utils.operations.DistributedOperationException",
+    "accel.commands.config.config_args.BaseConfig",
+    "accel.commands.config.config_args.SageMakerConfig",
     "accel.commands.config.config_args.load_config_from_file",
     "accel.utils.launch.prepare_multi_gpu_env",
     "accel.utils.launch.prepare_simple_launcher_cmd_env",
@@ -55,6 +58,85 @@ def test_a_config_file_is_read(tmp_path: Path):
     file.write_text("compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\nnum_processes: 2\n")
 
     assert load_config_from_file(str(file)).mixed_precision == "bf16"
+
+
+def test_a_config_is_of_the_class_that_clients_ask_for(tmp_path: Path):
+    from accel.commands.config.config_args import BaseConfig, SageMakerConfig, load_config_from_file
+
+    for environment, is_hosted in (("AMAZON_SAGEMAKER", True), ("LOCAL_MACHINE", False)):
+        file = tmp_path / "config.yaml"
+        file.write_text(f"compute_environment: {environment}\nmixed_precision: bf16\n")
+        config = load_config_from_file(str(file))
+
+        assert isinstance(config, BaseConfig)
+        assert isinstance(config, SageMakerConfig) == is_hosted
+
+
+def test_tracker_classes_are_found_and_registered_by_name():
+    from accel import tracking
+    from accel.trackers import registry
+    from accel.utils import LoggerType
+
+    classes = tracking.LOGGER_TYPE_TO_CLASS
+    assert classes["wandb"] is classes[LoggerType.WANDB] is tracking.WandBTracker
+    assert set(classes) >= {str(kind) for kind in LoggerType} - {"all"}
+
+    class OwnTracker(tracking.GeneralTracker):
+        name = "own"
+        requires_logging_directory = False
+        tracker = None
+
+    classes["own"] = OwnTracker
+    try:
+        assert registry.filter_trackers("own") == ["own"]
+        assert registry.tracker_class("own") is OwnTracker
+    finally:
+        del classes["own"]
+
+
+def test_sizes_and_dtypes_of_modeling():
+    from accel.utils import modeling
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(3))
+
+    assert modeling.compute_module_total_buffer_size(model) == 2 * 3 * 4 + 8
+    assert modeling.compute_module_total_buffer_size(torch.nn.Linear(2, 2)) == 0
+    assert modeling._get_proper_dtype("torch.bfloat16") is torch.bfloat16
+    assert modeling._get_proper_dtype("float16") is torch.float16
+    assert modeling._get_proper_dtype(torch.int8) is torch.int8
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_state_dict_is_filled_in_from_an_offloaded_module(is_offloaded: bool, tmp_path: Path):
+    from accel.big_modeling import disk_offload
+    from accel.utils.modeling import get_state_dict_from_offload
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    if is_offloaded:
+        disk_offload(model, tmp_path, execution_device="cpu", offload_buffers=True)
+    found = dict.fromkeys(["0.weight", "1.running_mean", "1.weight"], "")
+    for name in list(found):
+        module = model.get_submodule(name.rpartition(".")[0])
+        assert get_state_dict_from_offload(module, name, found) is found
+
+    assert set(found) == {"0.weight", "1.running_mean", "1.weight"}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_helpers_of_test_suites():
+    from accel.test_utils.testing import get_backend, run_command
+
+    device, number, memory = get_backend()
+    torch.ones(2, device=device)
+    assert number >= 1
+    assert memory() >= 0
+    assert run_command([sys.executable, "-c", "print(1)"]) is None
+    command = [sys.executable, "-c", "import os; print(os.environ['OF_THE_TEST'])"]
+    assert run_command(command, return_stdout=True, env={"OF_THE_TEST": "text"}).strip() == "text"
+    for return_stdout in (False, True):
+        with pytest.raises(RuntimeError, match=r"exit code 1:\n(.*\n)*KeyError: 'OF_THE_TEST'"):
+            run_command(command, return_stdout=return_stdout)
 
 
 def test_versions_are_of_what_runs_here():

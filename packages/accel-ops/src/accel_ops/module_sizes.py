@@ -143,6 +143,21 @@ def compute_module_sizes(
     return sizes
 
 
+def compute_module_total_buffer_size(
+    model: torch.nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+) -> float:
+    """Return the size of all buffers of a model, in bytes.
+
+    Args:
+        model: The model; it may be on the meta device.
+        dtype: What weights will be converted to, as in `tensor_sizes`.
+        special_dtypes: What single tensors will be converted to, by their full names.
+    """
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
 def get_max_layer_size(
     modules: Collection[tuple[str, torch.nn.Module | torch.Tensor]],
     module_sizes: Mapping[str, float],

@@ -24,6 +24,7 @@ from accel_ops.collectives.operations import broadcast, copy_tensor_to_devices, 
 from accel_ops.collectives.padding import pad_across_processes
 from accel_ops.debug import contract, monitor, session
 from accel_ops.debug.contract import DistributedOperationException
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.logging.loggers import get_logger
 from accel_state.process.facts import Process
 from accel_state.process.state import PartialState, current_process, wait_for_everyone
@@ -129,6 +130,18 @@ def waits_of_the_state() -> str:
     if state.is_last_process:
         return attempt(gather, torch.ones(1))
     return attempt(state.wait_for_everyone)
+
+
+def set_on_a_state() -> str:
+    state = AcceleratorState(cpu=True)
+    state.debug = True
+    assert PartialState().debug
+    message = attempt(gather, torch.ones(1 + state.process_index))
+    PartialState().debug = False
+    assert not state.debug
+    with mock.patch.object(contract, "check", side_effect=AssertionError("checked")):
+        gather(torch.ones(1))
+    return message
 
 
 def left_before_the_first() -> str:
@@ -300,6 +313,11 @@ def test_waits_of_the_state_are_compared_too(world: Any, size: int) -> None:
     assert f"Operation {size + 3} is not the same on all processes" in messages[0]
     assert "  process 0: wait_for_everyone at " in messages[0]
     assert f"  process {size - 1}: gather at " in messages[0]
+
+
+def test_debug_mode_can_be_set(world: Any) -> None:
+    for message in world.run(set_on_a_state, init=False):
+        assert "they differ in tensors" in message
 
 
 @pytest.mark.parametrize("size", [2, 3])

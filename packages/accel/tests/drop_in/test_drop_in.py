@@ -59,3 +59,22 @@ def test_activate_warns_where_children_would_not_notice(python):
 
     assert run.stdout == "accel\n"
     assert "in this process alone: Python runs with -E, -I or -S" in run.stderr
+
+
+NAMES = """
+import accel.drop_in
+accel.drop_in.activate()
+from accelerate.commands.config.config_args import BaseConfig, SageMakerConfig
+from accelerate.test_utils.testing import get_backend, run_command
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils.modeling import (
+    _get_proper_dtype, compute_module_total_buffer_size, get_state_dict_from_offload
+)
+print(get_backend()[0], run_command(["echo", "text"], return_stdout=True), end="")
+"""
+
+
+def test_names_that_test_suites_and_clients_import_are_there(python):
+    run = python("-c", NAMES)
+
+    assert run.stdout.split()[-1:] == ["text"], run.stderr

@@ -12,6 +12,7 @@ from accel_data.config import DataLoaderConfiguration
 from accel_ops.rng import set_seed
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.parallelism.config import ParallelismConfig
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("fresh_state")]
@@ -62,6 +63,39 @@ def test_a_prepared_model_says_so():
     assert evaluated._is_accelerate_prepared
     assert trained._is_accelerate_prepared
     assert not hasattr(raw, "_is_accelerate_prepared")
+
+
+def test_every_prepared_object_says_so():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader = torch.utils.data.DataLoader(range(4))
+    raw = (model, optimizer, schedule, loader)
+    assert not any(hasattr(item, "_is_accelerate_prepared") for item in raw)
+
+    assert all(item._is_accelerate_prepared for item in accelerator.prepare(*raw))
+    assert not any(hasattr(item, "_is_accelerate_prepared") for item in (optimizer, schedule, loader))
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer", "scheduler", "data_loader"])
+def test_after_a_reset_nothing_is_prepared(kind):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    given = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "data_loader": torch.utils.data.DataLoader(range(4)),
+    }[kind]
+    AcceleratorState._reset_state()
+
+    for prepare in (accelerator.prepare, getattr(accelerator, f"prepare_{kind}")):
+        with pytest.raises(AttributeError, match=r"_reset_state\(\) was called"):
+            prepare(given)
+    Accelerator()  # another state
+    assert accelerator.prepare(given)._is_accelerate_prepared
 
 
 def wrapped_when_it_trains() -> list[bool]:

@@ -64,6 +64,8 @@ class LaunchConfig:
                 settings |= _setting_value(setting, key, value, where)
             elif key not in CLUSTER_KEYS | SAGEMAKER_KEYS:
                 raise ConfigError(_unknown(key, "", where))
+        if values.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER:
+            cls = SageMakerConfig
         return cls(values, settings, path)
 
     @property
@@ -110,6 +112,10 @@ class LaunchConfig:
 
             text = yaml.safe_dump(self.to_dict(), sort_keys=True)
         path.write_text(text, encoding="utf-8")
+
+
+class SageMakerConfig(LaunchConfig):
+    """The content of a config file for jobs on SageMaker (`compute_environment: AMAZON_SAGEMAKER`)."""
 
 
 def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig:

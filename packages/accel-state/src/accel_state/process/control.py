@@ -69,8 +69,17 @@ class ProcessControl:
 
     @property
     def debug(self) -> bool:
-        """Whether collectives are compared between processes before they run (ACCELERATE_DEBUG_MODE)."""
+        """Whether collectives are compared between processes before they run (ACCELERATE_DEBUG_MODE).
+
+        It can be set, on all processes at the same place.
+        """
         return self.process.debug
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        from accel_state.process.state import PartialState  # which inherits from this class
+
+        PartialState._set_debug(value)
 
     @property
     def use_distributed(self) -> bool:

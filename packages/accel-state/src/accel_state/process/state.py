@@ -110,6 +110,12 @@ class PartialState(ProcessControl):
             PartialState._shared_state["process"] = replace(held, backend=None)
 
     @classmethod
+    def _set_debug(cls, value: bool) -> None:
+        process = replace(PartialState._held(), debug=bool(value))
+        PartialState._shared_state["process"] = process
+        hooks.joined(process)
+
+    @classmethod
     def _reset_state(cls) -> None:
         """Forget the facts of this process. The process group stays, and the next PartialState joins it."""
         PartialState._shared_state.clear()

@@ -39,7 +39,8 @@ TRACKERS: dict[str, TrackerRow] = {
     "trackio": TrackerRow("accel.trackers.systems.trackio:TrackioTracker", "trackio"),
     "wandb": TrackerRow("accel.trackers.systems.wandb:WandBTracker", "wandb"),
 }
-_REGISTERED: dict[str, type[GeneralTracker]] = {}
+REGISTERED: dict[str, type[GeneralTracker]] = {}
+"""What `register_tracker_class` got, by name."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -64,9 +65,9 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             "a `name`, by which log_with finds it."
         )
     # The same class twice is no mistake: its module may be run again.
-    if is_known(name) and _REGISTERED.get(name) is not tracker_class:
+    if is_known(name) and REGISTERED.get(name) is not tracker_class:
         warn(f"There is a tracker {name!r} already: {tracker_class.__name__} takes its place in log_with.")
-    _REGISTERED[name] = tracker_class
+    REGISTERED[name] = tracker_class
 
 
 def get_available_trackers() -> list[str]:
@@ -75,7 +76,7 @@ def get_available_trackers() -> list[str]:
         name for name, row in TRACKERS.items() if row.library is None or is_package_available(row.library)
     ]
     # Each once, as a registered class may take the place of a built-in one.
-    return list(dict.fromkeys([*installed, *_REGISTERED]))
+    return list(dict.fromkeys([*installed, *REGISTERED]))
 
 
 def filter_trackers(
@@ -127,8 +128,8 @@ def filter_trackers(
 
 def tracker_class(name: str) -> type[GeneralTracker]:
     """The class of a known tracker."""
-    if name in _REGISTERED:
-        return _REGISTERED[name]
+    if name in REGISTERED:
+        return REGISTERED[name]
     module, _, attribute = TRACKERS[name].path.partition(":")
     found: type[GeneralTracker] = getattr(import_module(module), attribute)
     return found
@@ -136,7 +137,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
 
 def is_known(name: str) -> bool:
     """Whether a tracker of this name is built in or registered."""
-    return name in TRACKERS or name in _REGISTERED
+    return name in TRACKERS or name in REGISTERED
 
 
 def _all_that_can_start(logging_dir: str | os.PathLike[str] | None) -> list[str]:
@@ -153,7 +154,7 @@ def _all_that_can_start(logging_dir: str | os.PathLike[str] | None) -> list[str]
 def _check_known(name: str) -> None:
     if is_known(name):
         return
-    known = [*TRACKERS, *(own for own in _REGISTERED if own not in TRACKERS)]
+    known = [*TRACKERS, *(own for own in REGISTERED if own not in TRACKERS)]
     hint = did_you_mean(name, known)
     raise ValueError(f"log_with got {name!r}; it takes all, {', '.join(known)}, or a GeneralTracker.{hint}")
 

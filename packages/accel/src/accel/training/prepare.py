@@ -53,6 +53,7 @@ def prepare(
 
     Raises:
         ValueError: If `placement` has another length than `objects`, or the engine rejects an object.
+        AttributeError: After `AcceleratorState._reset_state()`, as long as no other state was made.
     """
     if placement is None:
         placement = [None] * len(objects)
@@ -124,6 +125,7 @@ def prepare_models_and_optimizers(
             afterwards.
         caller: See `prepare`.
     """
+    _check_settings(run)
     # A model that was evaluated before is done already, but for what training needs.
     if not evaluation_mode:
         _wrap_what_trains_now(run, objects)
@@ -147,7 +149,7 @@ def prepare_models_and_optimizers(
     run.engine.check_together(request)  # raises before anything is changed
     done = run.engine.prepare(request)
     run.models.extend(map(_marked, done.models))
-    run.optimizers.extend(done.optimizers)
+    run.optimizers.extend(map(_marked, done.optimizers))
     for observer in run.observers:
         for model in done.models:
             observer.model_prepared(model)
@@ -193,6 +195,7 @@ def _batch_size(loader: Any, split_over: int = 1) -> int | None:
 
 def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a scheduler so that it steps when its optimizer really did; idempotent."""
+    _check_settings(run)
     if isinstance(scheduler, AcceleratedScheduler) and not _follows(run, scheduler):
         scheduler = scheduler.scheduler
     for known in run.schedulers:
@@ -210,7 +213,7 @@ def prepare_scheduler(run: Run, scheduler: Any) -> AcceleratedScheduler:
             num_processes=run.engine.loaders.data_shard[1],
         )
     prepared: AcceleratedScheduler = scheduler
-    run.schedulers.append(prepared)
+    run.schedulers.append(_marked(prepared))
     run.watch.begin(run)
     _attach_schedulers(run)
     return prepared
@@ -232,6 +235,7 @@ def prepare_loader(
     """Shard a loader over the engine's data-parallel processes; idempotent."""
     from accel_data.prepare import prepare_data_loader
 
+    _check_settings(run)
     if isinstance(loader, EngineLoader):
         inner = prepare_loader(run, loader.loader, place, slice_fn_for_dispatch)
         return loader if inner is loader.loader else loader.with_loader(inner)
@@ -277,7 +281,7 @@ def prepare_loader(
         joining = run.engine.loaders.joining
         prepared.set_warnings(partial(warn_of_uneven, joining), partial(warn_of_missing, joining))
     if not any(known is prepared for known in run.loaders):
-        run.loaders.append(prepared)
+        run.loaders.append(_marked(prepared))
         run.watch.begin(run)
         for observer in run.observers:
             observer.loader_prepared(prepared)
@@ -342,10 +346,15 @@ def _wrap_what_trains_now(run: Run, objects: Sequence[Any]) -> None:
             run.models[index] = _marked(run.engine.wrap_model(model))
 
 
-def _marked(model: torch.nn.Module) -> torch.nn.Module:
-    """Mark a prepared model as clients expect it, who ask before they prepare it themselves."""
-    model._is_accelerate_prepared = True  # type: ignore[assignment]
-    return model
+def _check_settings(run: Run) -> None:
+    """Raise AttributeError after `AcceleratorState._reset_state()`, before anything is prepared by it."""
+    run.state.distributed_type  # noqa: B018
+
+
+def _marked(prepared: Any) -> Any:
+    """Mark a prepared object as clients expect it, who ask before they prepare it themselves."""
+    prepared._is_accelerate_prepared = True
+    return prepared
 
 
 def _inner(optimizer: Any) -> Any:

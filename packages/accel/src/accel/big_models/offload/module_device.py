@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,6 +66,33 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
                 with torch.no_grad():
                     value.copy_(held)  # what was changed meanwhile
             module._parameters[name] = value  # type: ignore[assignment]
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Device | int = "cpu",
+) -> dict[str, Any]:
+    """Fill in the tensors of a module, wherever they are kept.
+
+    Args:
+        module: The module that has the tensor.
+        module_name: The full name of one of its tensors; what stands before the last dot names the module.
+        state_dict: What is filled in: with each tensor of the module whose full name is a key.
+        device_to_put_offload: Where the tensors are put.
+
+    Returns:
+        `state_dict`.
+    """
+    prefix = module_name.rpartition(".")[0]
+    device = as_device(device_to_put_offload)
+    with align_module_device(module, device):
+        for name, value in module.state_dict().items():
+            key = f"{prefix}.{name}" if prefix else name
+            if key in state_dict:
+                state_dict[key] = value.to(device) if isinstance(value, torch.Tensor) else value
+    return state_dict
 
 
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:

@@ -1,0 +1,1 @@
+"""What test suites of programs on top of accelerate import from it."""
