@@ -145,7 +145,7 @@ def test_where_the_time_goes(world, tmp_path):
 
 
 def test_the_report_of_a_run_that_hangs(launched):
-    """Both processes report, in any order, and end."""
+    """One process reports, and both end."""
     section = PAGE.partition("## Why does it hang?")[2]
     (script,) = re.findall(
         r'^```python file="hang.py" .*?\n(.*?)^```$', section, flags=re.MULTILINE | re.DOTALL
@@ -159,9 +159,8 @@ def test_the_report_of_a_run_that_hangs(launched):
 
     assert run.returncode == 1
     places = re.sub(r"at \S+/script.py", "at hang.py", run.stderr)
-    for report in re.split(r"^(?=Watchdog)", reports, flags=re.MULTILINE)[1:]:
-        assert report in places
-    assert places.count(" has waited for longer than ") >= 2
+    assert reports.partition(" of 2: ")[2] in places  # by either process
+    assert places.count("Watchdog, process ") == 1
     summary = run.stderr.partition("accel launch: rank ")[2]
     assert (
         "StuckCollectiveError: an operation has waited for longer than 1 s. Operation 1: arrived: 1"

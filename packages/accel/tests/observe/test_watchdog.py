@@ -119,10 +119,9 @@ def late_save(folder: str) -> tuple[list[str], list[str]]:
 def test_the_environment_starts_it_and_a_save_is_watched(world, tmp_path):
     results = world.run(late_save, str(tmp_path / "state"), env={"ACCELERATE_WATCHDOG": "0.4"})
 
-    for reports, left in results:
-        assert left == []
-        assert len(reports) == 1
-        assert "arrived: 0; not arrived: 1\n" in reports[0]
-        assert ", save_state (" in reports[0]
-        assert f" at {__file__}:" in reports[0]
-        assert reports[0].endswith(" in late_save")
+    assert [left for _, left in results] == [[], []]
+    (report,) = [report for reports, _ in results for report in reports]
+    assert "arrived: 0; not arrived: 1\n" in report
+    assert ", save_state (" in report
+    assert f" at {__file__}:" in report
+    assert report.endswith(" in late_save")

@@ -3,7 +3,8 @@
 It looks at the training thread from outside, several times within the limit: whether that has moved, and how
 many operations the process groups have begun, which they count themselves. So nothing is added to a
 collective or to a step. A process that has not moved for the limit asks all others, over the process group's
-store, how far they are; each answers, reads the other answers and, if an operation waits, reports it.
+store, how far they are; each answers and reads the other answers. If an operation waits, one process of each
+machine reports it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class StuckCollectiveError(RuntimeError):
 
 
 class Watchdog:
-    """Reports an operation that waits for longer than a limit, on every process, once.
+    """Reports an operation that waits for longer than a limit, once on each machine.
 
     With one process it does nothing.
 
@@ -76,6 +77,8 @@ class Watchdog:
         self._pid = os.getpid()
         self._every_s = min(max(timeout_s / _LOOKS, _EVERY_S[0]), _EVERY_S[1])
         self._sampler = Sampler(threading.get_ident())
+        self._machine = process.node_rank
+        self._explains: bool | None = None  # whether this process reports a collective that failed
         self._groups: dict[str, list[int]] = {}
         self._ask_after_s = timeout_s
         self._reported: set[tuple[str, int, bool]] = set()
@@ -170,7 +173,9 @@ class Watchdog:
         self._reported |= found
         headline = f"an operation has waited for longer than {self.timeout_s:g} s."
         accounts = report(stuck, statuses, self._groups, are_asked=not lost)
-        self._write(f"{headline}\n{accounts}{lost}")
+        if lost or self._is_first(f"stuck {self._round}"):
+            end = "\n  Every process ends with exit code 1, because abort is on." if self.abort else ""
+            self._write(f"{headline}\n{accounts}{lost}{end}")
         if self.abort:
             arrival = accounts.partition("\n")[0].strip()
             answering = [rank for rank, status in statuses.items() if status and not status.left]
@@ -186,7 +191,6 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, OSError):
             self._store.call(lambda store: self._wait_until_all_reported(store, answering), ANSWER_S)
         failure.record(StuckCollectiveError(reason))
-        self._write("ends this process with exit code 1, because abort is on.")
         sys.stdout.flush()
         # The training thread hangs in C++, where no exception reaches it.
         os._exit(1)
@@ -198,7 +202,17 @@ class Watchdog:
         """Return what this process knows of all where nobody can be asked."""
         return {**dict.fromkeys(range(self.world)), **self._left, self.rank: own}
 
+    def _is_first(self, report: str) -> bool:
+        """Return whether no other process of this machine writes a report; also where that cannot be known."""
+        try:
+            return self._store.call(lambda store: self._claim(store, report), _STORE_S)
+        except (RuntimeError, OSError):
+            return True
+
     # The store; these run in its thread
+
+    def _claim(self, store: Store, report: str) -> bool:
+        return bool(store.add(self._key(f"writes {report}", self._machine), 1) == 1)
 
     def _key(self, name: str, number: int | None = None) -> str:
         """Return the key of this process, of another one's rank, or of a question's number."""
@@ -214,6 +228,8 @@ class Watchdog:
         if 0 not in self._left and store.check([self._key("farewell", 0)]):
             notes = json.loads(store.get(self._key("farewell", 0)))
             self._left.update({int(rank): Status.from_text(note) for rank, note in notes.items()})
+            # Now, as the store may be gone when a collective fails.
+            self._explains = self._claim(store, "failure")
             store.set(self._key("read"), "")
         # Questions are numbered from 1; two processes that ask at a time ask the same one.
         following = self._round + 1
@@ -312,6 +328,10 @@ class Watchdog:
             statuses = self._known(own) if 0 in self._left else self._ask_all(number, own)
         except (RuntimeError, OSError) as error:
             statuses, lost = self._known(own), _STORE_LOST.format(reason=first_line(error))
+        if self._explains is None:
+            self._explains = self._is_first("failure")
+        if not self._explains:
+            return
         self._groups.update(group_ranks())
         asked = not lost and 0 not in self._left
         self._write(f"a collective failed here.\n{report([], statuses, self._groups, are_asked=asked)}{lost}")

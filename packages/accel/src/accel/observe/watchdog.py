@@ -23,8 +23,8 @@ DEFAULT_TIMEOUT_S = 120.0
 class WatchdogKwargs(ObserverKwargs):
     """Settings of the watchdog, which reports a collective that waits for too long.
 
-    Every process then prints once which processes have arrived, which have not, and where each is. With one
-    process it does nothing.
+    One process of each machine then prints which processes have arrived, which have not, and where each is.
+    With one process it does nothing.
 
     Args:
         timeout: The limit, in seconds; default: ACCELERATE_WATCHDOG, then 120.

@@ -246,7 +246,7 @@ _TRAINING = [
         bare="120",
         **_SECONDS_ABOVE_0,
         note="Watch the collectives: where one waits for longer than these seconds (120 if none are given), "
-        "every process reports where it is.",
+        "a report says where every process is.",
     ),
     _environment("training", "watch_abort", "ACCELERATE_WATCHDOG_ABORT", in_config=True),
     _environment("training", "downcast_bf16", "ACCELERATE_DOWNCAST_BF16", in_config=True),
