@@ -31,7 +31,7 @@ from accel_data.order.samplers import BatchSamplerShard
 from accel_data.order.seeding import Seeding, agreed_order
 from accel_data.order.wrapper import FirstBatches
 from accel_data.stream.dataset import IterableDatasetShard, PresplitStream
-from accel_data.stream.first_sample import SampleComparison
+from accel_data.stream.first_sample import RankNotice, SampleComparison
 from accel_data.torchdata.stateful import as_plain, is_stateful
 from accel_state.enums import RNGType
 from accel_state.logging.warning import warn
@@ -179,8 +179,9 @@ def prepare_data_loader(
     is_shared_stream = isinstance(dataset, IterableDataset) and not isinstance(
         prepared.dataset, PresplitStream
     )
-    if is_shared_stream and split is None and place.together and not dispatch_batches:
-        prepared.set_comparison(SampleComparison(type(dataset).__name__))
+    if is_shared_stream and split is None and place.together:
+        kind = RankNotice if dispatch_batches else SampleComparison
+        prepared.set_comparison(kind(type(dataset).__name__))
     # All processes read such a stream whole, in an order that may be drawn in the workers.
     if not is_shared_stream and not dispatch_batches:
         prepared.set_workers_rank(place.rank)

@@ -81,6 +81,22 @@ def test_a_stream_that_shards_itself_is_not_sharded_again(world, length, workers
     world.run(rejected_parts, length, workers, size=2)
 
 
+def hand_out(data, workers):
+    rank = current_process().rank
+    told = warns_once(UserWarning, r"SelfSharded asks for the rank.*presharded=True")
+    loader = prepare_data_loader(DataLoader(data(12), 2, num_workers=workers))
+    with told if rank == 0 and data is SelfSharded else nullcontext():
+        return epochs(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_shards_itself_is_told_where_process_0_reads_for_all(world, workers):
+    world.run(hand_out, SelfSharded, workers, size=2)
+    first, second = world.run(hand_out, Numbers, workers, size=2)
+
+    assert sorted(first[0] + second[0]) == sorted(first[1] + second[1]) == list(range(12))
+
+
 class Augmented(Numbers):
     def __init__(self, length, draws):
         super().__init__(length)

@@ -22,7 +22,7 @@ from accel_data.resume.cursor import Cursor, Kind, Pass, Progress, between_epoch
 from accel_data.resume.stream_position import Trail
 from accel_data.seeds import keyed, pass_key
 from accel_data.stream.dataset import BlockReader, CollateBlock, IterableDatasetShard, PresplitStream
-from accel_data.stream.first_sample import SampleComparison
+from accel_data.stream.first_sample import RankNotice, SampleComparison
 from accel_data.torchdata.state import Plain, from_torchdata, is_from_torchdata, to_torchdata
 from accel_data.torchdata.stateful import stateful_class
 
@@ -74,7 +74,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._sets_epochs = True
         self.synchronized_generator: torch.Generator | None = None
         self._reads: DataLoader[Any] | None = None
-        self._comparison: SampleComparison | None = None
+        self._comparison: SampleComparison | RankNotice | None = None
         self._workers_rank = 0
         self._shard = None if isinstance(dataset, IterableDataset) else self._install_shard()
         self._progress = Progress(part=part_of(dataset if self._shard is None else self._shard))
@@ -184,8 +184,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         """
         self._workers_rank = rank
 
-    def set_comparison(self, comparison: SampleComparison) -> None:
-        """Compare the first sample of a stream with those of other processes.
+    def set_comparison(self, comparison: SampleComparison | RankNotice) -> None:
+        """Choose what looks at the first sample of a stream.
 
         Args:
             comparison: See the class.

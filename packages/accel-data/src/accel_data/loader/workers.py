@@ -11,12 +11,12 @@ from accel_data.order.global_order import drawing_from
 from accel_data.order.shares import Fill
 from accel_data.resume.cursor import Pass
 from accel_data.resume.stream_position import Mark
-from accel_data.stream.first_sample import FirstSample, SampleComparison
+from accel_data.stream.first_sample import FirstSample, RankNotice, SampleComparison
 from accel_state.process.drain import drain_gloo
 
 
 def handed_on(
-    blocks: Iterator[Any], started: Pass, over: int, comparison: SampleComparison | None
+    blocks: Iterator[Any], started: Pass, over: int, comparison: SampleComparison | RankNotice | None
 ) -> Iterator[tuple[Any, Fill | None]]:
     """Hand on what workers have read, and note where they were.
 
@@ -24,7 +24,7 @@ def handed_on(
         blocks: (fill, batch, mark) of each block.
         started: The pass.
         over: How many blocks to pass over if workers divide the stream, who cannot do so by themselves.
-        comparison: Compares the first sample with those of other processes.
+        comparison: Looks at the first sample.
 
     Yields:
         (batch, fill)

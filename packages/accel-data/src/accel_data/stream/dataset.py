@@ -18,7 +18,7 @@ from accel_data.checks import check_divides, check_place
 from accel_data.loader.read_ahead import RandomUse
 from accel_data.order.shares import Fill, Layout, counted
 from accel_data.resume.stream_position import Mark, StreamPosition
-from accel_data.stream.first_sample import FirstSample, digest_of
+from accel_data.stream.first_sample import FirstSample, digest_of, watching_for_rank
 from accel_data.stream.reader import Reading, Source, read
 from accel_ops.trees.tensors import ignorant_find_batch_size
 
@@ -171,14 +171,15 @@ class IterableDatasetShard(IterableDataset[Any]):
         layout = self._layout()
         # Kept for padding alone: nothing is read in advance where nothing is padded.
         head = layout.group if layout.even and not layout.drop_last else 0
-        reading = read(self._source, self.chunk, start, place, head)
-        if reading.divided:
-            layout = self._layout_of_worker()
+        with watching_for_rank(shows_first) as asked:
+            reading = read(self._source, self.chunk, start, place, head)
+            if reading.divided:
+                layout = self._layout_of_worker()
+            group = reading.take(layout.group)
         over = _surely_before(start // self.chunk, reading) if place is None else 0
         number = -1
-        group = reading.take(layout.group)
         if use is not None:
-            yield Block([], None, FirstSample(digest_of(group), use.seen()))
+            yield Block([], None, FirstSample(digest_of(group), use.seen(), bool(asked)))
         while group:
             for samples, fill in self._batches(group, reading, layout, counts_rows):
                 number += 1

@@ -1,12 +1,15 @@
 """The first sample that a process reads from a stream, compared between the processes.
 
 Where each process reads the stream by itself and keeps its share, all must read the same samples. A dataset
-that divides itself over the processes would be divided a second time, and most samples would never come.
+that divides itself over the processes would be divided a second time, and most samples would never come. So
+it is where process 0 reads for all: it would have its own part alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -25,10 +28,40 @@ class FirstSample(NamedTuple):
     Args:
         digest: Differs for samples with other tensors, arrays, numbers or strings.
         is_random: Whether the global random generators were used while it was read.
+        asks_rank: Whether torch was asked for the rank of the process meanwhile.
     """
 
     digest: str
     is_random: bool
+    asks_rank: bool
+
+
+@contextmanager
+def watching_for_rank(active: bool) -> Iterator[list[bool]]:
+    """Note inside of a `with` statement whether somebody asks torch for the rank of this process.
+
+    Args:
+        active: Whether to do so.
+
+    Yields:
+        What is empty until somebody does.
+    """
+    asked: list[bool] = []
+    if not active:
+        yield asked
+        return
+    get_rank = dist.get_rank
+
+    def watched(*args: Any, **kwargs: Any) -> int:
+        asked.append(True)
+        return get_rank(*args, **kwargs)
+
+    # torch has no other way to see this.
+    dist.get_rank = watched
+    try:
+        yield asked
+    finally:
+        dist.get_rank = get_rank
 
 
 def digest_of(samples: list[Any]) -> str:
@@ -92,6 +125,29 @@ class SampleComparison:
             raise ValueError(f"{_DIFFER.format(self._name)} {_FIX}")
         # Which may be augmentation alone: nothing is lost then.
         warn(f"{_DIFFER.format(self._name)} It uses the global random generators. {_RANDOM} {_FIX}")
+
+
+class RankNotice:
+    """Warns if a stream that process 0 reads for all processes seems to have the samples of that one alone.
+
+    Args:
+        name: Name of the dataset.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.is_done = False
+
+    def compare(self, first: FirstSample) -> None:
+        """Look at the first sample."""
+        self.is_done = True
+        if first.asks_rank:
+            warn(
+                f"{self._name} asks for the rank of the process, and process 0 alone reads it "
+                "(dispatch_batches=True, the default for streams). If it shares itself out over the "
+                "processes, the samples of all others never come: say so with presharded=True (in a "
+                "DataLoaderConfiguration, or of prepare_data_loader)."
+            )
 
 
 def _leaves(node: Any) -> list[Any]:
