@@ -284,6 +284,17 @@ def test_an_index_decides_in_a_checkpoint_folder(tmp_path: Path, suffix: str) ->
     assert [layer.weight.item() for layer in model] == [2.0, 3.0, 2.0]
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}])
+def test_what_was_put_on_a_parameter_stays(tmp_path: Path, device_map: Any) -> None:
+    save_weights(nn.Linear(2, 2).state_dict(), tmp_path)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    model.weight.is_decayed = False
+    load_checkpoint_in_model(model, tmp_path, device_map, tmp_path / "offloaded")
+    assert model.weight.is_decayed is False
+    assert type(model.weight) is nn.Parameter
+
+
 # Weights of the disk that are read where they are
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from accel import (
     cpu_offload,
     disk_offload,
+    dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -37,12 +39,12 @@ def make(seed: int) -> nn.Module:
     return model
 
 
-def dispatched(folder: Path, device_map: dict[str, str]) -> nn.Module:
+def dispatched(folder: Path, device_map: dict[str, str], **options: Any) -> nn.Module:
     save_weights(make(0).state_dict(), folder)
     with init_empty_weights():
         model = make(0)
     model[3].weight = model[0].weight
-    model = load_checkpoint_and_dispatch(model, folder, device_map)
+    model = load_checkpoint_and_dispatch(model, folder, device_map, **options)
     assert_computes(model, make(0))
     return model
 
@@ -90,22 +92,47 @@ def test_weights_that_the_second_checkpoint_lacks_stay(first: str, second: str, 
     assert_computes(model, expected)
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk", "map", "no map"])
-def test_weights_are_not_loaded_beside_those_that_hooks_keep(kind: str, tmp_path: Path):
-    if kind in ("map", "no map"):
-        model = dispatched(tmp_path / "first", MAPS["both"])
-    else:
-        model = cpu_offload(make(0), "cpu") if kind == "memory" else disk_offload(make(0), tmp_path / "first")
+OFFLOADED = {
+    "memory": lambda folder: cpu_offload(make(0), "cpu"),
+    "disk": lambda folder: disk_offload(make(0), folder, "cpu"),
+    "dispatched": lambda folder: dispatch_model(make(0), MAPS["both"], "cpu", offload_dir=folder),
+    "dispatched to memory": lambda folder: dispatch_model(make(0), MAPS["memory"], force_hooks=True),
+    "in place": lambda folder: dispatched(folder, MAPS["both"]),
+    "in place, with a folder": lambda folder: dispatched(folder, MAPS["both"], offload_folder=folder / "off"),
+}
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_loading_replaces_what_is_offloaded(kind: str, load: Any, safe: bool, tmp_path: Path):
+    model = OFFLOADED[kind](tmp_path / "first")
+    devices = [parameter.device for parameter in model.parameters()]
+    save_weights(model.state_dict(), tmp_path / "own", safe_serialization=safe)
+    save_weights(make(1).state_dict(), tmp_path / "second", max_shard_size=300, safe_serialization=safe)
+    first = {path: path.read_bytes() for path in (tmp_path / "first").glob("*.safetensors")}
+
+    for name, seed in (("second", 1), ("own", 0), ("second", 1)):
+        load(model, tmp_path / name)
+
+        assert_computes(model, make(seed))
+        expected = make(seed).state_dict()
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in expected.items())
+        assert [parameter.device for parameter in model.parameters()] == devices
+    assert all(path.read_bytes() == content for path, content in first.items())
+    remove_hook_from_submodules(model)
+    if kind in ("memory", "disk", "dispatched"):
+        assert_computes(model, make(1))
+
+
+def test_offloaded_weights_keep_their_place_and_dtype(tmp_path: Path):
+    model = dispatched(tmp_path / "first", MAPS["both"])
     save_weights(make(1).state_dict(), tmp_path / "second")
 
-    load = load_checkpoint_and_dispatch if kind == "no map" else load_checkpoint_in_model
-    with pytest.raises(RuntimeError, match=r"second cannot fill .*1\.weight.*Remove its hooks first"):
-        load(model, tmp_path / "second", {"": "cpu"} if kind == "map" else None)
+    for options in ({"device_map": {"": "cpu"}}, {"dtype": "bfloat16"}):
+        with pytest.raises(RuntimeError, match=r"second cannot fill .*1\.weight.*remove the hooks first"):
+            load_checkpoint_in_model(model, tmp_path / "second", **options)
     assert_computes(model, make(0))
-
-    remove_hook_from_submodules(model)
-    load_checkpoint_in_model(model, tmp_path / "second")
-    assert_computes(model, make(1))
 
 
 def test_a_load_that_fails_leaves_offloaded_weights_as_they_were(tmp_path: Path):

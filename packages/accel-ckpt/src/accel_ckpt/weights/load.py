@@ -17,7 +17,7 @@ from accel_ckpt.files.paths import listed_file
 from accel_ckpt.files.safetensors_header import shortened
 from accel_ckpt.weights.by_name import Slots, without_wrapper_names
 from accel_ckpt.weights.files import WeightFile, find_weight_files
-from accel_ckpt.weights.offload import load_offloaded_weight
+from accel_ckpt.weights.offload import load_offloaded_weight, replace_offloaded
 from accel_ckpt.weights.placement import DeviceMap, Placing, device_for, memory_device
 from accel_ops.modules import extract_model_from_parallel, model_has_dtensor
 from accel_state.logging.warning import warn
@@ -83,7 +83,8 @@ def load_checkpoint_in_model(
 
     Args:
         model: The model. Parameters on the meta device are replaced; others are filled in place, unless a
-            device map says where they go.
+            device map says where they go. Offloaded ones get the values where they are kept: in memory, in
+            the folder, or, of those that were read in place, in the safetensors file of the checkpoint.
         checkpoint: A file of weights, an index under any name (`weight_map`, or that mapping alone), or a
             folder with a file or an `.index.json`. A weight is read from the file that the index names
             for it; copies in other files are ignored.
@@ -113,7 +114,7 @@ def load_checkpoint_in_model(
             or `dtype` is unknown; or a weight would replace one in the folder that another model reads.
         TypeError: If `device_map` is not a mapping.
         RuntimeError: If a shape differs; or names differ and `strict` is set; or hooks have offloaded a
-            weight, and would put the earlier one in its place.
+            weight, which `device_map` or `dtype` would change.
         CheckpointError: If a file is damaged, or no regular file, or an index leads out of its folder; it
             names the file.
         NotImplementedError: If `offload_8bit_bnb` is set.
@@ -171,11 +172,12 @@ def load_placed(
     found = _check_files(slots, files, checkpoint, strict, placing)
     offloaded = _offloaded(model)
     if placing.in_place and placing.device_map is not None:
-        _check_values(slots, found & slots.expected | offloaded, placing.device_map, checkpoint)
-    else:
+        _check_values(slots, found & slots.expected | offloaded.keys(), placing.device_map, checkpoint)
+        offloaded = {}  # they are placed again
+    elif placing.device_map is not None or placing.dtype is not None:
         _check_not_offloaded(slots, found, offloaded, checkpoint)
     try:
-        _place_files(slots, files, placing)
+        _place_files(slots, files, placing, offloaded)
     # Also on Ctrl-C: a model that is half loaded looks like one that is loaded.
     except BaseException:
         placing.undo(slots)
@@ -248,26 +250,29 @@ def _check_files(
     return found
 
 
-def _offloaded(model: torch.nn.Module) -> set[str]:
-    """Name the weights that accel's hooks keep outside of a model."""
-    names: set[str] = set()
+def _offloaded(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, torch.Tensor], str]]:
+    """Return where accel's hooks keep the weights of a model: the mapping and the name there, by name."""
+    found: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         hook: Any = vars(module).get("_hf_hook")
         # By what a hook has: its class, and that of several as one, are in a package above this one.
         for part in getattr(hook, "hooks", (hook,)):
             prefix = f"{path}." if path else ""
-            names.update(prefix + slot.name for slot in getattr(part, "slots", ()))
-    return names
+            for slot in getattr(part, "slots", ()):
+                found[prefix + slot.name] = part.weights_map, slot.name
+    return found
 
 
-def _check_not_offloaded(slots: Slots, found: set[str], offloaded: set[str], checkpoint: Folder) -> None:
+def _check_not_offloaded(
+    slots: Slots, found: set[str], offloaded: Collection[str], checkpoint: Folder
+) -> None:
     """Check that hooks would not put earlier weights in the places of those that are loaded."""
     lost = [name for name in sorted(offloaded) if name in slots and not found.isdisjoint(slots.names(name))]
     if lost:
         raise RuntimeError(
-            f"{checkpoint} cannot fill {shortened(lost)}: offloaded weights are not in the model. Remove its "
-            "hooks first (accel.hooks.remove_hook_from_submodules), or load with "
-            "load_checkpoint_and_dispatch and a device_map."
+            f"{checkpoint} cannot fill {shortened(lost)} with a device_map or dtype: they are offloaded, and "
+            "stay where and as they are. Leave both out, or load with load_checkpoint_and_dispatch and a "
+            "device_map, or remove the hooks first (accel.hooks.remove_hook_from_submodules)."
         )
 
 
@@ -308,7 +313,12 @@ def _check_shape(slots: Slots, name: str, value: Any, file: Path) -> None:
         )
 
 
-def _place_files(slots: Slots, files: list[WeightFile], placing: Placing) -> None:
+def _place_files(
+    slots: Slots,
+    files: list[WeightFile],
+    placing: Placing,
+    offloaded: Mapping[str, tuple[Mapping[str, torch.Tensor], str]],
+) -> None:
     extra: dict[str, Any] = {}
     for file in files:
         state = _map_file(file)
@@ -318,7 +328,12 @@ def _place_files(slots: Slots, files: list[WeightFile], placing: Placing) -> Non
             inside.setdefault(id(value), name)
         for name, value in without_wrapper_names(state, slots.expected).items():
             if name in slots and name in slots.expected:
-                placing.place(slots, name, value, (file.path, inside[id(value)]))
+                kept = next((offloaded[other] for other in slots.names(name) if other in offloaded), None)
+                if kept is None:
+                    placing.place(slots, name, value, (file.path, inside[id(value)]))
+                else:
+                    in_place = file.path.name.endswith(".safetensors")
+                    replace_offloaded(*kept, value, (file.path, inside[id(value)]) if in_place else None)
             elif name in slots.expected:
                 # In expected and not in slots: neither a parameter nor a buffer.
                 extra[name] = value  # what a module's get_extra_state gave

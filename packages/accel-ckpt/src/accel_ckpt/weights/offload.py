@@ -16,6 +16,7 @@ import json
 import math
 import os
 import stat
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
@@ -297,6 +298,45 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             value = load_offloaded_weight(self._file(str(entry.get("weight_name", key))), entry)
         return value if self.device is None else value.to(self.device)
 
+    def replace(self, key: str, value: torch.Tensor, source: tuple[Path, str] | None = None) -> None:
+        """Give a weight of the folder other values, in its dtype, and so all that are tied to it.
+
+        Args:
+            key: Its name.
+            value: The values.
+            source: A safetensors file that has them, and their name there; it is read in place where the
+                weight was before, and the dtype is the same.
+
+        Raises:
+            ValueError: If another model reads the weight's file.
+            OSError: If it cannot be written.
+        """
+        before = self.index[key]
+        dtype = getattr(torch, str(before.get("dtype", value.dtype)).removeprefix("torch."))
+        name, in_place = str(before.get("weight_name", key)), "safetensors_file" in before
+        entries: Index = {}
+        if in_place and source is not None and value.dtype == dtype:
+            entries[key] = {"safetensors_file": os.path.abspath(source[0]), "weight_name": source[1]}
+            self._in_place.note([str(entries[key]["safetensors_file"])])
+        elif self.save_folder is not None:
+            name = key if in_place else name
+            check_not_in_use(self.save_folder, {name}, {id(self)})
+            make_offload_folder(self.save_folder)
+            offload_weight(value.to(dtype), name, self.save_folder, entries)
+            save_offload_index(entries, self.save_folder)
+            entries = {key: {**entries[name], "weight_name": name}}
+        tied = [other for other in self.index if self._place(other) == self._place(key)]
+        if entries:
+            entry = {"dtype": before.get("dtype"), **entries[key]}
+            self.index = {**self.index, **dict.fromkeys(tied, entry)}
+        else:  # without a folder they can only be kept in memory
+            kept = value.to(dtype, copy=True)
+            self.state_dict = {**self.state_dict, **dict.fromkeys(tied, kept)}
+
+    def _place(self, key: str) -> tuple[Any, str]:
+        entry = self.index[key]
+        return entry.get("safetensors_file"), str(entry.get("weight_name", key))
+
     def _file(self, name: str) -> str:
         """Find the file of a weight in the folder; one that was found before only has to be a file still."""
         known = self._files.get(name)
@@ -317,6 +357,43 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.state_dict.keys() | self.index.keys())
+
+
+def replace_offloaded(
+    weights: Mapping[str, torch.Tensor],
+    name: str,
+    value: torch.Tensor,
+    source: tuple[Path, str] | None = None,
+) -> None:
+    """Give an offloaded weight other values, where it is kept.
+
+    Args:
+        weights: The mapping that a hook reads it from.
+        name: Its name there.
+        value: The values.
+        source: As for `OffloadedWeightsLoader.replace`.
+
+    Raises:
+        TypeError: If the mapping makes its tensors when they are looked up.
+        ValueError: As `OffloadedWeightsLoader.replace`, and OSError.
+    """
+    if isinstance(weights, ChainMap):
+        weights = next(part for part in weights.maps if name in part)
+    if isinstance(weights, PrefixedDataset):
+        replace_offloaded(weights.dataset, weights.prefix + name, value, source)
+    elif isinstance(weights, OffloadedWeightsLoader) and name not in weights.state_dict:
+        weights.replace(name, value, source)
+    elif isinstance(weights, OffloadedWeightsLoader):
+        replace_offloaded(weights.state_dict, name, value)
+    else:  # in memory: tied weights are one tensor
+        stored = weights[name]
+        if weights[name] is not stored:
+            raise TypeError(
+                f"{type(weights).__name__} makes {name} again at each access, so that it cannot be changed: "
+                "keep the offloaded weights in a dict."
+            )
+        with torch.no_grad():
+            stored.copy_(value)
 
 
 def _write(path: Path, content: Any) -> None:

@@ -142,7 +142,7 @@ def load_checkpoint_and_dispatch(
         device_map: Device by name of a module, as for `dispatch_model`; or how to make such a map: "auto" or
             "balanced" (evenly over the accelerators), "balanced_low_0" (with room on the first, for what
             `generate` needs) or "sequential" (one after the other). None: the model is filled where it is,
-            and not dispatched.
+            and not dispatched; one that is dispatched stays so.
         max_memory: Bytes (or text such as "1GB") by device, for a map that is made here.
         no_split_module_classes: Names of classes whose instances stay on one device, likewise.
         offload_folder: Where weights of "disk" are written that cannot be read in place.

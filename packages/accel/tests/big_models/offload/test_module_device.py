@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from accel import cpu_offload, disk_offload
+from accel import cpu_offload, disk_offload, load_checkpoint_and_dispatch
 from accel.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel.utils import align_module_device, has_offloaded_params
+from accel_ckpt.weights.files import save_weights
 from accel_world.devices import needs_cuda
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -49,6 +51,61 @@ def test_offloaded_weights_are_there_for_a_while(offloaded: nn.Module) -> None:
         assert not offloaded[1].weight.is_meta
 
     assert offloaded[1].weight.is_meta
+
+
+def fill(layer: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        layer.weight.fill_(value)
+
+
+def fill_data(layer: nn.Module, value: float) -> None:
+    layer.weight.data.fill_(value)
+
+
+def put(layer: nn.Module, value: float) -> None:
+    layer.weight = nn.Parameter(torch.full_like(layer.weight, value))
+
+
+@pytest.mark.parametrize("change", [fill, fill_data, put])
+def test_what_is_changed_of_offloaded_weights_is_kept(offloaded: nn.Module, change: Any) -> None:
+    with align_module_device(offloaded[0], "cpu"):
+        change(offloaded[0], 7)
+
+    assert offloaded[0].weight.is_meta
+    assert offloaded.state_dict()["0.weight"].eq(7).all()
+    assert offloaded[0](torch.ones(1, 2)).tolist() == [[16, 16]]
+    with align_module_device(offloaded[0]):
+        assert offloaded[0].weight.eq(7).all()
+    remove_hook_from_submodules(offloaded)
+    assert offloaded[0].weight.eq(7).all()
+    assert offloaded[1].weight.eq(3).all()
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_what_is_changed_of_weights_that_are_read_in_place_is_kept(tmp_path: Path, has_folder: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    save_weights(model.state_dict(), tmp_path / "checkpoint")
+    content = (tmp_path / "checkpoint" / "model.safetensors").read_bytes()
+    folder = tmp_path / "offloaded" if has_folder else None
+    model = load_checkpoint_and_dispatch(
+        model.to("meta"), tmp_path / "checkpoint", {"": "disk"}, offload_folder=folder
+    )
+    with align_module_device(model[0]):
+        fill(model[0], 7)
+
+    assert model.state_dict()["0.weight"].eq(7).all()
+    assert model.state_dict()["1.weight"].eq(7).all()
+    assert (tmp_path / "checkpoint" / "model.safetensors").read_bytes() == content
+
+
+def test_a_weight_of_another_shape_is_not_dropped_in_silence(offloaded: nn.Module) -> None:
+    with (
+        pytest.raises(ValueError, match=r"weight of Linear has the shape \[3, 2\] now, and \[2, 2\] where"),
+        align_module_device(offloaded[0]),
+    ):
+        offloaded[0].weight = nn.Parameter(torch.zeros(3, 2))
+    assert offloaded[0].weight.is_meta
 
 
 def test_another_device_counts_inside_alone(offloaded: nn.Module) -> None:

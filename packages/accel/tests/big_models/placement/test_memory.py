@@ -47,6 +47,17 @@ def test_text_is_read_and_devices_are_in_the_order_of_filling():
     assert get_max_memory({}) == {}
 
 
+@pytest.mark.parametrize("limit", [0, "1MB"])
+def test_a_limit_of_the_disk_alone_leaves_the_others(limit: int | str):
+    given = {"disk": limit}
+    memory = get_max_memory(given)
+
+    assert list(memory) == [*get_max_memory(), "disk"]
+    assert memory["cpu"] > 0
+    assert given == memory
+    assert infer_auto_device_map(layers(2), {"disk": 0}) == infer_auto_device_map(layers(2))
+
+
 def test_text_is_replaced_in_the_dict_that_was_given():
     # As transformers' own get_max_memory does after it has called ours: min(given["cpu"], found["cpu"]).
     given = {"disk": 5, "cpu": "1GB"}

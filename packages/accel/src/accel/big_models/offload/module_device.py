@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from accel.big_models.hooks.align import AlignDevicesHook
 from accel.big_models.hooks.tensors import Device, as_device
 from accel.big_models.offload.weights import hooks_of
 from accel.big_models.parameters import META, move
+from accel_ckpt.weights.offload import replace_offloaded
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -27,6 +28,10 @@ def has_offloaded_params(module: nn.Module) -> bool:
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
     """Have a module's own parameters on a device; afterwards they are where they were.
+
+    What is changed of them meanwhile stays changed: offloaded ones are written to where they are kept, in
+    memory or on the disk. Safetensors files that are read in place are never written to: changed weights of
+    theirs are kept in the offload folder or, without one, in memory.
 
     Args:
         module: The module. Those of modules inside of it stay where they are, unless its hook offloads them.
@@ -44,10 +49,10 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         hook.execution_device = usual if device is None else device
         try:
             hook.load(module)
-            try:
+            with ExitStack() as ending:
+                ending.callback(hook.unload, module)
+                ending.callback(_keep_changes, module, hook)  # before weights are taken away
                 yield
-            finally:
-                hook.unload(module)
         finally:
             hook.execution_device = usual
         return
@@ -93,6 +98,25 @@ def get_state_dict_from_offload(
             if key in state_dict:
                 state_dict[key] = value.to(device) if isinstance(value, torch.Tensor) else value
     return state_dict
+
+
+def _keep_changes(module: nn.Module, hook: AlignDevicesHook) -> None:
+    """Store what was changed of offloaded parameters; what is stored would come back the next time."""
+    for slot in hook.slots:
+        held = slot.table.get(slot.leaf)
+        if slot.is_buffer or held is None or held.is_meta:  # a buffer that has changed stays in the module
+            continue
+        assert hook.weights_map is not None
+        stored = hook.weights_map[slot.name]
+        if type(stored).to is not torch.Tensor.to:  # a quantized weight, whose form is its own
+            continue
+        if held.shape != stored.shape:
+            raise ValueError(
+                f"{slot.name} of {type(module).__name__} has the shape {list(held.shape)} now, and "
+                f"{list(stored.shape)} where it is offloaded: remove its hook first."
+            )
+        if held.data_ptr() != stored.data_ptr() and not torch.equal(held, move(stored, held, held.device)):
+            replace_offloaded(hook.weights_map, slot.name, held.detach().cpu())
 
 
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:

@@ -29,6 +29,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     Args:
         max_memory: Bytes, or text such as "10GB" or "1GiB", by device: a number for an accelerator, "mps",
             "cpu" or "disk". By default what is free now on each accelerator of this process and on the CPU.
+            A limit of the disk alone, such as `{"disk": 0}` to never use it, leaves the others as by default.
             In a dict, text is replaced by bytes, which transformers counts on.
 
     Returns:
@@ -57,6 +58,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
         )
     order: list[int | str] = [*numbers, *(name for name in _NAMED if name in max_memory)]
     sizes = {device: _bytes(max_memory[device]) for device in order}
+    if sizes.keys() == {"disk"}:
+        sizes = {**_free_memory(), **sizes}
     if isinstance(max_memory, dict):
         # transformers 5.23 compares the sizes of the mapping that it gave with those that it gets.
         max_memory.update(sizes)
