@@ -338,7 +338,9 @@ def for_words() -> dict[str, Any]:
     order = ("model", "optimizer", "scheduler", "data")
     objects = accelerator.prepare(model, optimizer, scheduler, DataLoader(Rows(), 2))
     batch = {name: item for name, item in next(iter(objects[-1])).items() if name not in "xy"}
-    return found | dict(zip(order, objects, strict=True)) | {"accelerator": accelerator, "batch": batch}
+    two = {"labelled": objects[-1], "unlabelled": accelerator.prepare(DataLoader(Rows(), 3))}
+    found |= dict(zip(order, objects, strict=True)) | two
+    return found | {"accelerator": accelerator, "batch": batch}
 
 
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {

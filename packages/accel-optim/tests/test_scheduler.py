@@ -300,18 +300,20 @@ def test_moves_beyond_the_end_of_a_schedule_are_left_out(make: Make, processes: 
         scheduler.step()
 
     assert scheduler.get_last_lr() == plain.get_last_lr()
-    with pytest.warns(UserWarning, match=rf"would move it {processes} more time") as warned:
-        for _ in range(3):
-            optimizer.step()
-            scheduler.step()
-    assert len(warned) == 1
+    optimizer.step()
+    with pytest.warns(UserWarning, match=rf"would move it {processes} more time"):
+        scheduler.step()
+    for _ in range(3):  # told once
+        optimizer.step()
+        scheduler.step()
     assert scheduler.get_last_lr() == plain.get_last_lr()
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_a_part_that_ends_before_its_milestone_waits_for_it(processes: int) -> None:
     _, optimizer = parameter_and_optimizer()
-    scheduler = AcceleratedScheduler(sequence_with_a_short_part(optimizer), optimizer, num_processes=processes)
+    schedule = sequence_with_a_short_part(optimizer)
+    scheduler = AcceleratedScheduler(schedule, optimizer, num_processes=processes)
     for _ in range(12 // processes):
         optimizer.step()
         scheduler.step()

@@ -21,12 +21,12 @@ class AcceleratedScheduler:
 
     **Each real step moves the schedule `num_processes` times**, unless `split_batches` is set. N processes
     that each read full batches go through the data in 1/N of the steps, and a schedule whose length was
-    chosen for one process ends at the same place in the data. To have one move per optimizer step instead, on
-    any number of processes, set `GradientAccumulationPlugin(step_scheduler_per_process=False)` and give the
-    schedule's length in optimizer steps; with `split_batches` it is so already.
+    chosen for one process ends at the same place in the data. To have one move per optimizer step instead,
+    on any number of processes, set `GradientAccumulationPlugin(step_scheduler_per_process=False)` and give
+    the schedule's length in optimizer steps; with `split_batches` it is so already.
 
-    Moves beyond the `total_steps` of a schedule are left out, where torch raises: the number of processes need
-    not divide a schedule's length. A step without any move left gives a warning, once per schedule. A
+    Moves beyond the `total_steps` of a schedule are left out, where torch raises: the number of processes
+    need not divide a schedule's length. A step without any move left gives a warning, once per schedule. A
     ChainedScheduler ends with its first part that ends. In a SequentialLR a part that ends before its
     milestone waits for it.
 
@@ -34,7 +34,7 @@ class AcceleratedScheduler:
     micro-batches.
 
     `ReduceLROnPlateau`, whose patience counts measurements and not steps, moves once per call; a measurement
-    that is given outside of any loader's iteration always counts.
+    that is given outside of the training loader's iteration always counts.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -71,6 +71,7 @@ class AcceleratedScheduler:
         measured = isinstance(scheduler, ReduceLROnPlateau)
         self._moves = 1 if split_batches or measured else processes
         self._measured = measured
+        self._ends = _has_end(scheduler)
         self._has_warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +84,7 @@ class AcceleratedScheduler:
         # Local names: __getattr__ makes each look-up on a wrapper slow, also of what it has.
         scheduler, state = self.scheduler, self.gradient_state
         # A measurement of an evaluation has no step that it could wait for.
-        if not self.step_with_optimizer or (self._measured and not state.in_dataloader):
+        if not self.step_with_optimizer or (self._measured and not state._is_in_training_loop):
             scheduler.step(*args, **kwargs)
             return
         if not state.sync_gradients:
@@ -94,10 +95,11 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        moves = self._moves if state.step_scheduler_per_process else 1
+        moves = self._moves if self._moves > 1 and state.step_scheduler_per_process else 1
+        # An epoch or a measurement is the caller's own.
+        is_free = not self._ends or args or kwargs
         for move in range(moves):
-            # An epoch or a measurement is the caller's own.
-            if args or kwargs or not _has_ended(scheduler):
+            if is_free or not _has_ended(scheduler):
                 scheduler.step(*args, **kwargs)
             elif _waits(scheduler):
                 scheduler.last_epoch += 1
@@ -154,11 +156,17 @@ class AcceleratedScheduler:
             return
         self._has_warned = True
         warn(
-            f"{type(self.scheduler).__name__} is at the end of its total_steps, and this optimizer step would "
-            f"move it {moves} more time(s): moves beyond the end are left out, and the learning rate stays as "
-            f"it is. Each optimizer step moves a schedule {moves} time(s); make total_steps at least "
-            f"{moves} * the number of optimizer steps."
+            f"{type(self.scheduler).__name__} is at the end of its total_steps, and this optimizer step "
+            f"would move it {moves} more time(s): moves beyond the end are left out, and the learning rate "
+            f"stays as it is. Each optimizer step moves a schedule {moves} time(s): make total_steps at "
+            f"least {moves} * the number of optimizer steps."
         )
+
+
+def _has_end(scheduler: Any) -> bool:
+    """Whether a schedule, or a part of it, has total_steps."""
+    parts = getattr(scheduler, "_schedulers", ())  # of SequentialLR and ChainedScheduler
+    return getattr(scheduler, "total_steps", None) is not None or any(map(_has_end, parts))
 
 
 def _has_ended(scheduler: Any) -> bool:
@@ -166,7 +174,7 @@ def _has_ended(scheduler: Any) -> bool:
     length = getattr(scheduler, "total_steps", None)
     if length is not None:
         return bool(scheduler.last_epoch >= length)
-    parts = getattr(scheduler, "_schedulers", ())  # of SequentialLR and ChainedScheduler
+    parts = getattr(scheduler, "_schedulers", ())
     if isinstance(scheduler, SequentialLR):
         following = scheduler.last_epoch + 1
         if following in scheduler._milestones:  # where a part begins

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Window:
     """Counts micro-batches and decides at which of them gradients are complete.
 
-    A window closes at its `num_steps`-th micro-batch, or at the loader's last batch when
+    A window closes at its `num_steps`-th micro-batch, or at the last batch of the loader that it follows when
     `sync_with_dataloader` is set. It may be entered as a context manager, once per micro-batch:
 
     - Entered inside itself (one micro-batch that uses several models), it counts one micro-batch.
@@ -109,8 +109,12 @@ class Window:
         state = self.gradient_state
         return state.sync_gradients or state.sync_each_batch
 
-    def advance(self) -> bool:
+    def advance(self, loader: Any = None) -> bool:
         """Count one micro-batch and decide whether it closes the window.
+
+        Args:
+            loader: The loader whose last batch closes the window; by default the one that gave the batch, see
+                `accel_state.open_loaders.OpenLoaders.follow`.
 
         Returns:
             Whether it does. The same is found in `gradient_state.sync_gradients` from now on.
@@ -119,10 +123,15 @@ class Window:
         self._next_micro_batch()
         self._inside = True
         count = self._step + 1
-        # `num_steps` without its property, which costs as much as all else here. Not equality: it may have
-        # been lowered in the middle of a window.
-        steps = state.plugin_kwargs.get("num_steps") or 1
-        closes = count >= steps or (state.end_of_dataloader and state.sync_with_dataloader)
+        # Without the properties, which cost as much as all else here. Not equality: num_steps may have been
+        # lowered in the middle of a window.
+        settings = state.plugin_kwargs
+        steps = settings.get("num_steps") or 1
+        closes = count >= steps
+        if steps > 1 or loader is not None:
+            loaders, with_loader = state._loaders, settings.get("sync_with_dataloader", True)
+            ends = loaders.follow(with_loader) if loader is None else loaders.follow_given(loader)
+            closes = closes or (ends and with_loader)
         # 0 again at the boundary itself, so that `step` counts the micro-batches of an open window alone.
         self._step = 0 if closes else count
         state._set_sync_gradients(closes)
@@ -219,10 +228,10 @@ class Window:
             # The weight of the micro-batch at hand was added to those gathered when the state was made.
             self._weight.gathered, self._weight.norm = state["gathered"], state["norm"]
 
-    def __enter__(self) -> Window:
+    def __enter__(self, loader: Any = None) -> Window:
         if self._depth == 0:
             self._before = (self._step, self.gradient_state.sync_gradients, self._has_means)
-            self.advance()
+            self.advance(loader)
         self._depth += 1
         return self
 

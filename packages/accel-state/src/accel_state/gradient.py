@@ -6,22 +6,14 @@ the newest one.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel_state.open_loaders import OpenLoaders
 from accel_state.process.shared_dict import shared_dict
 
 if TYPE_CHECKING:
     from accel_state.handlers import GradientAccumulationPlugin
-
-
-class _Loaders(list["weakref.ref[Any]"]):
-    """The loaders that are being iterated, outermost first; a copy reads none."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Weak references cannot be pickled, and an iteration does not go on in a copy.
-        return _Loaders, ()
 
 
 class GradientState:
@@ -40,7 +32,7 @@ class GradientState:
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     _is_xla_synced: bool
-    _loaders: _Loaders
+    _loaders: OpenLoaders
 
     _shared_state: ClassVar[dict[str, Any]] = shared_dict()
 
@@ -117,29 +109,28 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The innermost loader that is being iterated, or None."""
-        loaders = self._loaders
-        while loaders:
-            loader = loaders[-1]()
-            if loader is not None:
-                return loader
-            # A loop over it was abandoned, and the loader is gone.
-            loaders.pop()
-        return None
+        """The loader being iterated that gave the last batch, or None."""
+        active = self._loaders.active
+        return None if active is None else active.loader
 
     @property
     def dataloader_references(self) -> list[Any]:
         """The loaders that are being iterated, outermost first; only weak references to them are kept."""
-        return [loader for loader in (reference() for reference in self._loaders) if loader is not None]
+        return [one.loader for one in self._loaders.passes]
 
     @dataloader_references.setter
     def dataloader_references(self, loaders: Iterable[Any]) -> None:
-        self._loaders[:] = [weakref.ref(loader) for loader in loaders if loader is not None]
+        self._loaders.set_open([loader for loader in loaders if loader is not None])
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a loader is being iterated."""
         return self.active_dataloader is not None
+
+    @property
+    def _is_in_training_loop(self) -> bool:
+        """Whether the loader that the window follows is being iterated; any loader, before it follows one."""
+        return self.in_dataloader and not self._loaders.loop_has_ended
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -154,17 +145,16 @@ class GradientState:
         return -1 if loader is None else int(loader.remainder)
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Note that iteration over a loader begins, inside those noted before."""
-        self._loaders.append(weakref.ref(dataloader))
+        """Note that iteration over a loader begins."""
+        self._loaders.begin(dataloader)
+
+    def _note_batch(self, dataloader: Any) -> None:
+        """Note that a loader gives a batch."""
+        self._loaders.note_batch(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Note that iteration over a loader has ended; nothing if it was not noted."""
-        loaders = self._loaders
-        # The innermost first, as a loader may be iterated inside of its own loop.
-        for position in reversed(range(len(loaders))):
-            if loaders[position]() is dataloader:
-                del loaders[position]
-                return
+        self._loaders.end(dataloader)
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -185,7 +175,7 @@ def _new_state(plugin_kwargs: dict[str, Any]) -> dict[str, Any]:
         "plugin_kwargs": plugin_kwargs,
         "sync_gradients": True,
         "_is_xla_synced": False,
-        "_loaders": _Loaders(),
+        "_loaders": OpenLoaders(),
     }
 
 

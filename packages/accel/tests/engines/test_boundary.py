@@ -135,8 +135,9 @@ def two_loaders(accelerator: Accelerator) -> list[bool]:
     return seen
 
 
-def test_the_innermost_of_two_loaders_ends_a_window() -> None:
+def test_the_last_of_two_loaders_ends_a_window_and_is_named_once() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
 
-    assert two_loaders(accelerator) == [False, False, True, False, True]
+    with pytest.warns(UserWarning, match=r"follows the DataLoaderShard over Tensor \(length 5\)"):
+        assert two_loaders(accelerator) == [False, False, True, False, True]
     assert two_loaders(accelerator) == [False, False, True, False, True]

@@ -81,13 +81,26 @@ class GradientControl:
         """
         return any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.run.optimizers)
 
-    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """One micro-batch of an accumulation window: gradients are synchronised in its last one alone."""
+    def accumulate(
+        self, *models: torch.nn.Module, loader: Any = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """One micro-batch of an accumulation window: gradients are synchronised in its last one alone.
+
+        Args:
+            *models: The models that the micro-batch trains.
+            loader: The prepared loader whose last batch ends the window (or an object that reads one and has
+                `end_of_dataloader`), where several give batches to one micro-batch. By default the loader
+                that gave the batch.
+
+        Raises:
+            TypeError: If it is no prepared loader.
+            ValueError: If it is not being iterated.
+        """
         run = self.run
         # Nothing to hold back: the window itself is the context, as it counts micro-batches.
         if not run.engine.gradients_type.reduces_in_backward:
-            return run.window
-        return _MicroBatch(run.window, run.engine, models)
+            return run.window if loader is None else _MicroBatch(run.window, run.engine, (), loader)
+        return _MicroBatch(run.window, run.engine, models, loader)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context whose backward leaves the gradients of `model` on their own process."""
@@ -289,17 +302,20 @@ class _MicroBatch:
     """The context of `accumulate`; a class, because a generator's context costs more than all else in it."""
 
     # One is made for every micro-batch.
-    __slots__ = ("engine", "held_back", "models", "window")
+    __slots__ = ("engine", "held_back", "loader", "models", "window")
 
-    def __init__(self, window: Window, engine: Engine, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, window: Window, engine: Engine, models: Sequence[torch.nn.Module], loader: Any
+    ) -> None:
         self.window = window
         self.engine = engine
         self.models = models
+        self.loader = loader
         self.held_back: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         # The window first: it decides whether this micro-batch reduces gradients.
-        self.window.__enter__()
+        self.window.__enter__(self.loader)
         if self.window.reduce_gradients:
             return
         try:

@@ -1,0 +1,264 @@
+"""The loaders that are being iterated, and which of them the accumulation window follows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from accel_state.logging.warning import warn
+
+
+class LoaderPass:
+    """One iteration over a loader. Times count the beginnings, batches and ends of all loaders together.
+
+    Attributes:
+        began: When it began.
+        previous: When it gave the batch before its last one; when it began, if there is none.
+        last: When it gave its last batch; when it began, if there is none.
+        batches: How many batches it gave.
+        padded_batches: How many of them were padded, or missing on other processes.
+        micro_batches: How many micro-batches of the window followed it.
+        reference: A weak one to the loader.
+        is_certain: Whether it is known that the window follows it, and no other one that gives batches, too.
+        is_gathered: Whether `gather_for_metrics` was called for its batches, or their padding was told.
+        is_open: Whether it has not ended.
+    """
+
+    __slots__ = (
+        "batches",
+        "began",
+        "is_certain",
+        "is_gathered",
+        "is_open",
+        "last",
+        "micro_batches",
+        "padded_batches",
+        "previous",
+        "reference",
+    )
+
+    def __init__(self, loader: Any, now: int) -> None:
+        self.reference = weakref.ref(loader)
+        self.began = self.previous = self.last = now
+        self.batches = self.micro_batches = self.padded_batches = 0
+        self.is_certain = False
+        self.is_gathered = False
+        self.is_open = True
+
+    @property
+    def loader(self) -> Any:
+        """The loader; None if it is gone."""
+        return self.reference()
+
+
+class OpenLoaders:
+    """The loaders that are being iterated, in the order in which they began; a copy has none.
+
+    Only weak references to them are kept. The last pass of a loader is known after its end, too.
+    """
+
+    def __init__(self) -> None:
+        self._passes: list[LoaderPass] = []
+        self._ended: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
+        self._last_ended: LoaderPass | None = None
+        self._ended_at = 0
+        self._followed: LoaderPass | None = None
+        self._now = 0
+        self._last_micro_batch = 0
+        self._has_warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Weak references cannot be pickled, and an iteration does not go on in a copy.
+        return OpenLoaders, ()
+
+    def begin(self, loader: Any) -> None:
+        """Note that iteration over a loader begins."""
+        self._now += 1
+        self._passes.append(LoaderPass(loader, self._now))
+
+    def note_batch(self, loader: Any) -> None:
+        """Note that a loader gives a batch."""
+        self._now += 1
+        # The innermost first, as a loader may be iterated inside of its own loop.
+        for one in reversed(self._passes):
+            if one.reference() is loader:
+                one.previous, one.last = one.last, self._now
+                one.batches += 1
+                one.padded_batches += getattr(loader, "real_samples", None) is not None
+                return
+
+    def end(self, loader: Any) -> None:
+        """Note that iteration over a loader has ended; nothing if it was not noted."""
+        for position in reversed(range(len(self._passes))):
+            if self._passes[position].loader is loader:
+                self._now += 1
+                ended = self._ended[loader] = self._last_ended = self._passes.pop(position)
+                ended.is_open = False
+                self._ended_at = self._now
+                return
+
+    @property
+    def passes(self) -> list[LoaderPass]:
+        """The passes that have not ended, in the order in which they began."""
+        # A loop over a loader may be abandoned, and the loader be gone.
+        if any(one.loader is None for one in self._passes):
+            self._passes[:] = [one for one in self._passes if one.loader is not None]
+        return self._passes
+
+    def set_open(self, loaders: Iterable[Any]) -> None:
+        """Take these for the loaders that are being iterated."""
+        self._passes.clear()
+        for loader in loaders:
+            self.begin(loader)
+
+    @property
+    def active(self) -> LoaderPass | None:
+        """The pass that gave the last batch, or has begun since."""
+        return max(self.passes, key=lambda one: one.last, default=None)
+
+    @property
+    def current(self) -> list[LoaderPass]:
+        """The passes whose batch may be at hand: the active one, those beside it, and the one just ended.
+
+        Two loaders are side by side when each gave a batch between two of the other's, as in `zip`; a loop
+        inside of another one's step is not. A pass has just ended if no loader gave a batch since.
+        """
+        active = self.active
+        found = []
+        if active is not None:
+            others = (one for one in self._passes if one is not active and _are_side_by_side(one, active))
+            found = [active, *others]
+        ended = self._last_ended
+        if ended is not None and ended.loader is not None and self._ended_at > (active.last if active else 0):
+            found.append(ended)
+        return found
+
+    def find(self, loader: Any) -> LoaderPass | None:
+        """The open pass over a loader, else the last one that ended."""
+        is_open = (one for one in reversed(self._passes) if one.loader is loader)
+        return next(is_open, None) or self._ended.get(loader)
+
+    @property
+    def loop_has_ended(self) -> bool:
+        """Whether the loader that the window followed last is no longer iterated."""
+        return self._followed is not None and not self._followed.is_open
+
+    def follow(self, warns: bool) -> bool:
+        """Choose the loader that the window follows in the micro-batch that begins now.
+
+        It is the loader that gave a batch since the last micro-batch. Where several did: the one that was
+        followed before; else one whose pass is new (an inner loop, the next epoch), of the same loader or
+        else the one that gave its batch last. Where none did: the one before, while it is open or has more
+        batches than micro-batches, as something reads it ahead; else the active one.
+
+        Args:
+            warns: Whether it matters. Then there is one warning if it cannot be known.
+
+        Returns:
+            Whether that loader has given its last batch.
+        """
+        before = self._followed
+        if before is not None and len(self._passes) == 1 and self._passes[0] is before:
+            # The usual case, without what costs more than all else in a micro-batch.
+            loader = before.reference()
+            if loader is not None:
+                before.micro_batches += 1
+                self._last_micro_batch = self._now
+                return bool(loader.end_of_dataloader)
+        passes = self.passes
+        given = [one for one in passes if one.last > self._last_micro_batch]
+        new = [one for one in given if one.began > self._last_micro_batch]
+        if before in (given or passes):
+            followed = before
+        elif given:
+            # The next epoch of the loader before, else the last one.
+            again = None if before is None else before.loader
+            followed = max(new or given, key=lambda one: (one.loader is again, one.last))
+            followed.is_certain = len(new) == 1
+        elif before is not None and before.loader is not None and before.micro_batches < before.batches:
+            followed = before
+        else:
+            followed = self.active
+        if followed is None:
+            return False
+        if len(given) == 1:
+            followed.is_certain = True
+        elif given and warns and not (followed.is_certain or self._has_warned):
+            self._check(followed, given)
+        self._count(followed)
+        is_read_ahead = not followed.is_open and followed.micro_batches < followed.batches
+        return bool(followed.loader.end_of_dataloader) and not is_read_ahead
+
+    def follow_given(self, loader: Any) -> bool:
+        """Follow the loader that the user names.
+
+        Args:
+            loader: A prepared loader, or an object that reads one and has `end_of_dataloader`.
+
+        Returns:
+            Whether it has given its last batch.
+
+        Raises:
+            TypeError: If it is neither.
+            ValueError: If it is a prepared loader that is not being iterated.
+        """
+        if not hasattr(loader, "end_of_dataloader"):
+            raise TypeError(
+                f"accumulate(loader=...) got a {type(loader).__name__}. Pass the loader that prepare() "
+                "returned, or an object with the attribute end_of_dataloader."
+            )
+        inner = getattr(loader, "loader", loader)  # of what wraps a prepared loader
+        state = getattr(inner, "gradient_state", None)
+        is_open = state is None or any(one is inner for one in state.dataloader_references)
+        if not (is_open or loader.end_of_dataloader):
+            raise ValueError(
+                f"accumulate(loader=...) got {describe(inner)}, which is not being iterated. Pass the loader "
+                "that the loop reads (what skip_first_batches returns is another one)."
+            )
+        followed = self.find(inner)
+        if followed is not None:
+            followed.is_certain = True
+        self._count(followed)
+        return bool(loader.end_of_dataloader)
+
+    def _count(self, followed: LoaderPass | None) -> None:
+        if followed is not None:
+            followed.micro_batches += 1
+        self._followed, self._last_micro_batch = followed, self._now
+
+    def _check(self, followed: LoaderPass, given: list[LoaderPass]) -> None:
+        """Warn if it makes a difference which of several loaders the window follows."""
+        loaders = [one.loader for one in given]
+        if len({bool(loader.end_of_dataloader) for loader in loaders}) == 1:
+            # The first time it may be an inner loop; loaders of one length end together.
+            lengths = {_length(loader) for loader in loaders}
+            if followed is not self._followed or (len(lengths) == 1 and None not in lengths):
+                return
+        self._has_warned = True
+        rest = " and ".join(describe(one.loader) for one in given if one is not followed)
+        warn(
+            f"Several loaders give a batch for one micro-batch. The accumulation window follows "
+            f"{describe(followed.loader)}, so that its last batch ends the window, and not {rest}. Say which "
+            "one it is to follow: `with accelerator.accumulate(model, loader=...):`."
+        )
+
+
+def describe(loader: Any) -> str:
+    """Name a loader by its dataset and length."""
+    length = _length(loader)
+    batches = "" if length is None else f" (length {length})"
+    dataset = getattr(loader, "dataset", None)
+    over = "" if dataset is None else f" over {type(getattr(dataset, 'dataset', dataset)).__name__}"
+    return f"the {type(loader).__name__}{over}{batches}"
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a stream
+        return None
+
+
+def _are_side_by_side(one: LoaderPass, active: LoaderPass) -> bool:
+    return one.last > active.previous or (one.batches == active.batches == 1)
