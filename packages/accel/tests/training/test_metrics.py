@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.accelerator import Accelerator
 from accel.training.metrics import gather_for_metrics
 from accel_data.config import DataLoaderConfiguration
+from accel_state.open_loaders import OpenLoaders
 from accel_state.parallelism.config import ParallelismConfig
 from accel_world.warned import warns_once
 
@@ -91,23 +92,151 @@ def test_a_sampler_longer_than_its_dataset_loses_nothing(world):
     assert world.run(repeated) == [[[0] * 4 + [1] * 4, [2] * 4 + [3] * 4]] * 2
 
 
-def reduced_outputs() -> tuple[list, int, list]:
+def reduced_outputs() -> tuple[list, list, list]:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(Numbers(5), batch_size=2))
-    scalars, odd = [], []
+    scalars, odd, told = [], [], []
     for batch in loader:
-        scalars += accelerator.gather_for_metrics(batch.float().mean()).tolist()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            scalars += accelerator.gather_for_metrics(batch.float().mean()).tolist()
             odd.append(accelerator.gather_for_metrics(torch.zeros(7)).shape[0])
-    return scalars, len(caught), odd
+        told.append([str(warning.message)[:32] for warning in caught])
+    return scalars, odd, told
 
 
 def test_outputs_without_a_row_per_sample_are_kept_whole_and_told(world):
-    for rank, (scalars, warned, odd) in enumerate(world.run(reduced_outputs)):
+    for rank, (scalars, odd, told) in enumerate(world.run(reduced_outputs)):
         assert len(scalars) == 4
-        assert warned == (rank == 0)
         assert odd == [14, 14]
+        rows = ["gather_for_metrics got 2 rows fro", "gather_for_metrics got 14 rows fr"]
+        assert told == [[], [text[:32] for text in rows] if rank == 0 else []]
+
+
+def gathered_after_the_loop(kind: str, count: int, batch_size: int, split: bool) -> list[list[int]]:
+    dispatch = True if kind == "dispatch" else (False if kind == "iterable" else None)
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
+    )
+    dataset = Stream(count) if kind == "iterable" else Numbers(count)
+    loader, other = accelerator.prepare(
+        DataLoader(dataset, batch_size=batch_size),
+        DataLoader(Numbers(60), batch_size=10 * accelerator.num_processes),
+    )
+    found = []
+    for _ in range(2):
+        batches = list(loader)
+        epoch = torch.cat(batches)
+        results = [accelerator.gather_for_metrics({"a": epoch, "b": epoch * 2})["b"] // 2]
+        results.append(accelerator.gather_for_metrics([int(item) for item in epoch], use_gather_object=True))
+        results.append(accelerator.gather_for_metrics(epoch, loader=loader))
+        # Inside of a loop over another one, and later, by name.
+        for step, _ in enumerate(other):
+            if step == 0:
+                results.append(accelerator.gather_for_metrics(torch.cat(list(loader))))
+        results.append(accelerator.gather_for_metrics(epoch, loader=loader))
+        found += [sorted(map(int, result)) for result in results]
+    found.append(list(map(int, accelerator.gather_for_metrics(next(iter(loader))))))
+    return found
+
+
+def gathered_after_each_loop(kind: str) -> list:
+    return [gathered_after_the_loop(kind, *loader) for loader in LOADERS]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["map", "iterable", "dispatch"])
+def test_what_was_collected_over_the_epoch_has_every_sample_once(world, size, kind):
+    for results in world.run(gathered_after_each_loop, kind, size=size):
+        for (count, batch_size, split), found in zip(LOADERS, results, strict=True):
+            *epochs, first = found
+            assert epochs == [list(range(count))] * 10, (kind, count, batch_size)
+            assert first == list(range(min(count, batch_size if split else batch_size * size)))
+
+
+def counted_after_the_loop() -> list[list[int]]:
+    """What a loop counts by itself has the padding in it: 12 samples of 9."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1)).eval()
+    loader = accelerator.prepare(DataLoader(Numbers(9), batch_size=3))
+    results = []
+    total = sum(len(batch) for batch in loader)
+    with warns_once(UserWarning, "last step repeats 3 samples") as first:
+        results += [accelerator.reduce(torch.tensor([total])).item() for _ in range(2)]
+    for batch in loader:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.reduce(torch.tensor(len(batch)))
+        results.append(len(caught))
+    for _ in loader:
+        pass
+    with warns_once(UserWarning, "got 2 rows from 2 processes, and there are samples that only") as second:
+        accelerator.gather_for_metrics(torch.tensor(total))
+    # Neither in training, nor where the padding was dropped, nor where there is none.
+    model.train()
+    for _ in loader:
+        pass
+    accelerator.reduce(torch.tensor(1))
+    model.eval()
+    correct = sum(len(accelerator.gather_for_metrics(batch)) for batch in loader)
+    accelerator.reduce(torch.tensor(1))
+    for _ in accelerator.prepare(DataLoader(Numbers(8), batch_size=2)):
+        pass
+    accelerator.reduce(torch.tensor(1))
+    accelerator.gather_for_metrics(torch.tensor(1))
+    return [results, [len(first), len(second), correct]]
+
+
+def test_padding_that_a_loop_counts_by_itself_is_told(world):
+    for rank, (results, told) in enumerate(world.run(counted_after_the_loop)):
+        assert results == [12, 12, 0, int(rank == 0)]
+        assert told == [int(rank == 0), int(rank == 0), 9]
+
+
+def gathered_side_by_side(counts: tuple[int, int], named: bool) -> tuple[list, list, list]:
+    accelerator = Accelerator()
+    loaders = accelerator.prepare(*(DataLoader(Numbers(count), batch_size=size) for count, size in counts))
+    found, told = ([], []), []
+    for batches in zip(*loaders, strict=False):
+        for batch, loader, seen in zip(batches, loaders, found, strict=True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                options = {"loader": loader} if named else {}
+                seen += accelerator.gather_for_metrics(batch, **options).tolist()
+                names = accelerator.gather_for_metrics([str(int(item)) for item in batch], **options)
+                assert list(map(int, names)) == seen[len(seen) - len(names) :]
+            told += [str(warning.message) for warning in caught]
+    return *found, told
+
+
+def test_the_batch_of_each_of_two_loaders_is_cut_by_its_own_padding(world):
+    # The rows of a batch tell whose it is.
+    for first, second, told in world.run(gathered_side_by_side, ((11, 3), (7, 2)), False):
+        assert (first, second, told) == (list(range(11)), list(range(7)), [])
+    # They do not where they are equally many: it has to be said.
+    for first, second, told in world.run(gathered_side_by_side, ((11, 3), (12, 3)), True):
+        assert (first, second, told) == (list(range(11)), list(range(12)), [])
+    for rank, (_, second, told) in enumerate(world.run(gathered_side_by_side, ((12, 3), (11, 3)), False)):
+        assert second == list(range(11))
+        assert all("read side by side" in text for text in told)
+        assert bool(told) == (rank == 0)
+
+
+def wrong_loaders() -> list[str]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Numbers(5), batch_size=2))
+    messages = []
+    for wrong in (DataLoader(Numbers(5)), loader):
+        with pytest.raises((TypeError, ValueError)) as error:
+            accelerator.gather_for_metrics(torch.zeros(2), loader=wrong)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_loader_that_cannot_be_meant_is_refused():
+    plain, unread = wrong_loaders()
+    assert plain.startswith("gather_for_metrics(loader=...) got a DataLoader. Pass the loader that prepare()")
+    assert "got the DataLoaderShard over Numbers (length 3), which was not iterated" in unread
 
 
 def outside_a_loop() -> list:
@@ -416,7 +545,11 @@ class Padded:
 
 
 def cut(data, **options):
-    return gather_for_metrics(data, loader=Padded(), process=Accelerator().process, shard=(0, 1), **options)
+    loaders, loader = OpenLoaders(), Padded()
+    loaders.begin(loader)
+    loaders.note_batch(loader)
+    process = Accelerator().process
+    return gather_for_metrics(data, passes=loaders.current, process=process, shard=(0, 1), **options)
 
 
 def test_a_list_of_two_in_a_batch_of_two():
@@ -435,6 +568,16 @@ def test_a_list_of_two_in_a_batch_of_two():
     # Entries with other numbers of rows are samples.
     assert cut([["c", "d"], ["a"]]) == [["c", "d"]]
     assert cut(["c", "d"]) == ["c"]
+    # What has no rows, beside tensors that have them, is no sample.
+    for other in (None, "text", 0.5, {"name": ["a", "b"]}, torch.tensor(0.5)):
+        for data in ((one, other), (other, one), {"a": (one, other)}):
+            found = cut(data, use_gather_object=True)
+            found = found[0]["a"] if isinstance(data, dict) else found
+            assert [value.tolist() for value in found if getattr(value, "ndim", 0) == 2] == [[[1.0, 2.0]]]
+            assert len(found) == 2
+    # The tokens of two samples, or a sample that lacks them.
+    assert cut(([1, 2], [1])) == [[1, 2]]
+    assert lists(cut((two, torch.tensor([1])), use_gather_object=True)) == [[1, 2]]
     # Where both could be meant it is told what is done.
     for data in ([["c", "d"], ["a", "b"]], [two.numpy(), two.numpy()]):
         with pytest.warns(UserWarning, match="taken for one entry per sample.*pass a tuple or a dict"):

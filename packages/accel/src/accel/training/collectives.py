@@ -27,14 +27,31 @@ class CollectiveControl:
         """Concatenate the tensors of all processes along their first dimension, leaf by leaf."""
         return operations.gather(tensor, process=self.run.process)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and drop the rows that only padded the last batch: every sample counts once."""
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None
+    ) -> Any:
+        """Gather, and drop the rows that only padded the last batch: every sample counts once.
+
+        After the loop it drops the padding of what has one row per sample of the whole epoch, of the loader
+        that ended last.
+
+        Args:
+            input_data: A tree of tensors (rows, *), or any objects.
+            use_gather_object: Gather by pickling although all leaves are tensors.
+            loader: The prepared loader that the data was made from, where several give batches side by side.
+                By default the one that gave the last batch, unless the number of rows is that of another.
+
+        Raises:
+            TypeError: If `loader` is no prepared loader.
+            ValueError: If it was not iterated, or the data differs between processes that share sequences.
+            RuntimeError: If some processes have no batch in this step.
+        """
         from accel.training import metrics
 
         parallelism = self.run.state.parallelism_config
         return metrics.gather_for_metrics(
             input_data,
-            loader=self.run.gradient_state.active_dataloader,
+            passes=metrics.current_passes(self.run.gradient_state, loader),
             process=self.run.process,
             shard=self.run.engine.loaders.data_shard,
             use_gather_object=use_gather_object,
@@ -43,7 +60,13 @@ class CollectiveControl:
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the tensors of all processes ("sum", "mean", "max", "none"); all get the result."""
-        return operations.reduce(tensor, reduction, scale, process=self.run.process)
+        run = self.run
+        # In training, samples that fill up the last batch are trained on like others.
+        if run.process.world_size > 1 and not any(model.training for model in run.models):
+            from accel.training import metrics
+
+            metrics.warn_of_reduced_padding(run.gradient_state, run.engine.loaders.data_shard[1], reduction)
+        return operations.reduce(tensor, reduction, scale, process=run.process)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +16,26 @@ from accel_ops.collectives.operations import gather
 from accel_ops.collectives.padding import pad_across_processes
 from accel_ops.trees.walk import children, flatten, is_namedtuple, rebuild, recursively_apply
 from accel_state.logging.warning import warn
+from accel_state.open_loaders import LoaderPass, describe
 
 if TYPE_CHECKING:
     from accel_data.loader.join import Attendance
+    from accel_state.gradient import GradientState
     from accel_state.process.facts import Process
 
 
 def gather_for_metrics(
     data: Any,
     *,
-    loader: Any | None,
+    passes: Sequence[LoaderPass],
     process: Process,
     shard: tuple[int, int],
     use_gather_object: bool = False,
     shares_sequences: bool = False,
 ) -> Any:
-    """Gather `data` from all processes and drop the rows that only padded the batch of `loader`.
+    """Gather `data` from all processes and drop the rows that only padded the batch it was made from.
 
-    The loader knows how many rows each process has in a padded step, and how many of them are real samples.
+    A loader knows how many rows each process has in a padded step, and how many of them are real samples.
     Objects are cut before they travel and tensors after. Where batches differ in size, because nothing is
     padded (`even_batches=False`) or a batch sampler has no batch size, the processes exchange how many rows
     they have. On one process nothing is padded: in a last batch that is incomplete, one number that is
@@ -40,7 +43,7 @@ def gather_for_metrics(
 
     Args:
         data: A tree of tensors (rows, *), or any objects.
-        loader: The prepared loader being iterated, else None: then nothing is dropped.
+        passes: Over the loaders that it may be made from, the likeliest first; see `current_passes`.
         process: This process.
         shard: (rank, size) of this process among the data-parallel ones.
         use_gather_object: Gather by pickling although all leaves are tensors.
@@ -56,33 +59,130 @@ def gather_for_metrics(
         ValueError: On all processes, if `data` differs between processes that share sequences.
     """
     copies = process.world_size // shard[1]  # processes with the same samples: the first of them counts
+    for one in passes:
+        one.is_gathered = True
+    loader = passes[0].loader if passes and passes[0].is_open else None
     fill = _fill(loader, shard[1])
     if fill is not None and not all(fill.rows):
         raise RuntimeError(_some_are_missing(loader, fill.rows))
+    padding = _padding(passes, shard[1])
     # Before the first collective: a process that has left the loop would leave the others in it.
     attendance = getattr(loader, "attendance", None)
     if attendance is not None:
         _meet(loader, attendance, process)
     if use_gather_object or not _holds_only_tensors(data):
-        if fill is not None:
-            data = _cut_objects(data, fill.real[shard[0]], fill.rows[shard[0]])
+        if padding is not None:
+            data = _cut_objects(data, padding.of(shard[0]))
         if shares_sequences and copies > 1:
             _check_equal_objects(gather_object([data], process=process), copies)
         # Of the processes with the same samples, the first gives its objects for all.
         return gather_object([] if process.rank % copies else data, process=process)
     sequences = _batch_sizes(loader, fill, shard[1]) if shares_sequences else None
     # Two more collectives, of sizes and padding, which even loaders never need.
-    if process.world_size > 1 and _may_be_uneven(loader):
-        return _gather_uneven(data, fill, process, copies, sequences)
+    if process.world_size > 1 and any(_may_be_uneven(one.loader) for one in passes):
+        return _gather_uneven(data, padding, process, copies, sequences)
     gathered = gather(data, process=process)
     if copies > 1:
         gathered = recursively_apply(_one_copy, gathered, shard[1], copies, sequences)
-    if fill is not None:
-        return recursively_apply(_drop_padding, gathered, fill)
+    if padding is not None:
+        return recursively_apply(_drop_padding, gathered, padding, shard[1])
     left, size = getattr(loader, "remainder", -1), getattr(loader, "batch_size", None)
     if shard[1] > 1 or not getattr(loader, "end_of_dataloader", False) or size is None or not 0 < left < size:
         return gathered
     return recursively_apply(_drop_beyond_end, gathered, left, size)
+
+
+def current_passes(state: GradientState, loader: Any = None) -> list[LoaderPass]:
+    """Return the passes over the loaders whose batches may be at hand, the likeliest first.
+
+    Args:
+        state: Whose loaders they are.
+        loader: The one that the user names.
+
+    Raises:
+        TypeError: If it is no prepared loader.
+        ValueError: If it was not iterated.
+    """
+    if loader is None:
+        return state._loaders.current
+    inner = getattr(loader, "loader", loader)  # of what wraps a prepared loader
+    if not hasattr(inner, "real_samples"):
+        raise TypeError(
+            f"gather_for_metrics(loader=...) got a {type(loader).__name__}. Pass the loader that prepare() "
+            "returned."
+        )
+    found = inner.gradient_state._loaders.find(inner)
+    if found is None:
+        raise ValueError(
+            f"gather_for_metrics(loader=...) got {describe(inner)}, which was not iterated. Pass the loader "
+            "that the loop reads (what skip_first_batches returns is another one)."
+        )
+    return [found]
+
+
+def warn_of_reduced_padding(state: GradientState, size: int, reduction: str) -> None:
+    """Warn of padding that a sum over the processes may count.
+
+    Args:
+        state: Whose loaders may be padded.
+        size: Number of data-parallel processes.
+        reduction: How values are reduced.
+    """
+    one = next(iter(state._loaders.current), None)
+    fill = None if one is None or one.is_gathered else _fill(one.loader, size)
+    if one is None or fill is None or fill.real == fill.rows or reduction not in ("sum", "mean"):
+        return
+    one.is_gathered = True
+    warn(
+        f"reduce(..., {reduction!r}) is called for {describe(one.loader)}, whose last step repeats "
+        f"{sum(fill.rows) - sum(fill.real)} samples to fill up the batches: a sum or a mean over its batches "
+        "counts them twice. gather_for_metrics leaves them out, and loader.real_samples says how many to "
+        "count.",
+        UserWarning,
+    )
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """Of the batches at hand, and of epochs that have ended: how many rows are real.
+
+    Args:
+        real: By the numbers of rows of all processes: how many of them are real. The rest follows them.
+        unclear: Numbers of rows that batches of several loaders have, of which different ones are real.
+    """
+
+    real: dict[tuple[int, ...], tuple[int, ...]]
+    unclear: frozenset[tuple[int, ...]]
+
+    def of(self, rank: int) -> dict[int, int]:
+        """How many rows of one process are real, by its number of rows; the likeliest loader first."""
+        return {rows[rank]: real[rank] for rows, real in reversed(self.real.items())}
+
+
+def _padding(passes: Sequence[LoaderPass], size: int) -> _Padding | None:
+    """Return what is known of padding; None if no loader has padded a batch."""
+    if not any(one.padded_batches for one in passes):
+        return None
+    real: dict[tuple[int, ...], tuple[int, ...]] = {}
+    unclear = set()
+    for one in passes:
+        fill, each = _fill(one.loader, size), getattr(one.loader, "batch_size", None)
+        if fill is None and isinstance(each, int):
+            fill = Fill((each,) * size, (each,) * size)
+        if fill is None:
+            continue
+        found = {fill.rows: fill.real}
+        # The whole epoch, too, if no other step was padded.
+        if not one.is_open and isinstance(each, int) and one.padded_batches == (fill.real != fill.rows):
+            before = each * (one.batches - 1)
+            found |= {tuple(before + n for n in fill.rows): tuple(before + n for n in fill.real)}
+        for rows, own in found.items():
+            # One batch is not enough to tell that loaders are read side by side.
+            if real.setdefault(rows, own) != own and one.is_open and min(one.batches, passes[0].batches) > 1:
+                unclear.add(rows)
+    if all(rows == own for rows, own in real.items()):
+        return None
+    return _Padding(real, frozenset(unclear))
 
 
 def _fill(loader: Any | None, size: int) -> Fill | None:
@@ -220,7 +320,7 @@ def _differs(what: str) -> str:
 
 
 def _gather_uneven(
-    data: Any, fill: Fill | None, process: Process, copies: int, sequences: set[int] | None
+    data: Any, padding: _Padding | None, process: Process, copies: int, sequences: set[int] | None
 ) -> Any:
     """Gather tensors whose number of rows differs between processes."""
     leaves, rebuild = flatten(data)
@@ -237,16 +337,16 @@ def _gather_uneven(
         ]
     return rebuild(
         [
-            _kept_rows(leaf, _real_rows(tuple(rows), fill), max(rows))
+            _kept_rows(leaf, _real_rows(tuple(rows), padding), max(rows))
             for leaf, rows in zip(gathered, sizes.tolist(), strict=True)
         ]
     )
 
 
-def _drop_padding(gathered: torch.Tensor, fill: Fill) -> torch.Tensor:
+def _drop_padding(gathered: torch.Tensor, padding: _Padding, size: int) -> torch.Tensor:
     """Keep the real rows of each process; what is not one row per sample stays whole."""
-    rows = gathered.shape[0] // len(fill.rows)  # the same of each process, as gather takes no others
-    return _kept_rows(gathered, _real_rows((rows,) * len(fill.rows), fill), rows)
+    rows = gathered.shape[0] // size  # the same of each process, as gather takes no others
+    return _kept_rows(gathered, _real_rows((rows,) * size, padding), rows)
 
 
 def _drop_beyond_end(gathered: torch.Tensor, left: int, size: int) -> torch.Tensor:
@@ -257,18 +357,30 @@ def _drop_beyond_end(gathered: torch.Tensor, left: int, size: int) -> torch.Tens
     return gathered[:left] if repeats and torch.equal(gathered, gathered[:1].expand(size)) else gathered
 
 
-def _real_rows(rows: tuple[int, ...], fill: Fill | None) -> tuple[int, ...]:
+def _real_rows(rows: tuple[int, ...], padding: _Padding | None) -> tuple[int, ...]:
     """Return how many of the rows that each process gave are real: all, if they are not one per sample."""
-    if fill is None or rows == fill.rows:
-        return rows if fill is None else fill.real
-    if set(rows) != {1}:  # one row per process: a mean, which no padding is in
+    if padding is None:
+        return rows
+    if rows not in padding.real:
         warn(
-            f"gather_for_metrics got {sum(rows)} rows from {len(rows)} processes, whose batches have "
-            f"{', '.join(map(str, fill.rows))} rows in this padded step: it cannot tell which rows belong to "
-            "padding and keeps all. Return one row per sample to have the padding dropped.",
+            f"gather_for_metrics got {sum(rows)} rows from {len(rows)} processes, and there are samples that "
+            "only fill up the last step: it cannot tell which rows belong to them, and keeps all (it could "
+            f"cut {_expected(padding)} rows). Give it one row per sample; a mean over a batch counts them.",
             UserWarning,
         )
-    return rows
+        return rows
+    if rows in padding.unclear:
+        warn(
+            f"gather_for_metrics got {sum(rows)} rows, as many as the batches of several loaders that are "
+            "read side by side have, and drops the padding of the loader that gave the last batch. Say which "
+            "one they are of: gather_for_metrics(..., loader=...).",
+            UserWarning,
+        )
+    return padding.real[rows]
+
+
+def _expected(padding: _Padding) -> str:
+    return " or ".join(str(sum(rows)) for rows in padding.real)
 
 
 def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torch.Tensor:
@@ -278,27 +390,39 @@ def _kept_rows(gathered: torch.Tensor, counts: Sequence[int], rows: int) -> torc
     return torch.cat([gathered[rank * rows : rank * rows + count] for rank, count in enumerate(counts)])
 
 
-def _cut_objects(data: Any, count: int, rows: int) -> Any:
-    """Cut what has one entry per sample (lists, tuples, tensors, arrays) to the real samples."""
+def _cut_objects(data: Any, real: Mapping[int, int]) -> Any:
+    """Cut what has one entry per sample (lists, tuples, tensors, arrays) to the real samples.
+
+    Args:
+        data: Any objects.
+        real: How many entries are real, by the number of entries.
+    """
     shape = getattr(data, "shape", None)
     if shape is not None:
-        return data[:count] if len(shape) > 0 and shape[0] == rows else data
+        return data[: real.get(shape[0])] if len(shape) > 0 else data
     is_list = isinstance(data, list | tuple) and not is_namedtuple(data)
-    if is_list and len(data) == rows and not _is_structure(data, rows):
-        return data[:count]
+    if is_list and len(data) in real and not _is_structure(data, len(data)):
+        return data[: real[len(data)]]
     values = children(data)
-    return data if values is None else rebuild(data, [_cut_objects(value, count, rows) for value in values])
+    return data if values is None else rebuild(data, [_cut_objects(value, real) for value in values])
 
 
 def _is_structure(data: Sequence[Any], rows: int) -> bool:
     """Whether the entries of a list or tuple of `rows` entries are not samples, but hold one row per sample.
 
     So it is where each of them has `rows` rows, in a tuple, as `(predictions, labels)`, or in a list of
-    things that differ in kind. A list of things that are alike is taken for one entry per sample, as
-    gathering objects makes one list of all entries; with a warning, as it may be meant otherwise.
+    things that differ in kind; and where tensors have them and what has not differs in kind, as in
+    `(predictions, None)`. A list of things that are alike is taken for one entry per sample, as gathering
+    objects makes one list of all entries; with a warning, as it may be meant otherwise.
     """
-    if not all(_has_rows(value, rows) for value in data):
-        return False
+    others = [value for value in data if not _has_rows(value, rows)]
+    if others:
+        tensors = [value for value in data if hasattr(value, "shape") and _has_rows(value, rows)]
+        # The tokens of each sample are tensors of any length, and none of them is a single number.
+        with_rows, without = (
+            {(type(value), getattr(value, "ndim", 1) == 0) for value in some} for some in (tensors, others)
+        )
+        return bool(tensors) and not with_rows & without
     # Samples of one batch are alike; predictions and labels usually are not.
     if isinstance(data, tuple) or len({_kind(value) for value in data}) > 1:
         return True
