@@ -7,8 +7,10 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import safetensors.torch
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Sampler
 
+from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
 from accel_ckpt.file_names import MANIFEST
 from accel_ckpt.files import tensors
@@ -465,13 +468,57 @@ class Thing:
     value = 2
 
 
-def test_other_types_load_only_when_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_values_of_common_types_come_back_and_others_are_refused_by_the_save(
+    tmp_path: Path, blocking: bool
+) -> None:
+    def make(value: Any) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        optimizer.param_groups[0]["folder"] = value
+        return optimizer, lrs.LambdaLR(optimizer, Callable(value))
+
+    def save(optimizer: Any, scheduler: Any) -> None:
+        with staged(tmp_path / "c", blocking=blocking) as staging:
+            save_accelerator_state(staging.path, [], [optimizer], [scheduler], [], 0, 0)
+        thread.wait()
+
+    value = {Path("a"): (datetime(2024, 1, 1), {UUID(int=1)})}
+    save(*make(value))
+    optimizer, scheduler = make(None)
+    load_accelerator_state(tmp_path / "c", [], [optimizer], [scheduler], [], 0)
+    assert optimizer.param_groups[0]["folder"] == value
+    assert scheduler.lr_lambdas[0].power == value
+
+    optimizer, scheduler = make(None)
+    scheduler.lr_lambdas[0].power = Thing()
+    message = r"scheduler 0 \(LambdaLR\) .* its state\['lr_lambdas'\]\[0\]\['power'\] is of type .*Thing"
+    with pytest.raises(ValueError, match=message):
+        save(optimizer, scheduler)
+    optimizer.param_groups[0]["folder"] = Thing()
+    with pytest.raises(
+        ValueError, match=r"optimizer 0 \(SGD\) .*\['param_groups'\]\[0\]\['folder'\] is of type .*Thing"
+    ):
+        save(optimizer, scheduler)
+    with torch.serialization.safe_globals([Thing]):
+        save(optimizer, scheduler)
+        load_accelerator_state(tmp_path / "c", [], [optimizer], [scheduler], [], 0)
+
+
+def test_what_other_implementations_saved_loads_when_asked_for(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = lrs.LambdaLR(optimizer, Callable(Thing()))
-    save_accelerator_state(tmp_path / "c", [], [], [scheduler], [], 0, 0)
-    with pytest.raises(CheckpointError, match=r"scheduler\.bin holds more than tensors"):
+    save_accelerator_state(tmp_path / "c", [], [], [], [], 0, 0)
+    (tmp_path / "c" / MANIFEST).unlink()
+    torch.save(scheduler.state_dict(), tmp_path / "c/scheduler.bin")
+    with (
+        pytest.warns(UserWarning, match="another implementation"),
+        pytest.raises(CheckpointError, match=r"scheduler\.bin holds more than tensors"),
+    ):
         load_accelerator_state(tmp_path / "c", [], [], [scheduler], [], 0)
-    load_accelerator_state(tmp_path / "c", [], [], [scheduler], [], 0, load_kwargs={"weights_only": False})
+    with pytest.warns(UserWarning, match="another implementation"):
+        load_accelerator_state(
+            tmp_path / "c", [], [], [scheduler], [], 0, load_kwargs={"weights_only": False}
+        )
 
 
 SCHEDULERS: dict[str, Any] = {
@@ -536,7 +583,8 @@ def test_registered_objects(tmp_path: Path) -> None:
 
 def test_registered_objects_in_a_plain_folder(tmp_path: Path) -> None:
     item = Counter(Thing())
-    save_custom_state(item, tmp_path, 2)
+    with torch.serialization.safe_globals([Thing]):
+        save_custom_state(item, tmp_path, 2)
     assert os.listdir(tmp_path) == ["custom_checkpoint_2.pkl"]
     with pytest.raises(CheckpointError, match="holds more than"):
         load_custom_state(item, tmp_path, 2)

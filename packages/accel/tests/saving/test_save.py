@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import gc
 import random
 import warnings
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -341,19 +343,45 @@ def test_save_writes_one_object(tmp_path):
 
 class Clock(Counter):
     def state_dict(self) -> dict:
-        return {"count": datetime.date(2000, 1, 1 + self.count)}
+        return {"count": (datetime.date(2000, 1, 1), Path("a"), {Own.ONE: deque([1])})}
+
+
+class Own(enum.Enum):
+    ONE = 1
+
+
+class Odd(Counter):
+    def state_dict(self) -> dict:
+        return {"count": {"inner": [self]}}
+
+
+def test_registered_objects_of_common_types_are_restored_and_others_refused_by_the_save(tmp_path):
+    accelerator = Accelerator()
+    clock = Clock()
+    accelerator.register_for_checkpointing(clock)
+    accelerator.load_state(accelerator.save_state(str(tmp_path / "state")))
+    assert clock.count == (datetime.date(2000, 1, 1), Path("a"), {Own.ONE: deque([1])})
+
+    accelerator.register_for_checkpointing(Odd())
+    message = (
+        r"registered object 1 \(Odd\) cannot be saved: its state\['count'\]\['inner'\]\[0\] is of type .*Odd"
+    )
+    with pytest.raises(ValueError, match=message):
+        accelerator.save_state(str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_load_kwargs_reach_registered_objects(tmp_path):
     accelerator = Accelerator()
-    clock = Clock()
-    accelerator.register_for_checkpointing(clock)
-    folder = accelerator.save_state(str(tmp_path / "state"))
+    odd = Odd()
+    accelerator.register_for_checkpointing(odd)
+    with torch.serialization.safe_globals([Odd]):
+        folder = accelerator.save_state(str(tmp_path / "state"))
 
     with pytest.raises(CheckpointError, match="weights_only=False"):
         accelerator.load_state(folder)
     accelerator.load_state(folder, load_kwargs={"weights_only": False})
-    assert clock.count == datetime.date(2000, 1, 1)
+    assert isinstance(odd.count["inner"][0], Odd)
 
 
 class Tied(torch.nn.Module):

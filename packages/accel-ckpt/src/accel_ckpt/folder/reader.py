@@ -12,7 +12,7 @@ import torch
 
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.files import digests, tensors
+from accel_ckpt.files import digests, tensors, values
 from accel_ckpt.files.mapped_file import MappedFile
 from accel_ckpt.files.progress import Progress
 from accel_ckpt.folder import manifest, recovery
@@ -95,10 +95,10 @@ class Reading:
             return {key: value for part in parts for key, value in part.items()}
         mapped = self.find_mapped(name)
         if mapped is None:
-            return tensors.load(self.folder / name, map_location=self.device, **self.options)
+            return values.decode(tensors.load(self.folder / name, map_location=self.device, **self.options))
         del self.mapped[name]  # tensors may be written to: those of another load are its own
         options = {key: value for key, value in self.options.items() if key != "mmap"}
-        return tensors.load_mapped(mapped, self.device, **options)
+        return values.decode(tensors.load_mapped(mapped, self.device, **options))
 
     def find_mapped(self, name: str) -> MappedFile | None:
         """Map a file that is large, so that it is not in memory twice; None if it is not to be mapped."""

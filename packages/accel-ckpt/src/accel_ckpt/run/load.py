@@ -14,7 +14,7 @@ import torch
 from accel_ckpt import file_names
 from accel_ckpt.background import thread
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.files.digests import plain_file
 from accel_ckpt.folder import recovery
 from accel_ckpt.folder.agree import collect, together
@@ -285,7 +285,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0, *, weights_only: b
         CheckpointError: If the file holds other objects.
     """
     file = plain_file(recovery.find(Path(path)), file_names.custom_file(index))
-    obj.load_state_dict(tensors.load(file, map_location="cpu", weights_only=weights_only))
+    obj.load_state_dict(values.decode(tensors.load(file, map_location="cpu", weights_only=weights_only)))
 
 
 def _load_registered(

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import values
 from accel_ckpt.folder.agree import collect, together
 from accel_ckpt.folder.staging import Staging
 from accel_ckpt.sharded.dcp_folder import read_folder, read_index
@@ -46,7 +47,8 @@ def save_registered(item: Any, index: int, staging: Staging, process: Process) -
 
     def write() -> None:
         if staging.writes_shared:
-            staging.write(state, file_names.custom_file(index))
+            what = f"registered object {index} ({type(item).__name__})"
+            staging.write(values.encode(state, what), file_names.custom_file(index))
 
     # Together, as the next object begins with a collective, which a full disk here must not leave waiting.
     together(write, process, f"writing {file_names.custom_file(index)}")

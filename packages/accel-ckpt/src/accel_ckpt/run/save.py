@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_ckpt import file_names
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.staging import opened_at, staged
 from accel_ckpt.run.rng import get_rng_state
 from accel_ckpt.run.weight_parts import parts_of_model
@@ -69,7 +69,7 @@ def save_accelerator_state(
         The checkpoint folder.
 
     Raises:
-        ValueError: If safetensors cannot hold a weight.
+        ValueError: If safetensors cannot hold a weight, or a state has a value that no load would take.
         Exception: What else went wrong here; a CheckpointError on the other processes. The folder is as it
             was before.
     """
@@ -82,7 +82,10 @@ def save_accelerator_state(
             for index, state in enumerate(model_states):
                 names = frozen[index] if frozen else ()
                 weights, indexes = parts_of_model(state, index, names, safe_serialization, gathered=gathered)
-                parts |= weights
+                parts |= {
+                    name: part if name.endswith(".safetensors") else values.encode(part, f"model {index}")
+                    for name, part in weights.items()
+                }
                 for name, content in indexes.items():
                     staging.write_bytes(content, name)
             parts |= _shared_parts(optimizers, schedulers, dataloaders, scaler)
@@ -108,13 +111,18 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         path: The checkpoint folder; one that `staged` has opened, or any other.
         index: Its number, for the name of the file.
         save_on_each_node: Whether one process per machine saves, instead of one of all.
+
+    Raises:
+        ValueError: If its state has a value that no load would take; it names it.
     """
     file = Path(path) / file_names.custom_file(index)
     staging = opened_at(path)
+    if staging is None or staging.writes_shared:
+        state = values.encode(obj.state_dict(), f"registered object {index} ({type(obj).__name__})")
     if staging is None:
-        tensors.save(obj.state_dict(), file, save_on_each_node=save_on_each_node)
+        tensors.save(state, file, save_on_each_node=save_on_each_node)
     elif staging.writes_shared:
-        staging.write(obj.state_dict(), file_names.custom_file(index))
+        staging.write(state, file_names.custom_file(index))
 
 
 def _shared_parts(
@@ -125,19 +133,26 @@ def _shared_parts(
 ) -> dict[str, Any]:
     """The states that are the same on all processes, apart from weights, by the name of their file."""
     parts: dict[str, Any] = {
-        file_names.optimizer_file(i): item.state_dict() for i, item in enumerate(optimizers)
+        file_names.optimizer_file(i): _state_of(item, f"optimizer {i}") for i, item in enumerate(optimizers)
     }
-    parts |= {file_names.scheduler_file(i): item.state_dict() for i, item in enumerate(schedulers)}
+    parts |= {
+        file_names.scheduler_file(i): _state_of(item, f"scheduler {i}") for i, item in enumerate(schedulers)
+    }
     for index, loader in enumerate(dataloaders):
         sampler = getattr(loader, "sampler", None)
         if hasattr(loader, "state_dict"):
-            parts[file_names.loader_file(index)] = loader.state_dict()
-        # The order of `_load_loader`: the loader's own state comes before its sampler's.
+            parts[file_names.loader_file(index)] = _state_of(loader, f"loader {index}")
+        # The order of `_check_loader`: the loader's own state comes before its sampler's.
         elif sampler is not None and hasattr(sampler, "state_dict"):
-            parts[file_names.sampler_file(index)] = sampler.state_dict()
+            parts[file_names.sampler_file(index)] = _state_of(sampler, f"sampler {index}")
     if scaler is not None:
         parts[file_names.SCALER] = scaler.state_dict()
     return parts
+
+
+def _state_of(item: Any, what: str) -> Any:
+    inner = getattr(item, "optimizer" if what.startswith("optimizer") else "scheduler", item)
+    return values.encode(item.state_dict(), f"{what} ({type(inner).__name__})")
 
 
 def _is_loader(name: str) -> bool:

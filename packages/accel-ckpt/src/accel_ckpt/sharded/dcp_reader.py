@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.files.paths import listed_file
 
 METADATA = ".metadata"
@@ -217,7 +217,7 @@ class SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state dict that is loaded into."""
         name = read_item.dest_index.fqn
-        loaded = tensors.load(value, map_location="cpu")
+        loaded = values.decode(tensors.load(value, map_location="cpu"))
         # As DefaultLoadPlanner.load_bytes of torch 2.6 to 2.15, but for weights_only.
         if not self.flatten_state_dict:
             self.state_dict[name] = loaded

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from accel_ckpt import file_names
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.errors import CheckpointError
+from accel_ckpt.files import values
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import Staging, staged
@@ -283,6 +284,7 @@ def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Pro
         process: This process.
     """
     folder = staging.path / name
+    state = together(lambda: values.encode(state, name), process, f"writing {name}")
     if staging.memory is not None:
         state = recursively_apply(_copy, state, staging.memory, {})
         staging.memory.wait_for_cpu()

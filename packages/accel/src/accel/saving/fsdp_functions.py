@@ -21,7 +21,7 @@ from torch.distributed.fsdp import StateDictType
 from accel.saving.adapters import adapter_names, is_peft_model, under_own_names
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.agree import together
 from accel_ckpt.run.optimizer_groups import match_groups
 from accel_ckpt.run.undo import unchanged_by_failure
@@ -66,6 +66,7 @@ def save_fsdp_model(
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
         place = Path(output_dir) / file_names.sharded_model_folder(model_index)
+        weights = values.encode(weights, f"model {model_index}")
         write_folder({"model": weights}, place, accelerator.run.process)
         return
     whole = accelerator.run.engine.states.state_dict(model)
@@ -148,7 +149,7 @@ def save_fsdp_optimizer(
         root = accelerator.run.engine.states.state_root(model)
         state = {"optimizer": parts_to_save(root, getattr(optimizer, "optimizer", optimizer))}
         place = Path(output_dir) / file_names.sharded_optimizer_folder(optimizer_index)
-        write_folder(state, place, accelerator.run.process)
+        write_folder(values.encode(state, f"optimizer {optimizer_index}"), place, accelerator.run.process)
         return
     whole = accelerator.run.engine.states.optimizer_to_save(optimizer).state_dict()
     _write_whole(accelerator.run, whole, output_dir, file_names.optimizer_file(optimizer_index))
@@ -243,11 +244,15 @@ def _write_whole(run: Run, state: dict[str, Any], folder: Folder, name: str) -> 
 
     def write() -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)  # several calls save into one folder
-        tensors.save(state, Path(folder) / name, save_on_each_node=each_node)
+        tensors.save(values.encode(state, name), Path(folder) / name, save_on_each_node=each_node)
 
     together(write, run.process, f"writing {name}")
 
 
 def _read_whole(run: Run, folder: Folder, name: str) -> Any:
     path = Path(folder) / name
-    return together(lambda: tensors.load(path, map_location="cpu"), run.process, f"reading {name}")
+
+    def read() -> Any:
+        return values.decode(tensors.load(path, map_location="cpu"))
+
+    return together(read, run.process, f"reading {name}")

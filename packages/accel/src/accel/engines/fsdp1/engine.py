@@ -45,7 +45,7 @@ from accel.engines.sharded.groups import aliases
 from accel.engines.sharded.initial_weights import WeightSource
 from accel_ckpt import file_names
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.files import tensors
+from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.staging import staged
 from accel_state.devices.table import row as device_row
@@ -177,7 +177,8 @@ class FSDP1States(ShardedStates):
                 "optimizers": [item.state_dict() for item in self.engine._known if self.is_own(item)],
             }
             with staged(folder, process=self.engine.context.process) as staging:
-                staging.write(state, file_names.local_state_file(self.engine.context.process.rank))
+                name = file_names.local_state_file(self.engine.context.process.rank)
+                staging.write(values.encode(state, name), name)
 
     def check_own(self, names: Collection[str]) -> None:
         """Reject a checkpoint that is not this engine's, or one of other parts.
@@ -212,9 +213,8 @@ class FSDP1States(ShardedStates):
             )
 
     def _load_local(self, folder: Path) -> None:
-        state = tensors.load(
-            folder / file_names.local_state_file(self.engine.context.process.rank), map_location="cpu"
-        )
+        name = file_names.local_state_file(self.engine.context.process.rank)
+        state = values.decode(tensors.load(folder / name, map_location="cpu"))
         # In the order of preparing, which is that of the file.
         optimizers = [item for item in self.engine._known if self.is_own(item)]
         for root, part in zip(self.engine._records, state["models"], strict=True):
