@@ -31,25 +31,36 @@ class LateAverage(Engine):
 
     def __init__(self, context):
         super().__init__(context)
-        self.trained = []
+        self.parameters = {}  # by id, as tensors compare by value
 
     def wrap_model(self, model):
         """Start from the first process's weights."""
-        if self.context.process.world_size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-        self.trained += [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.share([*model.parameters(), *model.buffers()])
+        self.parameters.update((id(parameter), parameter) for parameter in model.parameters())
         return model
+
+    def prepare_optimizer(self, optimizer, place):
+        """Follow also what no model has, such as a learned temperature."""
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.share(given)
+        self.parameters.update((id(parameter), parameter) for parameter in given)
+        return super().prepare_optimizer(optimizer, place)
+
+    def share(self, tensors):
+        """Send the first process's values to all."""
+        if self.context.process.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
 
     def release(self):
         """Let go of the parameters, for `free_memory`."""
-        self.trained.clear()
+        self.parameters.clear()
 
     def backward(self, loss, **kwargs):
         """Average at the end of a window; what was averaged already stays as it is."""
         super().backward(loss, **kwargs)
         if self.context.gradient_state.sync_gradients:
-            for parameter in self.trained:
+            for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad = self.average(parameter.grad)
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from accel.engines.base import Engine, Gradients, Loaders, States
 from accel.engines.base.context import EngineContext, Prepared
-from accel.engines.deepspeed import checkpoint, gradients, ulysses
+from accel.engines.common.loose import parameters_of
+from accel.engines.deepspeed import checkpoint, gradients, ulysses, weights
 from accel.engines.deepspeed.auto_values import Facts, complete
 from accel.engines.deepspeed.runtime import load, part, started
 from accel.engines.deepspeed.settings import check_axes, check_precision
@@ -52,6 +53,8 @@ class DeepSpeedStates(States):
         if self.engine._driver is None:
             super().save_own(folder, **options)
         else:
+            if weights.steps_copies(self.engine._driver.engine):
+                weights.take_changes(self.engine._driver.engine)  # DeepSpeed saves its copies as well
             checkpoint.save(self.engine._driver.engine, folder, options)
 
     def check_own(self, names: Collection[str]) -> None:
@@ -256,6 +259,15 @@ class DeepSpeedEngine(Engine):
                 "with it: DeepSpeed makes one engine of one model and its optimizer. Prepare both in one "
                 "call of prepare(), the model not before; several models can be parts of one module."
             )
+        model_has = {id(item) for item in owners[0].parameters()}
+        beside = [item for item in parameters_of([optimizer]) if id(item) not in model_has]
+        if beside:
+            raise ValueError(
+                f"{type(optimizer).__name__} has a tensor of shape {tuple(beside[0].shape)} that "
+                f"{type(owners[0]).__name__} does not have: {self.name} trains the parameters of one model. "
+                "Make it a torch.nn.Parameter of the model (or of a module that holds both) before the "
+                "optimizer is made."
+            )
         return owners[0], optimizer
 
     def _facts(self, objects: Prepared, model: torch.nn.Module, optimizer: Any) -> Facts:
@@ -296,11 +308,12 @@ class DeepSpeedEngine(Engine):
         if isinstance(facts.scheduler, DummyScheduler) and facts.scheduler.lr_scheduler_callable is not None:
             # DeepSpeed calls it with the optimizer that it has made.
             given["lr_scheduler"] = facts.scheduler.lr_scheduler_callable
+        trained = list(parameters_of([optimizer]))  # before DeepSpeed puts its copies there
         engine = self._start(model, config, **given)
         gradients.forget_trial_step(engine)
         if self._groups is not None:
             gradients.count_parts_once(engine)
-        self._driver = DeepSpeedEngineWrapper(engine)
+        self._driver = DeepSpeedEngineWrapper(engine, trained)
         wrapper = DeepSpeedOptimizerWrapper(
             engine.basic_optimizer, self._driver, gradient_state=self.context.gradient_state
         )

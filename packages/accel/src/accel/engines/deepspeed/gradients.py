@@ -81,6 +81,24 @@ def set_clipping(engine: Any, max_norm: float) -> None:
     engine.optimizer.clip_grad = 0.0 if smaller == float("inf") else smaller
 
 
+def begin_pass(engine: Any) -> None:
+    """Have stage 3 add the gradients of a backward pass to those of the pass before.
+
+    DeepSpeed (0.19) does so in forward, and otherwise takes a pass that follows another for a part of it.
+    """
+    if engine.zero_optimization_stage() == 3:
+        engine.optimizer.clear_backward_seen_flag()
+
+
+def reduce(engine: Any) -> None:
+    """Reduce gradients that backward passes inside of a window have gathered."""
+    engine.set_gradient_accumulation_boundary(True)
+    if engine.zero_optimization_partition_gradients():  # stages 2 and 3 have reduced them, pass by pass
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()
+
+
 def loss_scale(engine: Any) -> Any:
     """The factor that the loss was multiplied by (fp16); 1 in other precisions."""
     return getattr(engine.optimizer, "loss_scale", 1.0)

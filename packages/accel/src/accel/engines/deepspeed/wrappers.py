@@ -8,12 +8,13 @@ steps when `optimizer.step()` is called there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from accel.engines.deepspeed import gradients
+from accel.engines.deepspeed import gradients, weights
+from accel.engines.deepspeed.weights import TrainedParameters
 from accel_optim.optimizer import AcceleratedOptimizer
 from accel_optim.scheduler import AcceleratedScheduler
 from accel_state.logging.warning import warn
@@ -24,15 +25,17 @@ class DeepSpeedEngineWrapper:
 
     Args:
         engine: The engine.
+        parameters: Those that its optimizer was made from.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, parameters: Iterable[torch.Tensor] = ()) -> None:
         self.engine = engine
+        self.name = f"deepspeed zero {int(engine.zero_optimization_stage())}"
         self.is_reduced = False  # whether the gradients of a whole window are there, for a step
         self.has_gathered = False  # whether there are gradients that no step has used
-        self._is_held_back = False
         self._forwards = _Forwards()
         self._factor: float | torch.Tensor | None = None
+        self._trained = TrainedParameters(engine.module, parameters)
         # Counted here, as ZeRO-3 says nothing when it drops gradients of a second backward pass.
         engine.register_forward_pre_hook(self._forwards)
 
@@ -47,7 +50,8 @@ class DeepSpeedEngineWrapper:
         Raises:
             ValueError: If `scale_wrt_gas=True`.
             RuntimeError: If DeepSpeed would lose gradients: it is the second backward pass at a window's end,
-                or the second one after a single forward pass under ZeRO-3.
+                or the second one after a single forward pass under ZeRO-3, or parameters were frozen or
+                unfrozen inside of the window.
         """
         if kwargs.pop("scale_wrt_gas", False):
             raise ValueError(
@@ -55,15 +59,20 @@ class DeepSpeedEngineWrapper:
                 "as well. Leave it out: the Accelerator divides it."
             )
         self._check_loss()
-        is_boundary = sync_gradients and not self._is_held_back
+        # Stage 0 reduces, and stage 3 steps, gradients of what is trained in the window's last pass.
+        loses_gradients = self.engine.zero_optimization_stage() in (0, 3)
+        self._trained.before_pass(not self.has_gathered, loses_gradients, self.name)
+        # As under DDP, where what counts is whether the forward pass ran under no_sync.
+        is_boundary = sync_gradients and not (self._forwards.is_held_back or self._forwards.was_held_back)
         if self._factor is not None:  # the step multiplies all of them, and this loss has its factor already
             loss = loss / _or_one(self._factor)
         # Set here, as DeepSpeed otherwise counts micro-batches itself: windows of the last batches of an
         # epoch are shorter.
         self.engine.set_gradient_accumulation_boundary(is_boundary)
+        gradients.begin_pass(self.engine)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self.is_reduced, self.has_gathered = is_boundary, True
-        self._forwards.count = 0
+        self._forwards.count = max(self._forwards.count - 1, 0)
 
     def _check_loss(self) -> None:
         stage = self.engine.zero_optimization_stage()
@@ -82,11 +91,17 @@ class DeepSpeedEngineWrapper:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context whose backward passes are not the window's last."""
-        before, self._is_held_back = self._is_held_back, True
+        before, self._forwards.is_held_back = self._forwards.is_held_back, True
         try:
             yield
         finally:
-            self._is_held_back = before
+            self._forwards.is_held_back = before
+
+    def finish_window(self) -> None:
+        """Reduce gradients of a window whose last backward pass was held back."""
+        if self.has_gathered and not self.is_reduced:
+            gradients.reduce(self.engine)
+            self.is_reduced = True
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradients gathered so far, before the window's last backward pass."""
@@ -95,15 +110,24 @@ class DeepSpeedEngineWrapper:
 
     def norm(self) -> torch.Tensor:
         """The norm of the gradients that the next step takes; 0 without any."""
+        self.finish_window()
         if not self.is_reduced:
             return torch.zeros((), device=self.engine.device)
         with gradients.scaled(self.engine, self._factor):
             return gradients.norm(self.engine)
 
     def step(self) -> None:
-        """Step the optimizer, and clear the gradients."""
+        """Step the optimizer, and clear the gradients.
+
+        Raises:
+            RuntimeError: If parameters were frozen or unfrozen, which the optimizer does not follow.
+        """
         # DeepSpeed's step does nothing inside a window; the optimizer's step is called at its end alone.
         self.engine.set_gradient_accumulation_boundary(True)
+        self.finish_window()
+        if weights.steps_copies(self.engine):
+            self._trained.check_step(self.name)
+            weights.take_changes(self.engine)
         with gradients.scaled(self.engine, self._factor):
             self.engine.step()
         self._forget()
@@ -114,7 +138,7 @@ class DeepSpeedEngineWrapper:
         self._forget()
 
     def _forget(self) -> None:
-        self.is_reduced = self.has_gathered = False
+        self.is_reduced = self.has_gathered = self._forwards.was_held_back = False
         self._factor = None
         # clip_grad_norm_ counts for one step; what the configuration says counts again after it.
         if hasattr(self.engine.optimizer, "clip_grad"):
@@ -126,13 +150,16 @@ class DeepSpeedEngineWrapper:
 
 
 class _Forwards:
-    """A hook that counts forward passes: the engine keeps it, and so it does not know the engine's driver."""
+    """A hook that follows forward passes. The engine keeps it, so that it does not know the driver."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_held_back = False  # whether `no_sync` is entered now
+        self.was_held_back = False  # whether it was in the last forward pass
 
     def __call__(self, *_: Any) -> None:
         self.count += 1
+        self.was_held_back = self.is_held_back
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
@@ -163,6 +190,20 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             self._step_was_skipped = False
             self.driver.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, at stage 0 in full precision.
+
+        Raises:
+            ValueError: If DeepSpeed steps copies of the weights, which it makes in prepare().
+        """
+        if weights.steps_copies(self.driver.engine):
+            raise ValueError(
+                f"add_param_group() of {type(self.optimizer).__name__} after prepare(): {self.driver.name} "
+                "steps copies of the weights that it makes in prepare(), and has none of these. Give the "
+                "optimizer all groups before prepare(), with lr=0 as long as they rest."
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients that no step has used; each step clears its own."""

@@ -331,9 +331,22 @@ class FSDP1Engine(ShardedEngine):
     # Gradients
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass, also where parameters were frozen or unfrozen inside a window."""
+        """Run the backward pass, also where parameters were frozen or unfrozen inside a window.
+
+        Raises:
+            RuntimeError: If weights are needed that an earlier backward pass has freed.
+        """
         self.owner.before_backward()
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            if "setStorage" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self.name}: backward needs weights that the backward pass before it has freed. Run each "
+                "backward pass right after its forward pass, or add the losses up for one; fsdp_version=2 "
+                "takes several forward passes before the first backward pass."
+            ) from error
 
     def _root_of(self, optimizer: Any) -> torch.nn.Module | None:
         """The wrapped model whose parameters an optimizer has."""
