@@ -15,8 +15,8 @@ import torch
 
 from accel.accelerator import Accelerator
 from accel.engines.deepspeed.plugin import DeepSpeedPlugin
-from accel.utils import GatheredParameters
-from accel_world.engine_cases import CASES, marked
+from accel.utils import GatheredParameters, set_seed
+from accel_world.engine_cases import CASES, FEW, marked
 
 WIDTH, BATCH = 8, 4
 
@@ -42,11 +42,12 @@ class Net(torch.nn.Module):
         self.first = torch.nn.Linear(WIDTH, WIDTH)
         self.parts = torch.nn.ModuleList([Part(), Part()])
         self.head = torch.nn.Linear(WIDTH, 3)
+        self.dropout = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for part in self.parts:
-            x = part(x)
+            x = torch.nn.functional.dropout(part(x), self.dropout, self.training)
         return self.head(x)
 
 
@@ -58,7 +59,7 @@ def make_net() -> Net:
 class ByHand:
     """The Accelerator's methods as plain PyTorch on one process has them."""
 
-    num_shards, shard = 1, 0
+    process_index = 0
 
     def __init__(self) -> None:
         self.no_sync = self.trigger_sync_in_backward = lambda model: contextlib.nullcontext()
@@ -116,7 +117,7 @@ def run(program: Callable[[Loop], None], case: str | None = None) -> dict[str, t
         loop = Loop(ByHand())
         program(loop)
         return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-    chosen = CASES[case]
+    chosen = (CASES | FEW)[case]
     accelerator = Accelerator(**chosen.options())
     assert accelerator.engine.name == chosen.engine
     loop = Loop(accelerator, chosen.size // chosen.replicas, accelerator.process_index // chosen.replicas)
@@ -300,6 +301,46 @@ def test_a_group_that_is_added_after_prepare_is_trained_or_refused(world, case):
         assert_refused(world, add_a_group, case, "AdamW", "lr=0")
     else:
         assert_as_by_hand(world, add_a_group, case)
+
+
+TENSOR = {name: case for name, case in (CASES | FEW).items() if "tp" in name}
+
+
+def drop_out(loop: Loop) -> None:
+    loop.prepare()
+    loop.net.dropout = 0.3
+    set_seed(5, device_specific=True)
+    for _ in range(3):
+        loop.steps(1)
+        if loop.accelerator.process_index % 2:
+            torch.rand(1)  # on one process of each group alone
+
+
+def switch_on_dropout(loop: Loop) -> None:
+    loop.prepare()
+    loop.steps(1)
+    set_seed(5, device_specific=True)
+    loop.net.dropout = 0.3
+    loop.steps(1)
+
+
+def test_dropout_under_tensor_parallelism_drops_what_one_process_drops(world):
+    assert_as_by_hand(world, drop_out, "tp")
+
+
+@pytest.mark.parametrize("case", TENSOR)
+def test_dropout_keeps_weights_that_are_not_split_the_same_on_a_group(world, case):
+    check = {"ACCELERATE_CHECK_REPLICAS_STEPS": "1"}  # an error names the first one that differs
+    results = world.run(run, drop_out, case, size=TENSOR[case].size, env=check, timeout_s=60)
+    assert all(isinstance(result, dict) for result in results), results
+
+
+@pytest.mark.parametrize("case", TENSOR)
+def test_dropout_that_is_switched_on_where_generators_differ_is_an_error(world, case):
+    for result in world.run(run, switch_on_dropout, case, size=TENSOR[case].size, timeout_s=60):
+        assert isinstance(result, str)
+        for words in ("Net drew random numbers", "(tp)", "set_seed()"):
+            assert words in result
 
 
 LAYOUTS = {

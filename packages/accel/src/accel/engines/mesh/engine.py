@@ -21,6 +21,7 @@ from accel.engines.mesh.context.context_parallel import ContextParallel
 from accel.engines.mesh.context.language_models import check_language_models, complete_inputs_for
 from accel.engines.mesh.owner import MeshOwner
 from accel.engines.mesh.plan import Meshes, find_meshes, parallelize, plan_for, sends_weights, weight_source
+from accel.engines.mesh.tensor.random_numbers import SharedDraws
 from accel.engines.mesh.tensor.split import forget_meshes
 from accel.engines.sharded.engine import ShardedEngine, ShardedGradients, ShardedLoaders, ShardedStates
 from accel.engines.sharded.groups import aliases
@@ -210,6 +211,8 @@ class MeshEngine(ShardedEngine):
             model = plain = parallelize(model, plan)
             # After all of it: parameters are others now, and those of before may be in optimizers.
             self.owner.add(plain, before)
+            if self._meshes.tensor is not None:
+                SharedDraws(self._meshes.tensor.get_group(), self.context.process.device).attach(plain)
         self._models[plain] = None
         return model
 
