@@ -139,6 +139,13 @@ def test_the_costs_are_those_of_the_table(drawing):
     assert rows[0].values["accel"] == float(step)
     assert {*rows[0].values} == {"accel", "accelerate", "lightning-fabric"}
     assert len(rows) >= 6
+    # More tokens in a second are less time: to the left of plain PyTorch.
+    tokens = re.search(
+        r"^\| (training the language model, .*?): tokens per second.*? \| ([\d.]+) x", table, re.M
+    )
+    assert tokens is not None
+    (model,) = (row for row in rows if row.name.startswith(f"{tokens[1]}:"))
+    assert model.values["accel"] == pytest.approx(1 / float(tokens[2]))
     values = [value for row in rows for value in row.values.values()]
     widths = boxes(svg, "cost", "width")
     assert len(widths) == len(values)

@@ -14,22 +14,26 @@ LEAST, MOST, BAR, HEAD = 0.1, 200.0, 11, 22
 
 
 class Row(NamedTuple):
-    """A row of the table: what was measured, and by contestant its multiple of plain PyTorch."""
+    """A row of the table: what was measured, and by contestant its multiple of plain PyTorch's cost."""
 
     name: str
     values: dict[str, float]
 
 
 def rows(page: str) -> list[Row]:
-    """Return the rows in which a peer was measured too, as multiples of plain PyTorch."""
+    """Return the rows in which a peer was measured too, as multiples of plain PyTorch's cost.
+
+    Where more is better, as of tokens per second, the cost is one over the value.
+    """
     table = page.partition("<!-- bench: begin -->")[2].partition("<!-- bench: end -->")[0]
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()]
     cells = [row for row in cells if len(row) > 6]
     head = [name.strip() for name in cells[0]]
     found = []
     for row in cells[1:]:
+        power = -1 if row[head.index("limit")].startswith(">=") else 1
         values = {
-            peer: float(row[head.index(peer)].removesuffix(" x"))
+            peer: float(row[head.index(peer)].removesuffix(" x")) ** power
             for peer in PEERS
             if row[head.index(peer)].endswith(" x")
         }

@@ -13,7 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from .accumulate import accumulate_row
+from .accumulate import accumulate_rows
 from .big_models import hook_rows, load_peak_row, placed_load_rows, planning_rows, prefetch_row
 from .checkpoints import load_rows, save_async_row, save_row
 from .clipping import clip_rows
@@ -36,12 +36,26 @@ from .resharded import resharded_row
 from .sections import Section, measure
 from .statistics import statistics_rows
 from .step import step_row
-from .table import headlines, render, setting, write
+from .table import (
+    Cells,
+    beside_accelerate,
+    cells,
+    headlines,
+    put,
+    read,
+    recorded_setting,
+    render,
+    replaced,
+    setting,
+    write,
+)
 from .tracking import log_row
 from .watchdog import watchdog_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 README = Path(__file__).parents[2] / "README.md"
+MIGRATE = Path(__file__).parents[2] / "docs" / "migrate.md"
+COMPARISON = ("<!-- bench: comparison -->", "<!-- bench: comparison end -->")
 
 SECTIONS: dict[str, Section] = {
     "step": partial(step_row, 1),
@@ -52,7 +66,7 @@ SECTIONS: dict[str, Section] = {
     "language-model": language_model_rows,
     "evaluation": evaluation_rows,
     "clip": clip_rows,
-    "accumulate": accumulate_row,
+    "accumulate": accumulate_rows,
     "statistics": statistics_rows,
     "watchdog": watchdog_row,
     "gather": gather_rows,
@@ -96,29 +110,41 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds: to see that it runs, not to measure"
     )
-    whole = "put the whole table into docs/performance.md, and some of its rows into README.md"
+    whole = (
+        "put the table into docs/performance.md, some of its rows into README.md, and what takes less time "
+        "than accelerate into docs/migrate.md; with sections, their rows alone are replaced"
+    )
     parser.add_argument("--write", action="store_true", help=whole)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a row misses its limit")
     args = parser.parse_args()
     unknown = sorted(set(args.sections) - set(SECTIONS))
     if unknown:
         parser.error(f"unknown section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if args.write and (args.sections or args.quick):
+    if args.write and args.quick:
+        parser.error("--write records what was measured: leave out --quick")
+    if args.write and args.sections and setting() != recorded_setting(PAGE):
         parser.error(
-            "--write records the whole table as measured: leave out --quick and the names of sections"
+            f"the table was measured on {recorded_setting(PAGE)}, and this is {setting()}: leave out the "
+            "names of sections, so that all rows are measured on one machine"
         )
 
     start = time.monotonic()
     chosen = {name: SECTIONS[name] for name in args.sections or SECTIONS}
     rows, failures = measure(chosen, quick=args.quick)
-    table, note = render(rows, failures), setting()
-    print(f"{note}\n\n{table}")
+    table, note = cells(rows, failures), setting()
+    print(f"{note}\n\n{render(table)}")
     print(f"measured in {(time.monotonic() - start) / 60:.1f} minutes", file=sys.stderr)
     if args.write:
-        write(PAGE, table, note)
-        write(README, headlines(rows), note)
+        record(replaced(read(PAGE), table, args.sections) if args.sections else table, note)
     failed = bool(failures) or (args.check and not all(row.passed for row in rows))
     return 1 if failed else 0
+
+
+def record(table: list[Cells], note: str) -> None:
+    """Write a table, and what follows from it, into the pages that show it."""
+    write(PAGE, render(table), note)
+    write(README, headlines(table), note)
+    put(MIGRATE, beside_accelerate(table), COMPARISON)
 
 
 if __name__ == "__main__":

@@ -15,29 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
+from . import datasets
 from .devices import waiting
 from .row import Row
 from .step import BATCH, CLASSES, WIDTH, Contestant, check_same_work, faster_than_peers, make_parts
 from .timing import BASELINE, CONTROL, Samples, interleave, ratios, timed
 from .workers import run_workers
 
-__all__ = ["accumulate_row", "measure_accumulation"]
+__all__ = ["accumulate_rows", "measure_accumulation"]
 
 LIMIT = 1.04
 WINDOW, MICRO_BATCHES = 4, 32
 
 
-def accumulate_row(*, quick: bool = False, device: str = "cpu") -> Row:
+def accumulate_rows(*, quick: bool = False, device: str = "cpu") -> list[Row]:
     """Measure one epoch of the loop on one process, as a multiple of the plain PyTorch loop."""
+    return [_row(kind, quick, device) for kind in datasets.KINDS]
+
+
+def _row(kind: str, quick: bool, device: str) -> Row:
     samples: Samples = run_workers(
-        "accumulate:measure_accumulation", 1, rounds=10 if quick else 150, device=device
+        "accumulate:measure_accumulation", 1, kind=kind, rounds=10 if quick else 150, device=device
     )
     compared = ratios(samples)
     peers = {name: compared[name].median for name in ("accelerate", "lightning-fabric") if name in compared}
+    loop = f"training loop with windows of {WINDOW}{datasets.suffix(kind)}"
     return Row(
-        what=f"training loop with windows of {WINDOW}, 1 process: time / plain PyTorch",
+        what=f"{loop}, 1 process: time / plain PyTorch",
         value=compared["accel"].median,
         limit=LIMIT,
         condition=faster_than_peers(compared) if peers else None,
@@ -47,18 +53,18 @@ def accumulate_row(*, quick: bool = False, device: str = "cpu") -> Row:
     )
 
 
-def measure_accumulation(rank: int, size: int, rounds: int, device: str) -> Samples:
+def measure_accumulation(rank: int, size: int, kind: str, rounds: int, device: str) -> Samples:
     """Time one epoch of each contestant; runs in a worker."""
     torch.set_num_threads(1)
     contestants: dict[str, Contestant] = {
-        BASELINE: _plain(device),
-        CONTROL: _plain(device),
-        "accel": _accel(device),
+        BASELINE: _plain(kind, device),
+        CONTROL: _plain(kind, device),
+        "accel": _accel(kind, device),
     }
     if importlib.util.find_spec("accelerate"):
-        contestants["accelerate"] = _accelerate(device)
+        contestants["accelerate"] = _accelerate(kind, device)
     if importlib.util.find_spec("lightning_fabric"):
-        contestants["lightning-fabric"] = _fabric(device)
+        contestants["lightning-fabric"] = _fabric(kind, device)
     measures = {name: timed(contestant.step, 1, waiting(device)) for name, contestant in contestants.items()}
     samples = interleave(measures, rounds=rounds, warmup=3)
     check_same_work(contestants)
@@ -66,17 +72,18 @@ def measure_accumulation(rank: int, size: int, rounds: int, device: str) -> Samp
 
 
 def _parts(
+    kind: str,
     device: str,
 ) -> tuple[nn.Module, torch.optim.Optimizer, CosineAnnealingLR, Any]:
     model, optimizer, _, _ = make_parts(device)
     count = MICRO_BATCHES * BATCH
-    data = TensorDataset(torch.randn(count, WIDTH), torch.randint(CLASSES, (count,)))
+    data = datasets.make(kind, torch.randn(count, WIDTH), torch.randint(CLASSES, (count,)))
     schedule = CosineAnnealingLR(optimizer, T_max=1_000_000)
     return model, optimizer, schedule, DataLoader(data, BATCH, pin_memory=device == "cuda")
 
 
-def _plain(device: str) -> Contestant:
-    model, optimizer, schedule, loader = _parts(device)
+def _plain(kind: str, device: str) -> Contestant:
+    model, optimizer, schedule, loader = _parts(kind, device)
 
     moves = device != "cpu"
 
@@ -94,22 +101,22 @@ def _plain(device: str) -> Contestant:
     return Contestant(epoch, list(model.parameters()))
 
 
-def _accel(device: str) -> Contestant:
+def _accel(kind: str, device: str) -> Contestant:
     from accel import Accelerator
 
     accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=WINDOW)
-    return _accelerator_epoch(accelerator, device)
+    return _accelerator_epoch(accelerator, kind, device)
 
 
-def _accelerate(device: str) -> Contestant:
+def _accelerate(kind: str, device: str) -> Contestant:
     accelerate = importlib.import_module("accelerate")
     accelerator = accelerate.Accelerator(cpu=device == "cpu", gradient_accumulation_steps=WINDOW)
-    return _accelerator_epoch(accelerator, device)
+    return _accelerator_epoch(accelerator, kind, device)
 
 
-def _accelerator_epoch(accelerator: Any, device: str) -> Contestant:
+def _accelerator_epoch(accelerator: Any, kind: str, device: str) -> Contestant:
     """Make the loop of either library: they share one interface, and no type."""
-    model, optimizer, schedule, loader = _parts(device)
+    model, optimizer, schedule, loader = _parts(kind, device)
     parameters = list(model.parameters())
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
 
@@ -124,11 +131,11 @@ def _accelerator_epoch(accelerator: Any, device: str) -> Contestant:
     return Contestant(epoch, parameters)
 
 
-def _fabric(device: str) -> Contestant:
+def _fabric(kind: str, device: str) -> Contestant:
     lightning_fabric = importlib.import_module("lightning_fabric")
     fabric = lightning_fabric.Fabric(accelerator=device, devices=1)
     fabric.launch()
-    model, optimizer, schedule, loader = _parts(device)
+    model, optimizer, schedule, loader = _parts(kind, device)
     parameters = list(model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)

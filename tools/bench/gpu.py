@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .accumulate import accumulate_row
+from .accumulate import accumulate_rows
 from .checkpoints import save_async_row
 from .compiled import compiled_row
 from .devices import NOTHING_RAN, none_found
@@ -24,14 +24,14 @@ from .language_model import language_model_rows
 from .prefetch import loader_rows
 from .sections import Section, measure
 from .step import step_row
-from .table import render, setting, write
+from .table import cells, render, setting, write
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 MARKS = ("<!-- gpu bench: begin -->", "<!-- gpu bench: end -->")
 
 SECTIONS: dict[str, Section] = {
     "step": partial(step_row, 1),
-    "accumulate": accumulate_row,
+    "accumulate": accumulate_rows,
     "loader": loader_rows,
     "async": save_async_row,
     "fsdp2": partial(engine_row, "fsdp2", 1),
@@ -66,7 +66,7 @@ def main() -> int:
         return NOTHING_RAN
     sections = {name: partial(SECTIONS[name], device=args.device) for name in chosen}
     rows, failures = measure(sections, quick=args.quick)
-    table, note = render(rows, failures), f"{_device(args.device)}, {setting()}"
+    table, note = render(cells(rows, failures)), f"{_device(args.device)}, {setting()}"
     print(f"{note}\n\n{table}")
     if args.write:
         write(PAGE, table, note, MARKS)

@@ -12,12 +12,14 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from . import datasets
 from .row import Row
 from .timing import BASELINE, CONTROL, Samples, Spread, interleave, ratios, timed
 from .workers import run_workers
@@ -55,14 +57,15 @@ MEMORY_LIMIT_SHARED_BYTES = 5.5  # and the share of one of eight
 def iterate_rows(*, quick: bool = False) -> list[Row]:
     """Measure an epoch of a prepared loader on one process, as a multiple of the plain loader's."""
     rows = []
-    for workers in (0, 2):
+    for workers, kind in product((0, 2), datasets.KINDS):
         samples: Samples = run_workers(
-            "loaders:measure_iteration", 1, num_workers=workers, rounds=10 if quick else 100
+            "loaders:measure_iteration", 1, kind=kind, num_workers=workers, rounds=10 if quick else 100
         )
         compared = ratios(samples)
         rows.append(
             Row(
-                what=f"iterating a prepared loader, 1 process, {workers} workers: time / plain DataLoader",
+                what=f"iterating a prepared loader{datasets.suffix(kind)}, 1 process, {workers} workers: "
+                "time / plain DataLoader",
                 value=compared["accel"].median,
                 limit=ITERATE_LIMIT,
                 peers=_peers(compared),
@@ -73,10 +76,10 @@ def iterate_rows(*, quick: bool = False) -> list[Row]:
     return rows
 
 
-def measure_iteration(rank: int, size: int, num_workers: int, rounds: int) -> Samples:
+def measure_iteration(rank: int, size: int, kind: str, num_workers: int, rounds: int) -> Samples:
     """Time an epoch of each contestant; runs in a worker."""
     torch.set_num_threads(1)
-    data = TensorDataset(torch.randn(EPOCH, WIDTH), torch.arange(EPOCH))
+    data = datasets.make(kind, torch.randn(EPOCH, WIDTH), torch.arange(EPOCH))
     make = partial(
         DataLoader, data, BATCH, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0
     )

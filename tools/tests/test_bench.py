@@ -11,7 +11,20 @@ import pytest
 from bench import __main__ as command
 from bench.launch import _outlives_s
 from bench.row import Row
-from bench.table import BEGIN, END, HEADLINES, render, write
+from bench.table import (
+    BEGIN,
+    BESIDE_ACCELERATE,
+    END,
+    HEADLINES,
+    beside_accelerate,
+    cells,
+    headlines,
+    read,
+    recorded_setting,
+    render,
+    replaced,
+    write,
+)
 from bench.timing import BASELINE, differences, interleave, median_limits, ratios, timed
 from bench.workers import run_workers
 
@@ -75,14 +88,15 @@ def test_timed_is_the_time_of_one_call(monkeypatch):
 )
 def test_a_row_passes_within_its_limit_and_condition(row, passed):
     assert row.passed is passed
-    assert ("FAIL" in render([row])) is not passed
+    assert ("FAIL" in render(cells([row]))) is not passed
 
 
 def test_the_table_shows_peers_in_their_columns():
-    lines = render([Row("a", 1.0, 2.0, peers={"lightning-fabric": 3.0}), Row("b", 1.0, 2.0)]).splitlines()
+    rows = [Row("a", 1.0, 2.0, peers={"lightning-fabric": 3.0}), Row("b", 1.0, 2.0)]
+    lines = render(cells(rows)).splitlines()
 
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[2][:6] == ["a", "1.000 x", "<= 2 x", "pass", "", "3.000 x"]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert found[2][:6] == ["a", "1.000 x", "<= 2 x", "pass", "", "3.000 x"]
     assert len({len(line) for line in lines}) == 1
 
 
@@ -90,14 +104,15 @@ def test_a_section_that_fails_is_named_and_the_others_are_measured(monkeypatch, 
     def broken(*, quick):
         raise RuntimeError("worker died\nand the rest of its log")
 
-    page = tmp_path / "page.md"
-    front = tmp_path / "front.md"
+    page, front, migrate = (tmp_path / name for name in ("page.md", "front.md", "migrate.md"))
     for empty in (page, front):
         empty.write_text(f"{BEGIN}\n{END}\n")
+    migrate.write_text("".join(command.COMPARISON))
     sections = {"broken": broken, "one": lambda *, quick: Row("a", 1.0, 2.0)}
     monkeypatch.setattr(command, "SECTIONS", {**sections, "two": lambda *, quick: [Row("b", 1.0, 2.0)]})
     monkeypatch.setattr(command, "PAGE", page)
     monkeypatch.setattr(command, "README", front)
+    monkeypatch.setattr(command, "MIGRATE", migrate)
     monkeypatch.setattr(sys, "argv", ["bench", "--write"])
 
     assert command.main() == 1
@@ -113,20 +128,69 @@ def test_a_section_that_fails_is_named_and_the_others_are_measured(monkeypatch, 
     assert command.main() == 0
 
 
-def test_the_readme_has_rows_of_the_last_run():
-    readme, page = (
-        [
-            [cell.strip() for cell in line.strip("|").split("|")]
-            for line in (ROOT / name).read_text().split(BEGIN)[1].split(END)[0].splitlines()
-        ]
-        for name in ("README.md", "docs/performance.md")
-    )
-    measured = {cells[0]: cells for cells in page if len(cells) > 4}
-    shown = [cells for cells in readme if len(cells) == 4 and cells[0] in HEADLINES]
+def test_the_readme_shows_what_the_table_has_and_every_miss_with_a_mark():
+    table = read(command.PAGE)
+    shown = (ROOT / "README.md").read_text().split(BEGIN)[1].split(END)[0]
 
-    assert [cells[0] for cells in shown] == list(HEADLINES)
-    for what, value, limit, peer in shown:
-        assert [value, limit, peer] == [measured[what][column] for column in (1, 2, 4)]
+    assert shown == f"\n\n{recorded_setting(command.PAGE)}\n\n{headlines(table)}\n\n"
+    missed = {line[0] for line in table if line[3] == "FAIL"}
+    marked = {line.split(" | ")[0].strip("| ") for line in shown.splitlines() if "**missed**" in line}
+    assert missed == marked
+    assert not any("TensorDataset" in name for name in HEADLINES)
+
+
+def test_headlines_are_all_rows_that_miss_beside_those_that_are_chosen():
+    rows = [
+        Row("other", 3.0, 2.0),
+        Row("quiet", 1.0, 2.0),
+        Row(HEADLINES[1], 1.0, 2.0, peers={"accelerate": 4.0}),
+    ]
+
+    assert headlines(cells(rows, {"broken": "died"})).splitlines()[2:] == [
+        f"| {HEADLINES[1]} | 1.000 x | <= 2 x | met | 4.000 x |",
+        "| other | 3.000 x | <= 2 x | **missed** |  |",
+        "| section broken did not run: died |  |  | **missed** |  |",
+    ]
+
+
+def test_the_comparison_with_accelerate_is_that_of_the_table():
+    text = command.MIGRATE.read_text()
+    begin, end = command.COMPARISON
+
+    assert text.partition(begin)[2].partition(end)[0] == beside_accelerate(read(command.PAGE))
+
+
+def test_what_takes_less_time_than_accelerate_is_said_in_words():
+    def row(name: str, value: float, **more: object) -> Row:
+        return Row(BESIDE_ACCELERATE[name], value, 1.0, **more)
+
+    rows = [
+        row("a training step", 1.0, peers={"accelerate": 2.0}),
+        row("dispatched batches", 3.0),
+        row("`save_state`", 1.0, peers={"accelerate": 1.05}),
+        row("`load_state` from the disk", 0.5),
+    ]
+    assert beside_accelerate(cells(rows)) == (
+        "Measured beside accelerate, accel takes less time for a training step and dispatched batches; "
+        "about as much time for `save_state`; more time for `load_state` from the disk"
+    )
+
+
+def test_sections_that_are_measured_again_replace_their_rows(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    old = [Row("a", 1.0, 2.0), Row("b", 1.0, 2.0), Row("c", 1.0, 2.0)]
+    write(page, render(cells(old, {"late": "died"})), "machine")
+    new = cells(
+        [Row("b, ordinary", 1.5, 2.0), Row("b", 1.6, 2.0), Row("b, more", 1.7, 2.0), Row("z", 1.8, 2.0)]
+    )
+
+    found = replaced(read(page), new, ["middle", "late"])
+
+    values = [(line[0], line[1]) for line in found]
+    ordered = [("b, ordinary", "1.500 x"), ("b", "1.600 x"), ("b, more", "1.700 x"), ("z", "1.800 x")]
+    assert values == [("a", "1.000 x"), *ordered, ("c", "1.000 x")]
+    assert recorded_setting(page) == "machine"
 
 
 def test_write_replaces_the_last_table_and_nothing_else(tmp_path):
