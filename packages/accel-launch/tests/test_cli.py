@@ -99,7 +99,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert [name for name in ("launch", "config", "env") if f"  {name} " not in text] == []
     assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
+    assert capsys.readouterr().out == f"accel {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,8 @@ def test_get_state_dict_has_the_names_of_the_raw_model():
 def test_old_spellings_still_work_and_warn():
     with pytest.warns(FutureWarning, match=r"mixed_precision='fp16'"):
         assert Accelerator(fp16=True).mixed_precision == "fp16"
+    with pytest.warns(FutureWarning, match=r"mixed_precision='no'"):
+        assert Accelerator(fp16=False).mixed_precision == "no"
     with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
         assert not Accelerator(even_batches=False).even_batches
     with pytest.warns(FutureWarning, match="ProjectConfiguration"):

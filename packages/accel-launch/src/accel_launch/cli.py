@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help())
         return 0
     if tokens[0] in ("--version", "-V"):
-        print(f"accel-launch {__version__}")
+        print(f"accel {__version__}")  # all packages of accel have the same version
         return 0
     name, rest = tokens[0], tokens[1:]
     if name in _COMMANDS:
@@ -189,7 +189,13 @@ def _help() -> str:
     for point in _entry_points():
         _, text = _SIBLINGS.get(point.name, ("", f"From {point.dist.name if point.dist else point.module}."))
         rows.append((point.name, text))
-    lines = "\n".join(f"  {name:18}{text}" for name, text in rows)
+    import shutil
+    import textwrap
+
+    width, indent = shutil.get_terminal_size().columns, " " * 20
+    lines = "\n".join(
+        textwrap.fill(f"  {name:18}{text}", width, subsequent_indent=indent) for name, text in rows
+    )
     return (
         "usage: accel COMMAND [arguments]\n\n"
         f"commands:\n{lines}\n\n"

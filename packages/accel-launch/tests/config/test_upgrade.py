@@ -16,8 +16,13 @@ def load(values: dict[str, Any]) -> LaunchConfig:
     ("old", "new", "hint"),
     [
         ({"fp16": True}, {"mixed_precision": "fp16"}, "use mixed_precision: fp16"),
-        ({"fp16": False}, {}, "use mixed_precision"),
-        ({"fp16": True, "mixed_precision": "bf16"}, {"mixed_precision": "bf16"}, "use mixed_precision"),
+        ({"fp16": False}, {"mixed_precision": "no"}, "fp16: False is an old form; use mixed_precision: 'no'"),
+        ({"fp16": False, "mixed_precision": "no"}, {"mixed_precision": "no"}, "use mixed_precision: 'no'"),
+        (
+            {"fp16": True, "mixed_precision": "bf16"},
+            {"mixed_precision": "bf16"},
+            "ignored, as the file has mixed_precision: bf16",
+        ),
         ({"dynamo_backend": "INDUCTOR"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config"),
         ({"distributed_type": "TPU"}, {"distributed_type": "XLA"}, "use XLA"),
         (

@@ -233,9 +233,7 @@ def test_an_exception_that_could_not_be_shown_is_in_the_summary(start: Start) ->
     assert code == 1
     assert "rank 0 of 2" in error
     assert "failed (stopped after its exception)." in error
-    assert error.endswith(
-        "ValueError: the cause\n  then rank 1 (exit code 7): it wrote nothing to stderr\n"
-    )
+    assert error.endswith("ValueError: the cause\n  then rank 1 (exit code 7): it wrote nothing to stderr\n")
 
 
 def test_a_child_that_fails_is_not_taken_for_its_worker(start: Start) -> None:

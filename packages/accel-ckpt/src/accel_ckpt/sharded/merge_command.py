@@ -13,7 +13,8 @@ def register(subparsers: Any) -> None:
     Args:
         subparsers: What `argparse.ArgumentParser.add_subparsers` returned.
     """
-    _fill(subparsers.add_parser("merge-weights", help=_HELP, description=_HELP))
+    parser = subparsers.add_parser("merge-weights", help=_HELP, description=_HELP)
+    _fill(parser)
 
 
 def main() -> int:
@@ -30,6 +31,8 @@ _HELP = "Write the weights that each process has saved its part of into one file
 
 
 def _fill(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the lines of the examples stay
+    parser.epilog = f"examples:\n  {_PROG} checkpoints/checkpoint_3 merged"
     parser.add_argument(
         "checkpoint_directory", help="folder of the parts (pytorch_model_fsdp_0), or the checkpoint it is in"
     )

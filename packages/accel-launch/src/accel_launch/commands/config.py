@@ -12,14 +12,21 @@ from accel_launch.config.paths import config_path
 from accel_launch.config.write import write_basic_config
 from accel_launch.errors import LaunchError
 from accel_launch.plan.machine import Machine
-from accel_launch.settings.parser import command_parser
+from accel_launch.settings.parser import HelpFormatter, command_parser
 from accel_state import env
 
 
 def config_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel config`."""
     parser = command_parser(
-        "config", description="Write the config file of `accel launch`: answer questions, or name a command."
+        "config",
+        description="Write the config file of `accel launch`: answer questions, or name a command.",
+        examples=(
+            "accel config",
+            "accel config --config_file two_gpus.yaml",
+            "accel config default --mixed_precision bf16",
+            "accel config update --config_file old.yaml",
+        ),
     )
     # Before the arguments, as it would be the default of each: that of a subparser would hide what stands
     # before the command.
@@ -34,14 +41,20 @@ def config_parser() -> argparse.ArgumentParser:
         )
     commands = parser.add_subparsers(metavar="{default,update}")
     default = commands.add_parser(
-        "default", parents=[where], help="Write a config for this machine: all its GPUs, or one process."
+        "default",
+        parents=[where],
+        formatter_class=HelpFormatter,
+        help="Write a config for this machine: all its GPUs, or one process.",
     )
     default.add_argument(
         "--mixed_precision", "--mixed-precision", default="no", help="no, fp16, bf16 or fp8; no by default."
     )
     default.set_defaults(func=_write_default)
     update = commands.add_parser(
-        "update", parents=[where], help="Rewrite a config file's old forms to the present ones."
+        "update",
+        parents=[where],
+        formatter_class=HelpFormatter,
+        help="Rewrite a config file's old forms to the present ones.",
     )
     update.set_defaults(func=_update)
     return parser
@@ -57,13 +70,14 @@ def _write_default(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> int:
     """Put the questions, show the file and write it."""
-    from accel_launch.config.ask.prompt import open_prompt
+    from accel_launch.config.ask.prompt import open_prompt, wrap
     from accel_launch.config.ask.questionnaire import answers_of, ask_all
 
     path = Path(args.config_file).expanduser() if args.config_file is not None else config_path()
     before = answers_of(load_config_from_file(path)) if path.is_file() else {}
     prompt = open_prompt()
-    print(f"Questions for {path}{', whose values are the defaults' if before else ''}. {prompt.hint}\n")
+    about = f"Questions for {path}{', whose values are the defaults' if before else ''}."
+    print("\n".join(wrap(f"{about} {prompt.hint}")), end="\n\n")
     # GPUs that the user has hidden are not offered.
     gpus = len(Machine.detect().visible_gpus(env.raw("CUDA_VISIBLE_DEVICES")))
     values = ask_all(prompt, gpus, before, tpu=_has_tpu() or before.get("device") == "tpu")

@@ -125,7 +125,10 @@ def _lines(report: dict[str, Any], indent: str = "") -> list[str]:
 def env_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel env`."""
     parser = command_parser(
-        "env", description="Print versions, hardware and config for a bug report.", func=_print_report
+        "env",
+        description="Print versions, hardware and config for a bug report.",
+        func=_print_report,
+        examples=("accel env", "accel env --json"),
     )
     parser.add_argument("--config_file", "--config-file", help="The config file to show.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")

@@ -80,6 +80,12 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         description="Start a script on one process or on many. A switch is turned off by `=false`, as in "
         "--cpu=false, where the environment or the config file turns it on.",
         func=launch_command,
+        examples=(
+            "accel launch train.py --lr 0.1",
+            "accel launch --num_processes 2 --mixed_precision bf16 train.py",
+            "accel launch --use_fsdp --explain train.py",
+            "accel launch --num_machines 2 --machine_rank 0 --main_process_ip HOST train.py",
+        ),
     )
 
 

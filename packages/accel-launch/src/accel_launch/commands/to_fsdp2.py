@@ -102,6 +102,10 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers,
         func=to_fsdp2_command,
         description="Rewrite a config file of FSDP version 1 for version 2.",
+        examples=(
+            "accel to-fsdp2 --config_file old.yaml --output_file new.yaml",
+            "accel to-fsdp2 --config_file old.yaml --overwrite",
+        ),
     )
     parser.add_argument(
         "--config_file", "--config-file", help="the file; the default config file if left out"

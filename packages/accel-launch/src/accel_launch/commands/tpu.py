@@ -32,6 +32,10 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers,
         func=tpu_command_launcher,
         description="Run commands on every machine of a TPU pod, to prepare it for `accel launch`.",
+        examples=(
+            "accel tpu-config --command 'pip install datasets'",
+            "accel tpu-config --tpu_name pod --command_file prepare.txt --dry_run",
+        ),
     )
     where = parser.add_argument_group("which pod; by default that of the config file")
     where.add_argument("--config_file", "--config-file", help="The config file; the default one by default.")

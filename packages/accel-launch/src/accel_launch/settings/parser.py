@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ _RENAMED = {
     "--fp16": "--mixed_precision=fp16",
     "--fsdp_backward_prefetch_policy": "--fsdp_backward_prefetch",
 }
+_EXAMPLES = "examples:"
 _WITHOUT_EFFECT = ("--use_xpu", "--ipex", "--use_mps_device")
 
 
@@ -140,8 +142,15 @@ def _add(target: Any, setting: Setting) -> None:
     target.add_argument(*names, **keywords)
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    """Shows a switch without a value, which it need not have."""
+class HelpFormatter(argparse.HelpFormatter):
+    """Cuts no word, keeps the lines of examples, and shows a switch without its optional value."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        words = " ".join(text.split())
+        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if action.nargs == "?" and action.const is True:
@@ -155,6 +164,7 @@ def command_parser(
     kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
     *,
     func: Callable[[argparse.Namespace], int | None] | None = None,
+    examples: Sequence[str] = (),
     **keywords: Any,
 ) -> argparse.ArgumentParser:
     """Return the parser of a command, without arguments yet.
@@ -165,11 +175,14 @@ def command_parser(
             own by default.
         kind: The parser's class.
         func: Runs the command; the namespace has it as `func`.
+        examples: Commands that the help shows.
         **keywords: As for the class.
 
     Returns:
         The parser.
     """
+    keywords["formatter_class"] = HelpFormatter
+    keywords["epilog"] = "\n  ".join([_EXAMPLES, *examples])
     parser: argparse.ArgumentParser
     if subparsers is None:
         parser = kind(f"accel {name}", **keywords)
@@ -194,8 +207,6 @@ def launch_flags_parser(
     Returns:
         The parser, with every setting's flag.
     """
-    parser = command_parser(
-        name, subparsers, kind, allow_abbrev=False, formatter_class=_HelpFormatter, **keywords
-    )
+    parser = command_parser(name, subparsers, kind, allow_abbrev=False, **keywords)
     _add_settings(parser)
     return parser

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import termios
@@ -34,7 +35,7 @@ class Keyboard:
             stdout=self._theirs,
             stderr=self._theirs,
         )
-        self.text = ""
+        self.text = self.seen = ""
 
     def see(self, words: str, timeout_s: float = 20) -> None:
         """Wait for words to appear behind those seen last."""
@@ -56,7 +57,8 @@ class Keyboard:
     def _read(self, timeout_s: float) -> bool:
         if select.select([self.ours], [], [], timeout_s)[0]:
             try:
-                self.text += os.read(self.ours, 4096).decode()
+                read = os.read(self.ours, 4096).decode()
+                self.text, self.seen = self.text + read, self.seen + read
             except OSError:  # the other side is closed
                 return False
         return True
@@ -82,6 +84,67 @@ def keyboard(start: Start) -> Iterator[Callable[..., Keyboard]]:
     yield open_keyboard
     for terminal in opened:
         terminal.close()
+
+
+class Screen:
+    """What a terminal shows: as much of one as the questions need."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.lines = columns, [""]
+        self._row = self._column = 0
+
+    def feed(self, text: str) -> None:
+        for up, clear, char in re.findall(r"\x1b\[(\d+)A|(\x1b\[J)|\x1b\[\d+m|(.)", text, flags=re.DOTALL):
+            if up:
+                assert int(up) <= self._row
+                self._row -= int(up)
+            elif clear:
+                self.lines[self._row :] = [self.lines[self._row][: self._column]]
+            elif char == "\r":
+                self._column = 0
+            elif char == "\n":
+                self._next_line()
+            elif char:
+                if self._column == self.columns:
+                    self._next_line()
+                    self._column = 0
+                line = self.lines[self._row]
+                self.lines[self._row] = line[: self._column] + char + line[self._column + 1 :]
+                self._column += 1
+
+    def _next_line(self) -> None:
+        self._row += 1
+        if self._row == len(self.lines):
+            self.lines.append("")
+
+
+def test_a_narrow_terminal_cuts_no_word_and_questions_are_drawn_over_as_a_whole(
+    keyboard: Callable[..., Keyboard],
+) -> None:
+    terminal = keyboard("--config_file", "c.yaml", COLUMNS="28")
+    terminal.answer("Where do you train?", DOWN, UP, ENTER)
+    terminal.answer("How many processes", "none", ENTER)
+    terminal.answer("not allowed", CTRL_U, "1", ENTER)
+    terminal.answer("Mixed precision?", DOWN, UP, ENTER)
+    terminal.answer("Compile", DOWN, ENTER)
+    terminal.answer("Which mode", LEFT)
+    terminal.answer("Compile", ENTER)
+    terminal.answer("Write it?", UP, ENTER)
+    terminal.see("Nothing was written.")
+    terminal.finish()
+
+    screen = Screen(28)
+    screen.feed(terminal.seen)
+    shown = " ".join(" ".join(screen.lines).split())
+    for words in (
+        "Questions for c.yaml. Up and down choose, Enter accepts, left or Esc returns to the question",
+        "Where do you train? this machine How many processes",
+        "How many processes, over all machines? 1 Mixed precision? no Compile",
+        "Compile the model with torch.compile? no The config file:",
+    ):
+        assert words in shown
+    assert shown.count("How many processes") == 2  # the first has its answer that is not allowed
+    assert "Which mode" not in shown
 
 
 def test_enter_alone_writes_the_defaults(keyboard: Callable[..., Keyboard], tmp_path: Path) -> None:
@@ -294,6 +357,6 @@ def test_the_present_file_gives_the_defaults(start: Start, tmp_path: Path) -> No
     code, out, _ = ask(start, tmp_path, "\n" * 20)
 
     assert code == 0
-    assert "whose values are the defaults" in out
+    assert "whose values are the defaults" in " ".join(out.split())
     config = load_config_from_file(tmp_path / "c.yaml")
     assert (config.num_processes, config.mixed_precision) == (3, "bf16")

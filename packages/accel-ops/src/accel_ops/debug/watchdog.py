@@ -203,7 +203,7 @@ class Watchdog:
         return {**dict.fromkeys(range(self.world)), **self._left, self.rank: own}
 
     def _is_first(self, report: str) -> bool:
-        """Return whether no other process of this machine writes a report; also where that cannot be known."""
+        """Return whether no other process of this machine writes a report, as far as that can be known."""
         try:
             return self._store.call(lambda store: self._claim(store, report), _STORE_S)
         except (RuntimeError, OSError):

@@ -60,7 +60,7 @@ _GENERAL = _group(
         "WATCHDOG",
         "float",
         None,
-        "Seconds that a collective may wait before a report says where every process is; no watchdog if unset.",
+        "Seconds that a collective may wait before a report says where all processes are; off if unset.",
     ),
     ("WATCHDOG_ABORT", "flag", False, "End every process once the watchdog, which must be on, has reported."),
     ("LOG_LEVEL", "str", None, "Level of the loggers made by get_logger, e.g. INFO."),

@@ -38,6 +38,10 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         func=estimate_command,
         description="Estimate the memory of a model on each device, without activations, for inference and "
         "for training. No weights are read or downloaded.",
+        examples=(
+            "accel estimate-memory models/llama",
+            "accel estimate-memory bert-base-cased --dtypes float32 bfloat16 --num_processes 4",
+        ),
     )
     parser.add_argument(
         "model_name",

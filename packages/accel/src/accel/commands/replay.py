@@ -33,7 +33,13 @@ def replay_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Returns:
         The parser. Its namespace is for `replay_command`, which it has as `func`.
     """
-    parser = command_parser("replay", subparsers, description=_DESCRIPTION, func=replay_command)
+    parser = command_parser(
+        "replay",
+        subparsers,
+        description=_DESCRIPTION,
+        func=replay_command,
+        examples=("accel replay bundles/step_3", "accel replay bundles/step_3 --rank 1"),
+    )
     parser.add_argument("bundle", help="the bundle's folder")
     _add_rest(parser)
     return parser

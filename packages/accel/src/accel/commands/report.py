@@ -26,6 +26,10 @@ def report_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         func=report_command,
         description="Draw what a run has logged so far, and where its time went, as one HTML page that needs "
         "no network. It reads the files of the tracker 'jsonl', and what statistics wrote beside them.",
+        examples=(
+            "accel report runs/digits.jsonl",
+            "accel report runs --output digits.html",
+        ),
     )
     parser.add_argument(
         "run",

@@ -25,7 +25,14 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
         The parser. Its namespace is for `test_command`, which it has as `func`.
     """
     usage = "accel test [flags of accel launch]"
-    return launch_flags_parser("test", subparsers, usage=usage, description=_DESCRIPTION, func=test_command)
+    return launch_flags_parser(
+        "test",
+        subparsers,
+        usage=usage,
+        description=_DESCRIPTION,
+        func=test_command,
+        examples=("accel test", "accel test --cpu --num_processes 2"),
+    )
 
 
 register = test_command_parser  # what the entry point of `accel test` names

@@ -64,6 +64,10 @@ def verify_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         usage="accel verify [--num_processes N] [--steps K] [flags of accel launch] SCRIPT [arguments]",
         description=_DESCRIPTION,
         func=verify_command,
+        examples=(
+            "accel verify train.py",
+            "accel verify --num_processes 4 --steps 10 train.py --lr 0.1",
+        ),
     )
     parser.add_argument("--steps", type=int, default=5, metavar="K", help="Optimizer steps. Default: 5.")
     parser.add_argument("--json", metavar="FILE", help="Write the result there too.")

@@ -264,7 +264,7 @@ def resolve_old_spellings(
     """
     for name, value in given.items():
         if name == "fp16":
-            _warn_old("fp16", "mixed_precision='fp16'")
+            _warn_old("fp16", f"mixed_precision={'fp16' if value else 'no'!r}")
             mixed_precision = mixed_precision or ("fp16" if value else "no")  # the present spelling wins
         elif name in _LOADER_SPELLINGS:
             _warn_old(name, f"dataloader_config=DataLoaderConfiguration({name}={value!r})")

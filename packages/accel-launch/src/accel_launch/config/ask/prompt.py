@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -42,6 +44,21 @@ _ENDED = "The input ended before the last question; nothing was written."
 
 class Back(Exception):
     """The user wants the question before this one."""
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    """Return the lines of a text for the width of the terminal, which would cut words at its edge.
+
+    Args:
+        text: The text.
+        indent: What the lines after the first begin with.
+    """
+    # Not to the last column: terminals differ in where the cursor is then.
+    width = max(shutil.get_terminal_size().columns - 1, 20)
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return lines or [""]
 
 
 class Prompt(Protocol):
@@ -80,9 +97,9 @@ class LinePrompt:
         Raises:
             Back: If the user wants the question before.
         """
-        print(title)
+        print("\n".join(wrap(title)))
         for number, label in enumerate(labels, 1):
-            print(f"  {number}. {label}")
+            print("\n".join(wrap(f"  {number}. {label}", " " * 5)))
         numbers = {str(number): index for index, number in enumerate(range(1, len(labels) + 1))}
         words = {label.lower(): index for index, label in enumerate(labels)}
         # "2: fully_shard" is also found by "2" and by what stands before the colon.
@@ -108,11 +125,11 @@ class LinePrompt:
             Back: If the user wants the question before.
         """
         while True:
-            line = self._line(f"{title} [{default}]: ") or default
+            line = self._line("\n".join(wrap(f"{title} [{default}]:")) + " ") or default
             try:
                 check(line)
             except ValueError as error:
-                print(error)
+                print("\n".join(wrap(str(error))))
             else:
                 return line
 
@@ -146,22 +163,22 @@ class TerminalPrompt:
         """
         index = default
         with _raw_terminal():
-            self._show(title, labels, index, default)
+            lines = self._show(title, labels, index, default)
             while True:
                 key = _key()
                 if key == "enter":
-                    self._replace(len(labels) + 1, f"{title} {_bold(labels[index])}")
+                    self._answer(lines, title, labels[index])
                     return index
                 if key in ("up", "down"):
                     index = (index + (1 if key == "down" else -1)) % len(labels)
                 elif key.isdecimal() and 1 <= int(key) <= len(labels):
                     index = int(key) - 1
                 else:
-                    self._leave(key, len(labels) + 1)
+                    self._leave(key, lines)
                     continue
                 # Back up over the title and the labels, which are drawn again.
-                _write(f"\x1b[{len(labels) + 1}A")
-                self._show(title, labels, index, default)
+                _write(f"\x1b[{lines}A")
+                lines = self._show(title, labels, index, default)
 
     def text(self, title: str, default: str, check: Callable[[str], Any]) -> str:
         """Read a line; the default is shown until something is typed.
@@ -175,14 +192,17 @@ class TerminalPrompt:
             Back: If the user wants the question before.
             KeyboardInterrupt: If the user wants to leave.
         """
-        typed, note = "", ""
+        typed, above = "", 0  # lines between the first one and the cursor
         with _raw_terminal():
             while True:
                 # 2 is dim, 22 normal again; \x1b[J clears from the cursor to the end of the screen.
                 shown = typed or f"\x1b[2m{default}\x1b[22m"
-                _write(f"\r\x1b[J{title} {shown}{f'   {note}' if note else ''}")
+                lines = wrap(title)
+                _write(_up(above) + "\r\x1b[J" + "\r\n".join(lines) + f" {shown}")
+                # What is typed goes on in the next line where this one ends.
+                length = len(lines[-1]) + 1 + len(typed or default)
+                above = len(lines) - 1 + (length - 1) // shutil.get_terminal_size().columns
                 key = _key()
-                note = ""
                 if key == "erase":
                     typed = typed[:-1]
                 elif key == "clear":
@@ -191,34 +211,46 @@ class TerminalPrompt:
                     try:
                         check(typed or default)
                     except ValueError as error:
-                        note = f"\x1b[31m{error}\x1b[39m"
+                        note = "\r\n".join(f"\x1b[31m{line}\x1b[39m" for line in wrap(str(error)))
+                        _write(f"\r\n{note}\r\n")
+                        above = 0
                         continue
-                    _write(f"\r\x1b[J{title} {_bold(typed or default)}\r\n")
+                    self._answer(above, title, typed or default)
                     return typed or default
                 elif len(key) == 1 and key.isprintable():
                     typed += key
                 else:
-                    self._leave(key, 0)
+                    self._leave(key, above)
 
-    def _show(self, title: str, labels: Sequence[str], index: int, default: int) -> None:
-        lines = [title]
+    def _show(self, title: str, labels: Sequence[str], index: int, default: int) -> int:
+        """Draw the question; returns its number of lines."""
+        lines = wrap(title)
         for number, label in enumerate(labels):
+            text = label + (" (default)" if number == default else "")
             mark = "> " if number == index else "  "
-            text = label + ("  (default)" if number == default else "")
-            lines.append(mark + (_bold(text) if number == index else text))
+            found = wrap(f"{mark}{text}", "  ")
+            lines += [line[:2] + _bold(line[2:]) for line in found] if number == index else found
         _write("".join(f"\r\x1b[J{line}\r\n" for line in lines))
+        return len(lines)
 
-    def _replace(self, lines: int, text: str) -> None:
-        _write((f"\x1b[{lines}A" if lines else "") + f"\r\x1b[J{text}\r\n")
+    def _answer(self, above: int, title: str, answer: str) -> None:
+        """Draw a question that was answered in place of it, which begins so many lines above the cursor."""
+        *lines, last = wrap(title)
+        lines += [f"{last} {_bold(answer)}"] if len(wrap(f"{last} {answer}")) == 1 else [last, _bold(answer)]
+        _write(_up(above) + "".join(f"\r\x1b[J{line}\r\n" for line in lines))
 
     def _leave(self, key: str, lines: int) -> None:
         """Act on the keys that end a question without an answer; ignore any other."""
         if key == "back":
-            _write((f"\x1b[{lines}A" if lines else "") + "\r\x1b[J")
+            _write(f"{_up(lines)}\r\x1b[J")
             raise Back
         if key in ("interrupt", "end"):
             _write("\r\n")
             raise KeyboardInterrupt
+
+
+def _up(lines: int) -> str:
+    return f"\x1b[{lines}A" if lines else ""
 
 
 def _bold(text: str) -> str:
