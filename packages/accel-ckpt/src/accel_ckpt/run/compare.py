@@ -79,6 +79,8 @@ def audit(
     asked, spare = _compare_shared(frozenset(names), expected, findings)
     # A model in several files: those that its index names are asked for with it.
     indexes = sorted(filter(file_names.is_index, asked))
+    # Not every model has something beside its weights.
+    asked.update(map(file_names.extra_state_file, range(expected.models)))
     for index in indexes:
         asked.update(listed(index))
     hooks_read_shards = any(map(file_names.is_index, expected.hooked))

@@ -23,7 +23,7 @@ def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[
     """
     lines: list[str] = []
     for index, model in enumerate(models):
-        state = reading.load(*file_names.model_files(index))
+        state = _load(reading, index)
         if state is None:
             continue
         inner, state = _fitting(model, state)
@@ -32,7 +32,7 @@ def compare_models(reading: Reading, models: Sequence[torch.nn.Module]) -> list[
         found += [f"model {index} has no {name}" for name in state.keys() - expected.keys()]
         for name in expected.keys() & state.keys():
             saved, here = _shape(state[name]), _shape(expected[name])
-            if saved != here:
+            if saved != here and not _is_extra(name):
                 found.append(f"{name} has the shape {saved} in the file and {here} in model {index}")
         lines += sorted(found)
         del state  # and what it holds of the file, before the next is opened
@@ -51,7 +51,7 @@ def load_models(
         fill: Whether files are read straight into the models' tensors where that is possible.
     """
     for index, model in enumerate(models):
-        state = reading.load(*file_names.model_files(index))
+        state = _load(reading, index)
         if state is None:
             continue
         filled = reading.fill(model, *file_names.model_files(index)) if fill else {}
@@ -62,12 +62,24 @@ def load_models(
             state = {
                 name: value
                 for name, value in state.items()
-                if name in expected and _shape(value) == _shape(expected[name])
+                if name in expected and (_is_extra(name) or _shape(value) == _shape(expected[name]))
             }
         # Through torch's method, also for what `fill` has read: it copies a tensor onto itself at no cost,
         # checks names and runs the model's hooks.
         inner.load_state_dict(state, **options)
         del state, filled  # and what they hold of the file, before the next is opened
+
+
+def _load(reading: Reading, index: int) -> Any:
+    """The state of a model, with what is no weight; None if there is no file."""
+    state = reading.load(*file_names.model_files(index))
+    extra = reading.load(file_names.extra_state_file(index))
+    return state if state is None or extra is None else {**state, **extra}
+
+
+def _is_extra(name: str) -> bool:
+    # Of any shape: its module reads it.
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _fitting(model: torch.nn.Module, state: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -25,6 +25,11 @@ def frozen_names(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, value in named if not value.requires_grad)
 
 
+def is_extra_state(name: str, value: Any) -> bool:
+    """Return whether an entry of a model's state is what a `get_extra_state` returned, and no tensor."""
+    return name.rpartition(".")[2] == "_extra_state" and not isinstance(value, torch.Tensor)
+
+
 def parts_of_model(
     state: Mapping[str, Any],
     index: int,
@@ -47,6 +52,12 @@ def parts_of_model(
         (parts, indexes): the part of the state in each file, and the contents of the index, if there is one,
         both by name. All is in one file unless some weights are frozen, and some are not.
     """
+    extra: dict[str, Any] = {}
+    if safe_serialization and not gathered:
+        extra = {name: value for name, value in state.items() if is_extra_state(name, value)}
+        if extra:
+            state = {name: value for name, value in state.items() if name not in extra}
+    beside = {file_names.extra_state_file(index): extra} if extra else {}
     still = {name: value for name, value in state.items() if name in frozen}
     others = {name: value for name, value in state.items() if name not in frozen}
     if not still or not others:
@@ -55,7 +66,7 @@ def parts_of_model(
             if gathered
             else file_names.model_file(index, safe_serialization)
         )
-        return {name: state}, {}
+        return {name: state, **beside}, {}
     parts = {
         file_names.shard_file(index, number, 2, safe_serialization): part
         for number, part in ((1, still), (2, others))
@@ -72,4 +83,4 @@ def parts_of_model(
     content = json.dumps(
         {"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True
     )
-    return parts, {file_names.index_file(index, safe_serialization): f"{content}\n".encode()}
+    return {**parts, **beside}, {file_names.index_file(index, safe_serialization): f"{content}\n".encode()}

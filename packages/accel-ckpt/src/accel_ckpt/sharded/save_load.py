@@ -9,6 +9,7 @@ wrote them.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ from torch.distributed.tensor import DTensor
 from accel_ckpt import file_names
 from accel_ckpt.background.buffers import Memory
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.files import values
+from accel_ckpt.files import tensors, values
 from accel_ckpt.folder.agree import together
 from accel_ckpt.folder.reader import open_checkpoint
 from accel_ckpt.folder.staging import Staging, staged
+from accel_ckpt.run.weight_parts import is_extra_state
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA, read_metadata
 from accel_ckpt.sharded.optimizer import different_state, load_state_in_parts, parts_to_save, state_to_read
@@ -138,7 +140,7 @@ def save_sharded_state(
     process = current_process() if process is None else process
     with staged(output_dir, process=process) as staging:
         for index, model in enumerate(parts.models):
-            weights = {"model": get_model_state_dict(model)}
+            weights = {"model": pack_extra_state(get_model_state_dict(model), f"model {index}")}
             write_parts(weights, file_names.sharded_model_folder(index), staging, process)
         for index, optimizer in enumerate(parts.optimizers):
             state = {"optimizer": parts_to_save(parts.owner(index), optimizer)}
@@ -202,7 +204,7 @@ def compare_parts(folder: Path, names: Collection[str], parts: Parts, process: P
     for index, model in enumerate(parts.models):
         name = file_names.sharded_model_folder(index)
         if name in saved:
-            state = flatten_state_dict({"model": get_model_state_dict(model)})[0]
+            state = flatten_state_dict({"model": without_extra_state(get_model_state_dict(model))})[0]
             found += [f"{line} {index}" for line in _different_weights(name, saved[name], state)]
     for index, optimizer in enumerate(parts.optimizers):
         name = file_names.sharded_optimizer_folder(index)
@@ -243,13 +245,14 @@ def load_parts(
         name = file_names.sharded_model_folder(index)
         if strict or name in compared.indexes:
             index_read = compared.indexes[name]
-            weights = get_model_state_dict(model)
+            weights = without_extra_state(get_model_state_dict(model))
             if not strict:
                 saved = index_read.state_dict_metadata
                 weights = {
                     key: value for key, value in weights.items() if _fits(saved, f"model.{key}", value)
                 }
             read_folder({"model": weights}, folder / name, process, index_read)
+            weights = unpack_extra_state(weights)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
 
 
@@ -272,6 +275,41 @@ def _different_weights(name: str, saved: Mapping[str, Any], state: Mapping[str, 
             shapes = [*saved[key].size], [*state[key].size()]
             found.append(f"{short[key]} has the shape {shapes[0]} in {name} and {shapes[1]} in model")
     return sorted(found)
+
+
+def pack_extra_state(weights: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return a model's state with what modules have beside tensors as bytes.
+
+    DCP would take dicts apart, and look for the entries that the model has when it is loaded.
+
+    Args:
+        weights: The state.
+        what: Which model, for messages.
+
+    Raises:
+        ValueError: If there is a value that no load would take.
+    """
+    extra = {name: value for name, value in weights.items() if is_extra_state(name, value)}
+    packed = {}
+    for name, value in values.encode(extra, what).items():
+        tensors.write_to(value, file := io.BytesIO())
+        packed[name] = file.getvalue()
+    return {**weights, **packed}
+
+
+def without_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state to read a packed one into."""
+    return {name: b"" if is_extra_state(name, value) else value for name, value in weights.items()}
+
+
+def unpack_extra_state(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return what `pack_extra_state` was given."""
+    return {
+        name: values.decode(tensors.load(io.BytesIO(value), map_location="cpu"))
+        if is_extra_state(name, value) and isinstance(value, bytes)
+        else value
+        for name, value in weights.items()
+    }
 
 
 def write_parts(state: dict[str, Any], name: str, staging: Staging, process: Process) -> None:

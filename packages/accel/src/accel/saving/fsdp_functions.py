@@ -28,6 +28,7 @@ from accel_ckpt.run.undo import unchanged_by_failure
 from accel_ckpt.sharded.dcp_folder import read_folder, write_folder
 from accel_ckpt.sharded.dcp_reader import METADATA
 from accel_ckpt.sharded.optimizer import load_state_in_parts, parts_to_save
+from accel_ckpt.sharded.save_load import pack_extra_state, unpack_extra_state, without_extra_state
 from accel_state.verify import output_path
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def save_fsdp_model(
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
         place = Path(output_dir) / file_names.sharded_model_folder(model_index)
-        weights = values.encode(weights, f"model {model_index}")
+        weights = pack_extra_state(weights, f"model {model_index}")
         write_folder({"model": weights}, place, accelerator.run.process)
         return
     whole = accelerator.run.engine.states.state_dict(model)
@@ -108,7 +109,9 @@ def load_fsdp_model(
     if _in_parts(fsdp_plugin, use_dcp):
         weights = _weights_in_parts(accelerator.run, model, adapter_only)
         place = _parts_at(accelerator.run, input_dir, file_names.sharded_model_folder(model_index))
+        weights = without_extra_state(weights)
         read_folder({"model": weights}, place, accelerator.run.process)
+        weights = unpack_extra_state(weights)
         options = StateDictOptions(strict=not is_part)
         # torch's function also loads tensors that are not sharded, and returns what did not fit.
         return set_model_state_dict(engine.states.state_root(model), weights, options=options)

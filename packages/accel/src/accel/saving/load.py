@@ -139,7 +139,8 @@ def _left_to_hooks(run: Run, left: int) -> set[str]:
         return set()
     # Hooks are taken to remove models from the end of the list, as `pop()` does.
     taken = range(left, len(run.models))
-    return {"other", *(name for index in taken for name in file_names.model_files(index))}
+    extra = map(file_names.extra_state_file, taken)
+    return {"other", *(name for index in taken for name in file_names.model_files(index)), *extra}
 
 
 def _is_any_there(run: Run, input_dir: str | None) -> bool:
