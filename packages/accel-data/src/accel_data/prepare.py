@@ -179,9 +179,11 @@ def prepare_data_loader(
     is_shared_stream = isinstance(dataset, IterableDataset) and not isinstance(
         prepared.dataset, PresplitStream
     )
+    name = type(dataset).__name__
     if is_shared_stream and split is None and place.together:
-        kind = RankNotice if dispatch_batches else SampleComparison
-        prepared.set_comparison(kind(type(dataset).__name__))
+        prepared.set_comparison(RankNotice(name) if dispatch_batches else SampleComparison(name))
+    elif presharded and isinstance(dataset, IterableDataset) and place.together and place.size > 1:
+        prepared.set_comparison(SampleComparison(name, presharded=True))
     # All processes read such a stream whole, in an order that may be drawn in the workers.
     if not is_shared_stream and not dispatch_batches:
         prepared.set_workers_rank(place.rank)

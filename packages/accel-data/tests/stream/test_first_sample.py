@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from accel_data import prepare_data_loader
 from accel_state.process.state import current_process
@@ -97,6 +97,17 @@ def test_a_stream_that_shards_itself_is_told_where_process_0_reads_for_all(world
     assert sorted(first[0] + second[0]) == sorted(first[1] + second[1]) == list(range(12))
 
 
+def read_the_same(data):
+    told = warns_once(UserWarning, "all of them read the same from (Numbers|Subset)")
+    with told if current_process().rank == 0 else nullcontext():
+        return epochs(prepare_data_loader(DataLoader(data, 2), presharded=True))
+
+
+@pytest.mark.parametrize("data", [Numbers(4), Subset(range(8), range(4))])
+def test_data_that_is_whole_on_each_process_is_told(world, data):
+    assert world.run(read_the_same, data, size=2) == [[list(range(4))] * 2] * 2
+
+
 class Augmented(Numbers):
     def __init__(self, length, draws):
         super().__init__(length)
@@ -144,6 +155,15 @@ class Anything(Numbers):
 def read_anything():
     loader = DataLoader(Anything(4), 1, collate_fn=lambda samples: int(samples[0]["scalar"]))
     return list(prepare_data_loader(loader, dispatch_batches=False))
+
+
+def read_unknown():
+    loader = DataLoader(Anything(4), 1, collate_fn=lambda samples: int(samples[0]["scalar"]))
+    return list(prepare_data_loader(loader, presharded=True))
+
+
+def test_samples_of_unknown_types_are_not_taken_for_equal_ones(world):
+    assert world.run(read_unknown, size=2) == [[0, 1, 2, 3]] * 2  # a warning would be an error
 
 
 def test_equal_samples_of_any_kind_pass(world):

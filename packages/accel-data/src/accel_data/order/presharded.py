@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from accel_data.order.mesh import Place
 from accel_data.stream import hugging_face
 from accel_data.stream.dataset import IterableDatasetShard
+from accel_data.stream.first_sample import same_data
 from accel_ops.collectives.objects import gather_object
 from accel_state.logging.warning import warn
 
@@ -146,12 +147,15 @@ def split_everywhere(
     """
     rank, size, together = place.rank, place.size, place.together
     split = find_split(dataloader)
-    if presharded and size > 1 and (split is None or split.is_loose):
+    said = presharded and size > 1 and (split is None or split.is_loose)
+    if said:
         split = Split(rank, size, dataloader.dataset, True)
     everyone = [_facts(dataloader, split, (rank, size), compare)]
     if together:
         # One exchange for all checks below: every process raises or goes on, from what all have seen.
         everyone = gather_object(everyone)
+    if said and together and everyone[0].rows is not None and len({facts.rows for facts in everyone}) == 1:
+        warn(same_data(type(dataloader.dataset).__name__))
     _check_places(everyone)
     if split is None and together:
         split = _found_by_comparing(dataloader, (rank, size), everyone)

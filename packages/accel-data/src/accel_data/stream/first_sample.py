@@ -67,23 +67,34 @@ def watching_for_rank(active: bool) -> Iterator[list[bool]]:
 def digest_of(samples: list[Any]) -> str:
     """Return a digest of the first of some samples.
 
-    Of objects of unknown types only the type counts, as their content may have another form on each process.
+    Of objects of unknown types only the type counts, as their content may have another form on each process: the
+    digest then ends with a question mark.
     """
-    content = hashlib.blake2b(digest_size=8)
+    content, end = hashlib.blake2b(digest_size=8), ""
     if not samples:
         content.update(b"no samples")
     for leaf in _leaves(samples[:1]):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_cpu and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized):
-                flat = leaf.detach().resolve_conj().resolve_neg().flatten()
-                content.update(flat.view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, (str, bytes, int, float, complex, type(None))):
-            content.update(repr(leaf).encode())
-        # Arrays and images; the bytes of an array of objects are their addresses.
-        elif callable(getattr(leaf, "tobytes", None)) and not _holds_objects(leaf):
-            content.update(leaf.tobytes())
         content.update(type(leaf).__name__.encode())
-    return content.hexdigest()
+        known = _bytes_of(leaf)
+        if known is None:
+            end = "?"
+        else:
+            content.update(known)
+    return content.hexdigest() + end
+
+
+def _bytes_of(leaf: Any) -> bytes | None:
+    """Return what tells a leaf from others of its type; None where that is not known."""
+    if isinstance(leaf, (str, bytes, int, float, complex, type(None))):
+        return repr(leaf).encode()
+    if isinstance(leaf, torch.Tensor):
+        if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            return None
+        flat = leaf.detach().resolve_conj().resolve_neg().flatten()
+        return bytes(flat.view(torch.uint8).numpy().tobytes())
+    # Arrays and images; the bytes of an array of objects are their addresses.
+    holds_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
+    return None if holds_objects or not callable(getattr(leaf, "tobytes", None)) else bytes(leaf.tobytes())
 
 
 class SampleComparison:
@@ -93,10 +104,12 @@ class SampleComparison:
 
     Args:
         name: Name of the dataset.
+        presharded: Whether the user says that each process has its own part: then they are to differ.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, presharded: bool = False) -> None:
         self._name = name
+        self._presharded = presharded
         self._world = dist.get_world_size()
         group = dist.group.WORLD
         self._group: ReferenceType[Any] = ref(group)
@@ -119,7 +132,12 @@ class SampleComparison:
         random_key = f"accel/{self._key}/random"
         if first.is_random:
             store.set(random_key, "yes")
-        if equal_on_all(self._key, first.digest, self._world) is not False:
+        equal = equal_on_all(self._key, first.digest, self._world)
+        if self._presharded:
+            if equal and first.digest != digest_of([]) and not first.digest.endswith("?"):
+                warn(same_data(self._name))
+            return
+        if equal is not False:
             return
         if not store.check([random_key]):
             raise ValueError(f"{_DIFFER.format(self._name)} {_FIX}")
@@ -150,16 +168,25 @@ class RankNotice:
             )
 
 
+def same_data(name: str) -> str:
+    """Return the warning that data is not sharded although the user says so.
+
+    Args:
+        name: Name of the dataset.
+    """
+    return (
+        f"presharded=True says that each process has its own part of the data, but all of them read the same "
+        f"from {name}: each trains on, or evaluates, all of it. Without the setting it is shared out. For "
+        "some of the loaders only, call prepare_data_loader(..., presharded=True) of accel_data with these."
+    )
+
+
 def _leaves(node: Any) -> list[Any]:
     inside = children(node)
     if inside is None:
         return [node]
     names = sorted(map(str, node)) if isinstance(node, dict) else []
     return [*names, *(leaf for child in inside for leaf in _leaves(child))]
-
-
-def _holds_objects(array: Any) -> bool:
-    return bool(getattr(getattr(array, "dtype", None), "hasobject", False))
 
 
 def _nothing() -> None:
