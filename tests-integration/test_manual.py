@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from accel.engines import ENGINES
 from accel_ckpt import load_checkpoint_in_model
+from accel_state.devices.table import DEVICES
 from accel_world.program import run_program
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,3 +78,42 @@ def test_a_value_that_is_not_built_fails_as_the_front_page_promises():
     assert "`NotImplementedError`" in promise
     with pytest.raises(NotImplementedError, match="offload_8bit_bnb"):
         load_checkpoint_in_model(None, "folder", offload_8bit_bnb=True)
+
+
+def test_pages_say_under_which_engines_a_save_may_stand_inside_a_window():
+    """What the engines do there is in test_exact_resume.py and test_misuse.py."""
+    table = (DOCS / "engines.md").read_text()
+    row = next(
+        line for line in table.splitlines() if line.startswith("| `save_state` inside an accumulation")
+    )
+    said = [cell.strip() for cell in row.strip("|").split("|")][1:]
+    engines = ["single", "ddp", "fsdp1", "mesh", "mesh", "deepspeed"]  # the columns of that table
+    may = []
+    for name in engines:
+        module, _, kind = ENGINES[name].path.partition(":")
+        may.append(getattr(import_module(module), kind).states_type.keeps_open_window)
+
+    assert said == ["yes" if each else "rejected" for each in may]
+    assert may == [True, True, False, False, False, False]
+    for page in (DOCS.parent / "README.md", DOCS / "checkpoints.md", DOCS / "migrate.md"):
+        assert "on one process and under ddp" in page.read_text().lower()
+
+
+def test_the_page_on_architecture_names_each_module_that_knows_a_kind_of_accelerator():
+    packages = DOCS.parent / "packages"
+    accelerators = set(DEVICES) - {"cpu"}
+    found = set()
+    for path in packages.glob("*/src/**/*.py"):
+        if path.parent.name == "devices":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                knows = node.attr in {f"is_{name}" for name in accelerators}
+            else:
+                compares = isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(".type")
+                knows = compares and any(repr(name) in ast.unparse(node) for name in accelerators)
+            if knows:
+                found.add(path.relative_to(packages).as_posix().partition("/src/")[2])
+    page = (DOCS / "architecture.md").read_text().split("**The device table**")[1].split("**The engine**")[0]
+
+    assert found == set(re.findall(r"`(accel\w*/[\w/]+\.py)`", page)) - {"accel_state/devices/table.py"}
