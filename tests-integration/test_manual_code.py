@@ -433,6 +433,15 @@ def test_the_first_resume_ends_as_the_whole_run(world, tmp_path: Path) -> None:
         return "".join(world.run(run_here, *given, size=size, init=False, env=env, timeout_s=200))
 
     whole = run("whole")
+    saved = [path.name for path in (tmp_path / "whole/run/checkpoints").iterdir()]
+    assert sorted(saved) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert run("whole") == "going on\n"  # all epochs are done
+    (use,) = (
+        block for block in blocks_of((ROOT / "docs/quickstart.md").read_text()) if "load_file" in block.text
+    )
+    (tmp_path / "whole" / "use.py").write_text(use.text)
+    (used,) = world.run(run_here, str(tmp_path / "whole"), "use.py", size=1, init=False, env=ALONE)
+    assert re.fullmatch(r"prediction: -?\d+\.\d{3}\n", used)
     assert run("stopped", "2") == ""
     assert len(re.findall(r"^epoch [123]: loss \d\.\d{6}$", whole, re.MULTILINE)) == 3
     assert run("stopped") == f"going on\n{whole}"
