@@ -191,6 +191,20 @@ def test_a_dataset_that_has_changed_forbids_no_resuming(saved: Path):
     assert sorted(x for batch in training.train(100) for x in batch) == list(range(24))
 
 
+def test_load_hooks_are_not_called_where_the_rest_is_refused(saved: Path):
+    training = Training(samples=24)
+    called: list[Any] = []
+    training.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models.pop()))
+
+    with pytest.raises(CheckpointError, match="this dataset has 24"):
+        training.accelerator.load_state(str(saved))
+    assert called == []
+    training.accelerator.register_for_checkpointing(Notes())
+    with pytest.raises(CheckpointError, match=r"there is no custom_checkpoint_2\.pkl"):
+        training.accelerator.load_state(str(saved))
+    assert called == []
+
+
 @pytest.mark.parametrize("at", ["start", "end"])
 @pytest.mark.parametrize("options", [{"to_validate": 6}, {"to_validate": 2}])
 def test_a_validation_set_that_has_changed_never_blocks(tmp_path: Path, at: str, options: dict[str, int]):

@@ -14,6 +14,7 @@ import torch
 
 from accel.accelerator import Accelerator
 from accel.saving import savers
+from accel.utils import FullyShardedDataParallelPlugin
 
 SHORT_S = 0.5
 
@@ -151,6 +152,19 @@ def test_only_the_main_process_may_say_that_it_is_alone(world, tmp_path: Path):
 
     assert main is None
     assert "save_state(main_process_only=True) is called on process 1. Call it under `if" in other
+
+
+def says_it_of_parts(folder: str) -> str:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    with pytest.raises(ValueError) as error:
+        accelerator.save_state(folder, main_process_only=True)
+    return str(error.value)
+
+
+def test_engines_that_need_all_processes_say_so(world, tmp_path: Path):
+    for text in world.run(says_it_of_parts, str(tmp_path / "parts"), size=2, timeout_s=100):
+        assert "save_state(main_process_only=True): the fsdp2 engine saves on all processes" in text
 
 
 def worlds(folder: Path) -> dict[str, int]:

@@ -167,7 +167,7 @@ def _content_by_name(node: Any, kind: type) -> tuple[str, Any] | None:
         return None
     if isinstance(node, Enum):
         # Values change more often than names, as with auto(). A combined flag has no name that is looked up.
-        named = node.name in kind.__members__  # type: ignore[attr-defined]
+        named = node.name in kind.__members__
         return ("enum", node.name) if named else ("enum value", node.value)
     attributes = getattr(node, "__dict__", {})
     if is_namedtuple(node) and not attributes:

@@ -104,7 +104,8 @@ def audit(
             findings.notes.append(f"{name} was written by a hook; no hook is registered that could read it")
         else:
             findings.others.append(f"{name} is not loaded: there is no {_what(name, role)} for it here")
-    parts = {name.partition("/")[0] for name in names if file_names.role_of(name) in _IN_PARTS}
+    in_parts = {role for role in _IN_PARTS if role not in expected.hooked}
+    parts = {name.partition("/")[0] for name in names if file_names.role_of(name) in in_parts}
     findings.others += [
         f"the folder {name} is not loaded: there is nothing in parts for it here"
         for name in sorted(parts.difference(expected.folders))

@@ -153,6 +153,7 @@ def restore(
     *,
     hooked: Collection[str] = (),
     strict: bool | None = None,
+    only_check: bool = False,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
     """Load an opened checkpoint. Every process must call it.
@@ -164,6 +165,7 @@ def restore(
         process: This process.
         hooked: Names of files, and roles of files, that the caller reads by itself.
         strict: As for `load_accelerator_state`.
+        only_check: Whether to compare the files with the objects, and load nothing.
         **load_model_func_kwargs: As there.
 
     Returns:
@@ -255,6 +257,8 @@ def restore(
     with ExitStack() as undo:
         undo.callback(set_rng_state, get_rng_state(process), process)
         findings = together(check, process, "comparing the checkpoint with the objects given")
+        if only_check:
+            return {}
         generators = _random_states(reading, process_index, process)
         states |= _load_registered(reading, objects, states, process)
         result = together(load_small, process, "loading the checkpoint")

@@ -239,8 +239,14 @@ def load_parts(
     for index, optimizer in enumerate(parts.optimizers):
         if strict or index not in compared.lacking:
             name = file_names.sharded_optimizer_folder(index)
-            given = {"index": compared.indexes[name], "state": compared.states.pop(index)}
-            load_state_in_parts(parts.owner(index), optimizer, folder / name, process, **given)
+            load_state_in_parts(
+                parts.owner(index),
+                optimizer,
+                folder / name,
+                process,
+                index=compared.indexes[name],
+                state=compared.states.pop(index),
+            )
     for index, model in enumerate(parts.models):
         name = file_names.sharded_model_folder(index)
         if strict or name in compared.indexes:

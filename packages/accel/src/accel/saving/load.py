@@ -75,11 +75,16 @@ def load_state(
     engine = run.engine
 
     def call_hooks() -> None:
+        engine.states.check_own(reading.names)  # before anything is changed
         # Hooks may take models out of the list, which they load themselves.
         for hook in run.load_hooks.values():
             hook(shown, str(reading.folder))
-        engine.states.check_own(reading.names)  # before anything of accel's is changed
 
+    if run.load_hooks:
+        # What does not depend on them is checked first, as what they load is not put back.
+        rest = Objects([], [], run.schedulers, run.loaders, run.scaler, run.registered)
+        hooked = {"other", "model", "extra", "optimizer", "sharded", *file_names.ENGINE_ROLES}
+        restore(reading, rest, run.process.rank, run.process, hooked=hooked, strict=strict, only_check=True)
     # Where a hook fails on one process, the others must not wait for it in the collectives below.
     together(call_hooks, run.process, "calling the hooks of load_state")
     left = {id(model) for model in shown}
