@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accel_state import env
 
@@ -26,12 +26,13 @@ def output_path(path: _P) -> _P:
         The path as it is. Under `accel verify` the same path below the temporary folder, with its parent; a
         folder there if there is one here.
     """
-    if not is_verifying() or not isinstance(path, str | os.PathLike):
+    given: Any = path
+    if given is None or not is_verifying():
         return path
     root = Path(os.path.realpath(env.get("ACCELERATE_VERIFY_FOLDER"))) / "files"
     # realpath: a path that leads to the temporary folder stays as it is.
-    place = Path(os.path.realpath(path))
+    place = Path(os.path.realpath(given))
     if not place.is_relative_to(root):
         place = root.joinpath(*place.parts[1:])  # without the root, or the drive
-    (place if os.path.isdir(path) else place.parent).mkdir(parents=True, exist_ok=True)
-    return str(place) if isinstance(path, str) else place  # type: ignore[return-value]
+    (place if os.path.isdir(given) else place.parent).mkdir(parents=True, exist_ok=True)
+    return str(place) if isinstance(given, str) else place  # type: ignore[return-value]

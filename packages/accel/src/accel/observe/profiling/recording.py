@@ -52,8 +52,9 @@ def profile(process: Process, handler: ProfileKwargs) -> Iterator[Any]:
             "for one. End that one first, or profile the outer block alone."
         )
     if handler.output_trace_dir is not None:
-        handler = dataclasses.replace(handler, output_trace_dir=output_path(handler.output_trace_dir))
-        _check_folder(Path(handler.output_trace_dir))
+        folder = output_path(handler.output_trace_dir)
+        handler = dataclasses.replace(handler, output_trace_dir=folder)
+        _check_folder(Path(folder))
     recordings = _Recordings(process, handler)
     profiler = dataclasses.replace(handler, on_trace_ready=recordings.add).build()
     _is_running = True
