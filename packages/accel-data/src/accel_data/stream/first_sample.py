@@ -67,8 +67,8 @@ def watching_for_rank(active: bool) -> Iterator[list[bool]]:
 def digest_of(samples: list[Any]) -> str:
     """Return a digest of the first of some samples.
 
-    Of objects of unknown types only the type counts, as their content may have another form on each process: the
-    digest then ends with a question mark.
+    Of objects of unknown types only the type counts, as their content may have another form on each process:
+    the digest then ends with a question mark.
     """
     content, end = hashlib.blake2b(digest_size=8), ""
     if not samples:
