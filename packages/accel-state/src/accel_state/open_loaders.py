@@ -169,6 +169,7 @@ class OpenLoaders:
         passes = self.passes
         given = [one for one in passes if one.last > self._last_micro_batch]
         new = [one for one in given if one.began > self._last_micro_batch]
+        followed: LoaderPass | None
         if before in (given or passes):
             followed = before
         elif given:
