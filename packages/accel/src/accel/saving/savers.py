@@ -120,8 +120,9 @@ def _main_only_blocks(node: ast.AST, what: str) -> Iterator[list[ast.stmt]]:
         if _says_main(node.test) and not others_save:
             yield yes
     for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        for place, item in enumerate(block if isinstance(block, list) else ()):
+        found = getattr(node, name, None)
+        block: list[ast.stmt] = found if isinstance(found, list) else []
+        for place, item in enumerate(block):
             if _is_guard(item):
                 yield block[place + 1 :]
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else ()
