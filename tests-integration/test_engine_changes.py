@@ -303,6 +303,21 @@ def test_a_group_that_is_added_after_prepare_is_trained_or_refused(world, case):
         assert_as_by_hand(world, add_a_group, case)
 
 
+def change_gradients(loop: Loop) -> None:
+    loop.prepare()
+    for _ in range(3):
+        loop.accelerator.backward(loop.loss())
+        for parameter in loop.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+        loop.step()
+
+
+@pytest.mark.parametrize("case", marked(name for name in CASES if name not in COPIES))
+def test_gradients_that_a_loop_changes_element_by_element_count(world, case):
+    assert_as_by_hand(world, change_gradients, case)
+
+
 TENSOR = {name: case for name, case in (CASES | FEW).items() if "tp" in name}
 
 

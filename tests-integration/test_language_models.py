@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from accel.accelerator import Accelerator
-from accel.utils import get_model_tp_size
+from accel.utils import broadcast_object_list, get_model_tp_size
 from accel_state.parallelism.config import ParallelismConfig
+from accel_world.engine_cases import CASES
 
 SMALL = {
     "vocab_size": 32,
@@ -145,3 +149,53 @@ def test_a_model_that_transformers_made_in_parts_passes_through(world):
     expected = make("Llama")(**make_batch()).loss.item()
 
     assert world.run(made_in_parts, timeout_s=100) == [(pytest.approx(expected), 2)] * 2
+
+
+def make_generator(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A small model with an encoder and a decoder, or with a decoder alone, and its prompt."""
+    if kind == "Llama":
+        return make(kind).eval(), {"input_ids": make_batch()["input_ids"][:, :6]}
+    import transformers
+
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config).eval(), {"input_ids": make_batch()["input_ids"]}
+
+
+def generate(kind: str, engine: str) -> tuple[list[list[int]], list[list[int]]]:
+    """What a model generates after a step, and what one process generates with its weights."""
+    model, prompt = make_generator(kind)
+    plain, _ = make_generator(kind)
+    accelerator = Accelerator(cpu=True, **CASES[engine].options())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(**prompt, labels=prompt["input_ids"]).loss)
+    optimizer.step()
+    state = broadcast_object_list([accelerator.get_state_dict(model)])[0]
+    plain.load_state_dict(state)
+    rules = {"max_new_tokens": 5, "do_sample": False, "synced_gpus": engine != "ddp"}
+    # FSDP1 gathers the outermost weights in the wrapper's forward alone.
+    whole = (
+        FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+        if engine == "fsdp1"
+        else contextlib.nullcontext()
+    )
+    with torch.no_grad(), whole:
+        found = accelerator.unwrap_model(model).generate(**prompt, **rules)
+    with torch.no_grad():
+        expected = plain.generate(**prompt, **(rules | {"synced_gpus": False}))
+    return found.tolist(), expected.tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *itertools.product(["Llama", "T5"], ["ddp", "fsdp1", "fsdp2", "deepspeed 2", "deepspeed 3"]),
+        ("Llama", "tp"),  # T5 has no plan
+    ],
+)
+def test_a_trained_model_generates_under_each_engine(world, kind, engine):
+    for found, expected in world.run(generate, kind, engine, timeout_s=100):
+        assert found == expected

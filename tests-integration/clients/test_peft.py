@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from accel import Accelerator
+from accel.utils import ParallelismConfig
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -92,3 +95,34 @@ def test_an_adapter_is_trained_beside_weights_on_the_disk(plain: Model):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert torch.equal(logits(models[1]), logits(models[0]))
+
+
+def train_adapters(tensor_parallel: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Adapters on layers that the tp plan splits along either dimension, and on those that it does not."""
+    torch.manual_seed(1)
+    targets = ["q_proj", "o_proj", "down_proj", "embed_tokens", "lm_head"]
+    model = get_peft_model(make(), LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
+    optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-2)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2)) if tensor_parallel else None
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        losses.append(loss.item())
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    return losses, {name: value.detach().clone() for name, value in state.items()}
+
+
+def test_adapters_under_tensor_parallelism_train_as_on_one_process(world: Any):
+    losses, expected = train_adapters(False)
+
+    (parallel, state), (others, _) = world.run(train_adapters, True, timeout_s=100)
+
+    assert parallel == others == pytest.approx(losses, rel=1e-5)
+    assert list(state) == list(expected)
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from accel.engines.base.context import EngineContext, Prepared
 from accel.engines.base.gradients import gradients_of
@@ -211,6 +211,9 @@ class MeshEngine(ShardedEngine):
             model = plain = parallelize(model, plan)
             # After all of it: parameters are others now, and those of before may be in optimizers.
             self.owner.add(plain, before)
+            if isinstance(plain, FSDPModule) and callable(getattr(plain, "generate", None)):
+                # In it models of transformers call parts of themselves, which gather no outer weights.
+                register_fsdp_forward_method(plain, "generate")
             if self._meshes.tensor is not None:
                 SharedDraws(self._meshes.tensor.get_group(), self.context.process.device).attach(plain)
         self._models[plain] = None

@@ -201,3 +201,51 @@ def test_overlap_that_is_not_there_is_told(world):
 
 def test_a_whole_model_has_no_tp_size():
     assert get_model_tp_size(Model()) is None
+
+
+class Adapter(torch.nn.Module):
+    """A layer with an adapter, as peft makes them."""
+
+    def __init__(self, base_layer: torch.nn.Module, **parts: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        for name, part in parts.items():
+            setattr(self, name, torch.nn.ModuleDict({"default": part}))
+
+
+class Around(torch.nn.Module):
+    """A model inside of another one that answers with its attributes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def test_the_plan_of_a_model_inside_of_another_one_splits_it_and_its_adapters():
+    model = Model()
+    model.up = Adapter(model.up, lora_A=torch.nn.Linear(WIDTH, 3), lora_B=torch.nn.Linear(3, WIDTH))
+    model.down = Adapter(model.down, lora_A=torch.nn.Linear(WIDTH, 3), lora_B=torch.nn.Linear(3, WIDTH))
+
+    plan = tensor_plan(Around(model), 2)
+
+    assert set(plan) == {
+        "inner.embed",
+        "inner.scale",
+        "inner.head",
+        *("inner.up.base_layer", "inner.up.lora_B.default"),
+        *("inner.down.base_layer", "inner.down.lora_A.default"),
+    }
+
+
+def test_an_adapter_that_is_not_known_is_refused_by_name():
+    model = Model()
+    model.up = Adapter(model.up, scale_vector=torch.nn.Linear(1, WIDTH))
+
+    with pytest.raises(ValueError, match=r"inner.up .* has an adapter \(Adapter with scale_vector\)"):
+        tensor_plan(Around(model), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,8 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
         ValueError: If there is no plan, a style is not known, a name means no module, features or heads do
             not divide, or a weight is shared with a module that is split otherwise.
     """
-    given: Mapping[str, Any] | None = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
+    given = _given_plans(model)
     if not given:
         raise ValueError(
             f"tp_size={size} splits the weights of {kind} by a plan, and it has none. Set model._tp_plan = "
@@ -69,11 +70,58 @@ def tensor_plan(model: torch.nn.Module, size: int) -> dict[str, ParallelStyle]:
                 "and objects of torch.distributed.tensor.parallel."
             )
         for name in found:
-            _check_features(name, modules[name], style, size)
-            plan[name] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+            for part in _parts(name, modules[name], style):
+                if part == name or part.endswith(".base_layer"):
+                    _check_features(part, modules[part], style, size)
+                plan[part] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
     _check_heads(model, size)
     _check_shared(model, plan)
     return plan
+
+
+def _given_plans(model: torch.nn.Module) -> dict[str, Any]:
+    """The plan of a model, or of the models inside of it, as those in an adapter's wrapper, by full names."""
+    plans: dict[str, Any] = {}
+    owners: list[str] = []
+    for name, module in model.named_modules():
+        # Without __getattr__: wrappers answer with the attributes of the model inside.
+        if any(name.startswith(owner) for owner in owners) or not any(
+            inspect.getattr_static(module, attribute, None) for attribute in ("tp_plan", "_tp_plan")
+        ):
+            continue
+        own: Mapping[str, Any] | None = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        if own:
+            owners.append(prefix := f"{name}." if name else "")
+            plans.update({prefix + pattern: style for pattern, style in own.items()})
+    return plans
+
+
+def _parts(name: str, module: torch.nn.Module, style: Any) -> list[str]:
+    """The modules that are split for one of the plan: it itself, or of an adapted layer those that have to be.
+
+    An adapter of low rank (peft's LoRA) adds B(A(x)) to the layer's output: B is split where the output is,
+    and A where the input is.
+
+    Raises:
+        ValueError: If it is another kind of adapter.
+    """
+    if not isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):
+        return [name]
+    known = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
+    others = [
+        child for child, item in module.named_children() if child not in known and any(True for _ in item.parameters())
+    ]
+    if others or not hasattr(module, "lora_A"):
+        raise ValueError(
+            f"{name} is split by the tp plan, and has an adapter ({type(module).__name__}"
+            f"{f' with {others[0]}' if others else ''}) that tensor parallelism does not know: it splits LoRA of "
+            "linear layers and embeddings. Train it under DDP or FSDP (version 2)."
+        )
+    if isinstance(base, torch.nn.Embedding):  # its adapter is applied whole
+        return [f"{name}.base_layer"]
+    kind = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+    split = "lora_B" if isinstance(kind, ColwiseParallel) else "lora_A"
+    return [f"{name}.base_layer", *(f"{name}.{split}.{key}" for key in getattr(module, split))]
 
 
 def _check_features(name: str, module: torch.nn.Module, style: Any, size: int) -> None:
