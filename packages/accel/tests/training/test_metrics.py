@@ -172,6 +172,16 @@ def counted_after_the_loop() -> list[list[int]]:
         pass
     with warns_once(UserWarning, "got 2 rows from 2 processes, and there are samples that only") as second:
         accelerator.gather_for_metrics(torch.tensor(total))
+    # In a step of training that evaluates, what was counted is told, and not what is trained on.
+    for step, _ in enumerate(accelerator.prepare(DataLoader(Numbers(12), batch_size=2))):
+        if step == 0:
+            for _ in loader:
+                pass
+            with warns_once(UserWarning, "got 2 rows from 2 processes") as third:
+                accelerator.gather_for_metrics(torch.tensor(total))
+            model.train()
+            accelerator.gather_for_metrics(torch.tensor(0.5))
+            model.eval()
     # Neither in training, nor where the padding was dropped, nor where there is none.
     model.train()
     for _ in loader:
@@ -184,13 +194,13 @@ def counted_after_the_loop() -> list[list[int]]:
         pass
     accelerator.reduce(torch.tensor(1))
     accelerator.gather_for_metrics(torch.tensor(1))
-    return [results, [len(first), len(second), correct]]
+    return [results, [len(first), len(second), len(third), correct]]
 
 
 def test_padding_that_a_loop_counts_by_itself_is_told(world):
     for rank, (results, told) in enumerate(world.run(counted_after_the_loop)):
         assert results == [12, 12, 0, int(rank == 0)]
-        assert told == [int(rank == 0), int(rank == 0), 9]
+        assert told == [int(rank == 0)] * 3 + [9]
 
 
 def gathered_side_by_side(counts: tuple[int, int], named: bool) -> tuple[list, list, list]:

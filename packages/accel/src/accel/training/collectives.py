@@ -56,6 +56,7 @@ class CollectiveControl:
             shard=self.run.engine.loaders.data_shard,
             use_gather_object=use_gather_object,
             shares_sequences=parallelism is not None and parallelism.cp_enabled,
+            is_training=any(model.training for model in self.run.models),
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -32,6 +32,7 @@ def gather_for_metrics(
     shard: tuple[int, int],
     use_gather_object: bool = False,
     shares_sequences: bool = False,
+    is_training: bool = False,
 ) -> Any:
     """Gather `data` from all processes and drop the rows that only padded the batch it was made from.
 
@@ -50,6 +51,8 @@ def gather_for_metrics(
         shares_sequences: Whether processes with the same samples may have computed on parts of them. What
             differs between them is refused, except one floating number that is repeated for each sample of
             the batch, as transformers' Trainer gathers its mean loss: of that the mean is taken.
+        is_training: Whether a model is in training mode, so that the data is hardly of a loop that has ended
+            inside of another one.
 
     Returns:
         The tree with rows of all processes in rank order; for objects the flat list over the processes.
@@ -65,7 +68,7 @@ def gather_for_metrics(
     fill = _fill(loader, shard[1])
     if fill is not None and not all(fill.rows):
         raise RuntimeError(_some_are_missing(loader, fill.rows))
-    padding = _padding(passes, shard[1])
+    padding = _padding(passes, shard[1], is_training)
     # Before the first collective: a process that has left the loop would leave the others in it.
     attendance = getattr(loader, "attendance", None)
     if attendance is not None:
@@ -149,17 +152,19 @@ class _Padding:
     Args:
         real: By the numbers of rows of all processes: how many of them are real. The rest follows them.
         unclear: Numbers of rows that batches of several loaders have, of which different ones are real.
+        warns: Whether other numbers of rows are told.
     """
 
     real: dict[tuple[int, ...], tuple[int, ...]]
     unclear: frozenset[tuple[int, ...]]
+    warns: bool
 
     def of(self, rank: int) -> dict[int, int]:
         """How many rows of one process are real, by its number of rows; the likeliest loader first."""
         return {rows[rank]: real[rank] for rows, real in reversed(self.real.items())}
 
 
-def _padding(passes: Sequence[LoaderPass], size: int) -> _Padding | None:
+def _padding(passes: Sequence[LoaderPass], size: int, is_training: bool) -> _Padding | None:
     """Return what is known of padding; None if no loader has padded a batch."""
     if not any(one.padded_batches for one in passes):
         return None
@@ -182,7 +187,8 @@ def _padding(passes: Sequence[LoaderPass], size: int) -> _Padding | None:
                 unclear.add(rows)
     if all(rows == own for rows, own in real.items()):
         return None
-    return _Padding(real, frozenset(unclear))
+    first = _fill(passes[0].loader, size)
+    return _Padding(real, frozenset(unclear), warns=not is_training or first is not None)
 
 
 def _fill(loader: Any | None, size: int) -> Fill | None:
@@ -360,6 +366,8 @@ def _drop_beyond_end(gathered: torch.Tensor, left: int, size: int) -> torch.Tens
 def _real_rows(rows: tuple[int, ...], padding: _Padding | None) -> tuple[int, ...]:
     """Return how many of the rows that each process gave are real: all, if they are not one per sample."""
     if padding is None:
+        return rows
+    if rows not in padding.real and not padding.warns:
         return rows
     if rows not in padding.real:
         warn(
